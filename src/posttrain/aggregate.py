@@ -1,0 +1,69 @@
+"""Aggregations: weights for the sum that is the loss, over the whole optimizer batch. Pure.
+
+Loss = ``(values * weights).sum()``; nothing else divides. Each word takes the mask of the whole
+optimizer batch, before it is split into micro-batches, so the split cannot change the gradient.
+
+mask ``bool [B, T]`` → weights ``float64 [B, T]``, 0 outside the mask (``unit_mean``: ``[U]``).
+A row without any trained token gets no weight and does not count; sources refuse and count such
+rows before they come here, so that nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from posttrain.registry import register
+
+Mask = Bool[Tensor, "B T"]
+Weights = Float64[Tensor, "B T"]
+
+
+def _check(mask: Mask) -> Tensor:
+    counts = mask.sum(dim=1).to(torch.float64)
+    if not bool(mask.any()):
+        raise ValueError("an aggregation over a batch without trained tokens has no value")
+    return counts
+
+
+@register("aggregation", level="token")
+def token_mean(mask: Mask) -> Weights:
+    """``1 / (all trained tokens of the optimizer batch)``: SFT; DAPO (Yu et al. 2025, eq. 8)."""
+    return mask.to(torch.float64) / _check(mask).sum()
+
+
+@register("aggregation", level="token")
+def sequence_mean(mask: Mask) -> Weights:
+    """``1 / (B · |o_i|)``: the mean over each sequence, then over sequences.
+
+    GRPO as published (Shao et al. 2024, eq. 3). Short wrong answers weigh more per token than
+    long ones: the length bias that ``constant`` and ``token_mean`` avoid.
+    """
+    counts = _check(mask)
+    rows = (counts > 0).sum()
+    return mask.to(torch.float64) / (counts.clamp(min=1)[:, None] * rows)
+
+
+@register("aggregation", level="token")
+def constant(mask: Mask, *, length: int) -> Weights:
+    """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, section 3.2).
+
+    Args:
+        length: L in tokens, usually the generation limit.
+    """
+    counts = _check(mask)
+    rows = (counts > 0).sum()
+    return mask.to(torch.float64) / (rows * length)
+
+
+@register("aggregation", level="unit")
+def unit_mean(mask: Mask) -> Float64[Tensor, "U"]:
+    """``1 / U`` per unit: pairs or rows, for objectives that give one number each.
+
+    ``mask`` has one row per unit; each unit has at least one trained token.
+    """
+    counts = _check(mask)
+    if not bool((counts > 0).all()):
+        raise ValueError("unit_mean over a unit without trained tokens has no value")
+    return torch.full((mask.shape[0],), 1.0 / mask.shape[0], dtype=torch.float64)

@@ -1,0 +1,105 @@
+"""Every error that posttrain raises for a user, as one tree.
+
+::
+
+    PosttrainError                    exit code 1; base of everything below
+    ├── UsageError                    exit code 2; what was asked for cannot be done
+    │   ├── RecipeError               a recipe: unknown key, wrong type, words that do not fit
+    │   ├── UnknownWord               a name that no registry knows (with a suggestion)
+    │   ├── DataError                 an input file: file, line, what stands there
+    │   ├── MissingExtra              an optional dependency, with the command that installs it
+    │   └── RunConflict               a run directory that belongs to another recipe or process
+    └── RunFailure                    exit code 1; the work itself failed
+        ├── RewardFailure             a reward raised, or returned no finite number
+        ├── NonFiniteLoss             loss or gradient is NaN or infinite; the batch was saved
+        ├── CheckpointError           no checkpoint verifies
+        ├── StorageError              the disk is full or not writable
+        └── EngineMismatch            sampler and trainer disagree about the same tokens
+
+A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
+kept for our own bugs; bad input never ends in a traceback.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class PosttrainError(Exception):
+    """Base of all errors that the command line shows as one message without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(PosttrainError):
+    """What was asked for cannot be done; nothing was changed."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe or an override is wrong. The message names file, line and key where known."""
+
+
+class UnknownWord(UsageError):
+    """A name that no registered function carries; the message suggests the nearest."""
+
+
+class DataError(UsageError):
+    """An input file is missing or malformed.
+
+    Args:
+        path: the file.
+        what: what is wrong, and what would work.
+        line: 1-based line number, where there is one.
+    """
+
+    def __init__(self, path: str | Path, what: str, line: int | None = None) -> None:
+        place = f"{path}:{line}" if line is not None else str(path)
+        super().__init__(f"{place}: {what}")
+        self.path = str(path)
+        self.line = line
+
+
+class MissingExtra(UsageError):
+    """An optional dependency is not installed.
+
+    Args:
+        package: the module that could not be imported.
+        extra: the extra of this package that installs it.
+        purpose: what it is needed for.
+    """
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'posttrain[{extra}]'"
+        )
+
+
+class RunConflict(UsageError):
+    """A run directory belongs to another recipe, or to a process that is still alive."""
+
+
+class RunFailure(PosttrainError):
+    """The work itself failed; what had been saved is still there."""
+
+
+class RewardFailure(RunFailure):
+    """A reward function raised, or returned something that is no finite number."""
+
+
+class NonFiniteLoss(RunFailure):
+    """A loss or gradient norm is NaN or infinite. The weights were not updated."""
+
+
+class CheckpointError(RunFailure):
+    """No checkpoint could be verified against its manifest."""
+
+
+class StorageError(RunFailure):
+    """The disk is full or not writable."""
+
+
+class EngineMismatch(RunFailure):
+    """Sampler and trainer give different log-probabilities for the same tokens."""

@@ -1,0 +1,71 @@
+"""Counter-based randomness: every draw is a function of (seed, purpose, step, row, ...).
+
+There is no generator state to save, so a resumed run draws what the uninterrupted run would have
+drawn, and a row's draws do not depend on which rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+
+
+def derive_key(seed: int, purpose: str, *counters: int) -> int:
+    """A 64-bit key from a seed, a purpose and any number of counters (step, row, ...).
+
+    Distinct arguments give independent keys: the key is a BLAKE2b digest of an unambiguous
+    encoding of them (each counter as a signed 64-bit integer, the purpose last).
+    """
+    encoded = struct.pack(f"<{1 + len(counters)}q", seed, *counters) + purpose.encode()
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
+    """A NumPy generator (Philox) that is a function of its arguments alone."""
+    return np.random.Generator(np.random.Philox(key=derive_key(seed, purpose, *counters)))
+
+
+def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
+    """Uniform numbers in [0, 1): ``float64 [len(keys), count]``.
+
+    Entry (r, t) is the (start + t)-th output of SplitMix64 (Steele, Lea & Flood 2014) seeded with
+    ``keys[r]``, so it depends on that key and on ``start + t`` alone.
+    """
+    base = np.asarray(list(keys), dtype=np.uint64)[:, None]
+    position = np.arange(start + 1, start + count + 1, dtype=np.uint64)[None, :]
+    with np.errstate(over="ignore"):
+        z = base + position * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * _MIX1
+        z = (z ^ (z >> np.uint64(27))) * _MIX2
+        z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))
+
+
+def permutation(seed: int, purpose: str, epoch: int, size: int) -> np.ndarray:
+    """The order of ``size`` items in one epoch: a function of (seed, purpose, epoch, size)."""
+    return generator(seed, purpose, epoch).permutation(size)
+
+
+def draw_indices(seed: int, purpose: str, start: int, count: int, size: int) -> list[int]:
+    """Items ``start .. start + count`` of an endless stream of shuffled epochs over ``size`` items.
+
+    Every epoch visits every item once; the order differs by epoch. Returns ``count`` indices in
+    ``0 .. size - 1``.
+    """
+    assert size > 0, "an empty data set is refused before anything is drawn from it"
+    drawn: list[int] = []
+    position = start
+    while len(drawn) < count:
+        epoch, offset = divmod(position, size)
+        take = min(size - offset, count - len(drawn))
+        order = permutation(seed, purpose, epoch, size)
+        drawn.extend(int(i) for i in order[offset : offset + take])
+        position += take
+    return drawn

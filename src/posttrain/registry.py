@@ -1,0 +1,193 @@
+"""One registry for everything that a recipe names: the signature is the schema.
+
+A decorator registers a function under its own name in a *kind* (objective, reward, task, ...).
+Positional parameters are what the machine provides; keyword-only parameters, with their types and
+defaults, *are* the function's YAML keys. No configuration class mirrors a function.
+
+A name of the form ``module:function`` is imported, so users' functions need no registration.
+No torch is imported here; the modules that hold the words are imported on first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from posttrain.errors import RecipeError, UnknownWord
+
+# Where the words of each kind live; imported when a word of that kind is first asked for.
+HOMES: dict[str, tuple[str, ...]] = {
+    "objective": ("posttrain.objectives.supervised", "posttrain.objectives.policy_gradient"),
+    "advantage": ("posttrain.advantages",),
+    "aggregation": ("posttrain.aggregate",),
+    "reward": ("posttrain.rewards.format", "posttrain.rewards.numeric", "posttrain.rewards.length"),
+    "template": ("posttrain.render",),
+    "task": (
+        "posttrain.tasks.stories",
+        "posttrain.tasks.gsm8k",
+        "posttrain.tasks.math",
+        "posttrain.tasks.jsonl",
+        "posttrain.tasks.reasoning_gym",
+    ),
+    "engine": ("posttrain.engines.native", "posttrain.engines.scripted"),
+    "optimizer": ("posttrain.train.optimizer",),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function with what the machinery must know about it.
+
+    ``traits`` are facts declared at registration, for example ``needs`` (the streams that an
+    objective reads) and ``level`` (``token`` or ``unit``).
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    traits: Mapping[str, Any]
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.function) or ""
+
+    @property
+    def provided(self) -> tuple[str, ...]:
+        """Names of the positional parameters: what the machine provides."""
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in kinds)
+
+    def options_model(self) -> type[BaseModel]:
+        """The pydantic model of the keyword-only parameters (unknown keys forbidden)."""
+        fields: dict[str, Any] = {}
+        for parameter in inspect.signature(self.function, eval_str=True).parameters.values():
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                continue
+            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            fields[parameter.name] = (annotation, default)
+        config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        return create_model(f"{self.kind}_{self.name}", __config__=config, **fields)
+
+    def options(self, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        """All options with defaults filled in.
+
+        Raises:
+            RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
+        """
+        model = self.options_model()
+        try:
+            checked = model(**given)
+        except ValidationError as error:
+            label = f"{self.kind} {self.name!r}"
+            raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
+        return {name: getattr(checked, name) for name in model.model_fields}
+
+    def bind(self, given: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
+        """The function with its options filled in; takes what the machine provides."""
+        return partial(self.function, **self.options(given, where))
+
+
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}
+
+
+def register(kind: str, *, name: str | None = None, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function under its own name in ``kind``."""
+    assert kind in HOMES, f"unknown kind {kind!r}"
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        entry = Entry(kind, name or function.__name__, function, traits)
+        known = _ENTRIES[kind].get(entry.name)
+        assert known is None or known.function.__module__ == function.__module__, f"{kind} {entry.name!r} exists twice"
+        _ENTRIES[kind][entry.name] = entry
+        return function
+
+    return add
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """All registered entries of a kind, by name, in alphabetical order."""
+    for module in HOMES[kind]:
+        importlib.import_module(module)
+    return dict(sorted(_ENTRIES[kind].items()))
+
+
+def find(kind: str, name: str, where: str = "") -> Entry:
+    """The entry ``name`` of ``kind``; ``module:function`` is imported.
+
+    Raises:
+        UnknownWord: no such name; the message lists what there is and the nearest name.
+    """
+    if ":" in name:
+        return _import_entry(kind, name, where)
+    known = entries(kind)
+    if name not in known:
+        place = f"{where}: " if where else ""
+        raise UnknownWord(
+            f"{place}there is no {kind} named {name!r}.{suggest(name, known)} "
+            f"Known: {', '.join(known)}; or give module:function to use your own."
+        )
+    return known[name]
+
+
+def kinds_of(name: str) -> list[Entry]:
+    """Every entry called ``name``, in whatever kind."""
+    return [entries(kind)[name] for kind in HOMES if name in entries(kind)]
+
+
+def _import_entry(kind: str, path: str, where: str) -> Entry:
+    module_name, _, attribute = path.partition(":")
+    place = f"{where}: " if where else ""
+    if os.getcwd() not in sys.path:  # a user's file beside the recipe is importable, as with `python -m`
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({error})") from error
+    for entry in _ENTRIES[kind].values():
+        if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
+            return entry  # it registered itself, with its traits
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise UnknownWord(f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}")
+    return Entry(kind, path, function, {})
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?``, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def explain_validation(
+    error: ValidationError,
+    known: Iterable[str],
+    where: str,
+    label: str,
+    line_of: Callable[[str], str] = lambda _: "",
+) -> str:
+    """A pydantic error as lines for a user: place, what, what would work."""
+    lines = []
+    for item in error.errors():
+        location = ".".join(str(part) for part in item["loc"])
+        key = f"{where}.{location}" if where and location else where or location
+        place = f"{line_of(key)}{key}"
+        if item["type"] == "extra_forbidden":
+            last = str(item["loc"][-1])
+            names = list(known)
+            lines.append(f"{place}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
+        elif item["type"] == "missing":
+            lines.append(f"{place}: {label} needs this key")
+        else:
+            lines.append(f"{place}: {item['msg']}; got {item['input']!r}")
+    return "\n".join(lines)

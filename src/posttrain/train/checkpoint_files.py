@@ -1,0 +1,189 @@
+"""The folders of a run's checkpoints: their names, their manifests, and moving them about safely.
+
+The manifest holds the size and SHA-256 of every file, so that a flipped byte shows. No torch here,
+so that listing runs stays quick.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.store.durable import storage_errors, sync_file, sync_folder
+
+MANIFEST = "manifest.json"
+BEST = "best"
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+ASIDE = ".tmp-"
+_REPLACED = ".tmp-replaced-"
+_FAILED = "failed-"
+
+
+class Unverified(Exception):
+    """A folder differs from its manifest; the text says where."""
+
+
+def seal(path: Path, step: int) -> None:
+    """Write the manifest of a finished folder and wait until all of it is on the disk."""
+    names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
+    files = {name: {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)} for name in names}
+    (path / MANIFEST).write_bytes(_manifest_bytes(step, files))
+    for name in [*names, MANIFEST]:
+        sync_file(path / name)
+    for inner in {path, *(item for item in path.rglob("*") if item.is_dir())}:
+        sync_folder(inner)
+
+
+def verify(path: Path, step: int) -> dict[str, Any]:
+    """The manifest's entries by relative file name, all of them checked.
+
+    Raises:
+        Unverified: a file is missing or differs, or the manifest is of another step or damaged.
+    """
+    if not (path / MANIFEST).is_file():
+        raise Unverified(f"{MANIFEST} is missing")
+    content = (path / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(content)
+        files, stated = dict(manifest["files"]), int(manifest["step"])
+        expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unverified(f"{MANIFEST} is damaged ({error})") from None
+    if content != _manifest_bytes(stated, files) or stated != step:
+        raise Unverified(f"{MANIFEST} is damaged")
+    for name, size, digest in expected:
+        file = path / name
+        if not file.is_file():
+            raise Unverified(f"{name} is missing")
+        if file.stat().st_size != size:
+            raise Unverified(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _digest(file) != digest:
+            raise Unverified(f"{name} differs from its SHA-256 in the manifest")
+    return files
+
+
+def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
+    # one spelling only, so that a flipped byte anywhere in the manifest shows
+    return (json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def step_folder(folder: str | Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` stands."""
+    return Path(folder) / f"step-{step:06d}"
+
+
+def checkpoint_steps(folder: str | Path) -> list[int]:
+    """Steps that have a checkpoint under its final name (not verified), ascending."""
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    matches = (_STEP_FOLDER.fullmatch(item.name) for item in root.iterdir() if item.is_dir() and not item.is_symlink())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def best_step(folder: str | Path) -> int | None:
+    """The step that ``best`` points to, or None."""
+    link = Path(folder) / BEST
+    match = _STEP_FOLDER.fullmatch(os.readlink(link)) if link.is_symlink() else None
+    return int(match[1]) if match and link.is_dir() else None
+
+
+def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = ()) -> list[int]:
+    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one.
+
+    Returns the deleted steps. A folder is renamed aside before its files go, so a kill in between
+    leaves no part of a checkpoint under a final name.
+
+    Raises:
+        StorageError: the folder is not writable.
+    """
+    assert keep >= 1, "at least one checkpoint is kept"
+    root = Path(folder)
+    steps = checkpoint_steps(root)
+    spared = {*steps[-keep:], *protect, best_step(root)}
+    deleted = [step for step in steps if step not in spared]
+    with storage_errors("checkpoints", root):
+        for step in deleted:
+            aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
+            remove_tree(aside)
+            os.rename(step_folder(root, step), aside)
+            shutil.rmtree(aside)
+    return deleted
+
+
+def mark_best(folder: str | Path, step: int) -> None:
+    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step.
+
+    Raises:
+        StorageError: the folder is not writable.
+    """
+    root = Path(folder)
+    target = step_folder(root, step)
+    assert target.is_dir(), "the best checkpoint is marked after it is saved"
+    aside = root / f"{ASIDE}{BEST}-{os.getpid()}"
+    with storage_errors("the link to the best checkpoint", root):
+        aside.unlink(missing_ok=True)
+        os.symlink(target.name, aside)
+        os.replace(aside, root / BEST)
+        sync_folder(root)
+
+
+def clean_leftovers(folder: str | Path) -> list[str]:
+    """Remove what killed writes left behind; returns the names.
+
+    A checkpoint that was renamed aside to be replaced, without its replacement having come, gets
+    its name back. Only for the process that holds the run's lock.
+
+    Raises:
+        StorageError: the folder is not writable.
+    """
+    root = Path(folder)
+    removed: list[str] = []
+    with storage_errors("checkpoints", root):
+        for item in sorted(root.glob(f"{ASIDE}*")) if root.is_dir() else []:
+            original = root / item.name.removeprefix(_REPLACED)
+            if item.name.startswith(_REPLACED) and not original.exists():
+                os.rename(item, original)
+                continue
+            removed.append(item.name)
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
+    return removed
+
+
+def rename_into_place(aside: Path, final: Path) -> None:
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():  # the same step written again; a kill between the renames is mended by clean_leftovers
+        remove_tree(replaced)
+        os.rename(final, replaced)
+    os.rename(aside, final)
+    sync_folder(final.parent)
+    remove_tree(replaced)
+
+
+def set_aside_steps(root: Path, steps: Collection[int]) -> None:
+    with storage_errors("checkpoints", root):
+        for step in steps:
+            path = step_folder(root, step)
+            aside = path.with_name(f"{_FAILED}{path.name}")
+            remove_tree(aside)
+            os.rename(path, aside)
+        sync_folder(root)
+
+
+def remove_tree(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)

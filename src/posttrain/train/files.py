@@ -1,0 +1,37 @@
+"""Where one run's training writes, and whom it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Called with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and its facts.
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Paths inside a run directory that the loop writes to."""
+
+    folder: Path
+    checkpoints: Path
+    metrics: Path
+    rollouts: Path
+    evaluation: Path
+
+    @classmethod
+    def within(cls, folder: str | Path) -> RunFiles:
+        """The paths under ``folder``; makes the directories."""
+        root = Path(folder)
+        files = cls(
+            folder=root,
+            checkpoints=root / "checkpoints",
+            metrics=root / "metrics.jsonl",
+            rollouts=root / "rollouts.db",
+            evaluation=root / "evaluation",
+        )
+        files.checkpoints.mkdir(parents=True, exist_ok=True)
+        files.evaluation.mkdir(parents=True, exist_ok=True)
+        return files

@@ -1,0 +1,236 @@
+"""The one training loop. Every method passes through it; no method is named in it.
+
+Update number k (1-based) has step k: its rollouts and metrics carry k, evaluation at step k is of
+the weights after k updates, and checkpoint ``step-k`` is the state after them. A run that is
+killed resumes from its newest checkpoint that verifies, drops every record behind it, and repeats
+the rest bit for bit.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.errors import NonFiniteLoss
+from posttrain.evals.generation import evaluate
+from posttrain.randomness import derive_key
+from posttrain.recipe import Recipe
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+from posttrain.train.checkpoint import load_checkpoint, mark_best, prune_checkpoints, restore_model, save_checkpoint
+from posttrain.train.files import Observer, RunFiles
+from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
+from posttrain.train.setup import Parts, prepare
+from posttrain.train.sources import Draw
+from posttrain.train.update import accumulate, apply_update, learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by task."""
+
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]]
+
+
+@dataclass(slots=True)
+class Loop:
+    """A run in progress: its parts, its records, and where it stands."""
+
+    recipe: Recipe
+    files: RunFiles
+    parts: Parts
+    metrics: MetricsLog
+    rollouts: RolloutStore
+    observer: Observer
+    step: int = 0
+    best: dict[str, float] | None = None
+    evaluations: dict[str, dict[str, float]] | None = None
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint that verifies, and drop the records behind it.
+
+        The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
+        """
+        found = load_checkpoint(self.files.checkpoints, set_aside=True)
+        if found is not None:
+            for reason in found.skipped:
+                self.observer("notice", {"message": reason})
+            restore_model(self.parts.model, found.path)
+            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
+            self.parts.source.restore(found.pending)
+            self.step = found.step
+            self.best = found.state.get("best")
+            self.evaluations = found.state.get("evaluations")
+        keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
+        self.metrics.trim(keep)
+        self.rollouts.trim(keep)
+
+    def run(self, should_stop: Callable[[], bool]) -> TrainResult:
+        """Train until ``train.steps`` or until asked to stop; a checkpoint is saved either way."""
+        steps = self.recipe.train.steps
+        saved = self.step
+        if self.step == 0 and self.parts.eval_tasks:
+            self.evaluate()
+        while self.step < steps and not should_stop():
+            self.update()
+            if self.parts.eval_tasks and (self._due(self.recipe.eval.every) or self.step == steps):
+                self.evaluate()
+            if self._due(self.recipe.train.save_every) or self.step == steps:
+                self.save()
+                saved = self.step
+        if saved != self.step:
+            self.save()
+        reason = "finished" if self.step >= steps else "interrupted"
+        self.observer("finish", {"step": self.step, "reason": reason})
+        return TrainResult(self.step, reason, self.evaluations or {})
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def update(self) -> None:
+        """One optimizer step with its records."""
+        started = time.perf_counter()
+        step = self.step + 1
+        draw = self.parts.source(step)
+        if draw.rollouts:
+            self.rollouts.record(draw.rollouts)
+        updating = time.perf_counter()
+        options = self.recipe.train
+        torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
+        loss, metrics = accumulate(
+            self.parts.forward, self.parts.objective, self.parts.aggregate, draw.batch, options, entropy=self.parts.entropy
+        )
+        lr = learning_rate(options, step)
+        try:
+            parameters = [p for _, p in self.parts.parameters]
+            norm = apply_update(self.parts.optimizer, parameters, lr, options.max_grad_norm, loss, step)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"{error}. The batch is saved in {self._save_batch(draw, step)}") from None
+        self.step = step
+        finished = time.perf_counter()
+        tokens = float(draw.batch.mask.sum())
+        metrics = draw.metrics | metrics | {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens}
+        timing = _timing(draw, tokens, started, updating, finished)
+        self.metrics.append(step, metrics, timing)
+        self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+
+    def evaluate(self) -> None:
+        """Evaluate on every held-out task; remembers the best mean accuracy."""
+        results: dict[str, dict[str, float]] = {}
+        for task in self.parts.eval_tasks:
+            evaluation = evaluate(
+                self.parts.engine,
+                self.parts.tokenizer,
+                self.parts.grader,
+                task,
+                n=self.recipe.eval.n,
+                sampling=self.parts.eval_sampling,
+                context_tokens=self.parts.context_tokens,
+                seed=self.recipe.train.seed,
+                step=self.step,
+            )
+            results[evaluation.name] = evaluation.results
+            self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
+            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
+            self.metrics.append(self.step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
+            self.observer(
+                "evaluation", {"step": self.step, "name": evaluation.name, "results": dict(evaluation.results)}
+            )
+        self.evaluations = {name: {k: v for k, v in r.items() if k != "seconds"} for name, r in results.items()}
+        accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
+        if self.step > 0 and (self.best is None or accuracy > self.best["accuracy"]):
+            self.best = {"step": float(self.step), "accuracy": accuracy}
+
+    def save(self) -> None:
+        """Write a checkpoint; records are durable before it appears under its name."""
+        self.rollouts.flush()
+        self.metrics.flush()
+        is_best = self.best is not None and self.best["step"] == self.step
+        path = save_checkpoint(
+            self.files.checkpoints,
+            step=self.step,
+            model=self.parts.model,
+            tokenizer=self.parts.tokenizer,
+            optimizer=optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters]),
+            state={"recipe": self.recipe.fingerprint(), "best": self.best, "evaluations": self.evaluations},
+            pending=self.parts.source.pending(self.step),
+        )
+        if is_best:
+            mark_best(self.files.checkpoints, self.step)
+        protect = {int(self.best["step"])} if self.best is not None else set()
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, protect)
+        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": is_best})
+
+    def _save_batch(self, draw: Draw, step: int) -> str:
+        from safetensors.torch import save_file
+
+        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
+        batch = draw.batch
+        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+        tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+        return str(path)
+
+
+def train(
+    recipe: Recipe,
+    files: RunFiles,
+    *,
+    resume: bool = False,
+    observer: Observer = lambda event, facts: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Train as a resolved recipe says, writing into ``files``.
+
+    Raises:
+        UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
+        RunFailure: the work failed; the newest checkpoint is intact.
+    """
+    parts = prepare(recipe)
+    metrics = MetricsLog(files.metrics)
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+        loop = Loop(recipe, files, parts, metrics, rollouts, observer)
+        if resume:
+            loop.resume()
+        observer(
+            "start",
+            {
+                "recipe": recipe,
+                "steps": recipe.train.steps,
+                "resumed_from": loop.step if resume else None,
+                "num_examples": parts.source.num_examples,
+                "dropped": parts.source.dropped,
+                "num_parameters": sum(p.numel() for p in parts.model.parameters()),
+                "num_trained": sum(p.numel() for _, p in parts.parameters),
+                "forward_path": parts.forward.path,
+            },
+        )
+        return loop.run(should_stop)
+
+
+def _timing(draw: Draw, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
+    timing: dict[str, Any] = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
+    timing["update_seconds"] = finished - updating
+    timing["step_seconds"] = finished - started
+    timing["update_tokens_per_second"] = tokens / timing["update_seconds"]
+    timing["tokens_per_second"] = tokens / timing["step_seconds"]
+    if draw.fresh and draw.timing.get("generate_seconds"):
+        timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
+    timing["peak_memory_bytes"] = float(peak_memory_bytes())
+    return timing
+
+
+def peak_memory_bytes() -> int:
+    """The most memory held so far: of the GPU where there is one, else the process's resident set."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,221 @@
+"""What flows through the laboratory, from a row of data to a gradient.
+
+Shape legend, everywhere: B rows, T tokens, G samples per prompt, V vocabulary, U units (rows or
+pairs).
+
+The one alignment rule, everywhere: ``x[b, t]`` describes the token *at* t. So
+``logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`` and ``mask[b, 0]`` is False. A mask is
+True where a token is trained. A stream's name says who made it: ``sampler_logprobs``,
+``ref_logprobs``, ``old_logprobs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One item of a task; serves SFT, reinforcement learning and evaluation alike.
+
+    ``id`` is unique and stable within its task (``stories/train/17``). ``answer`` is the gold
+    answer as text; ``solution`` the worked reasoning that leads to it, without the answer line
+    (None: no working known; a demonstration then answers at once).
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    solution: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one prompt.
+
+    ``ids`` includes the end token when ``finish`` is ``stop``; ``logprobs`` (fp32 values, one per
+    id) are taken at the sampling temperature, over the distribution before truncation by top-k
+    or top-p.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A completion with its text, its reward parts (unweighted) and their weighted sum.
+
+    ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
+    decoded completion without its end token.
+    """
+
+    example: Example
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    text: str
+    parts: dict[str, float]
+    reward: float
+    step: int
+    epoch: int
+    prompt_index: int
+    rollout_index: int
+    advantage: float | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """One row of training: token ids, the trained positions, and numbers that travel with them.
+
+    ``prefix`` leading tokens are the same for all rows with the same ``group`` (the prompt), so
+    that the forward pass may compute them once. ``streams`` hold one float per token or one
+    float for the row.
+    """
+
+    ids: Sequence[int]
+    mask: Sequence[bool]
+    group: int = 0
+    prefix: int = 0
+    streams: dict[str, Sequence[float] | float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of equal padded length T.
+
+    tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix
+    ``int64 [B]``; streams: ``float32 [B, T]`` or ``[B]``; weights (set by the aggregation over
+    the whole optimizer batch): ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    mask: Tensor
+    group: Tensor
+    prefix: Tensor
+    streams: dict[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def stream(self, name: str) -> Tensor:
+        """The stream ``name``; an objective that asks for it lists it in its ``needs``."""
+        assert name in self.streams, f"stream {name!r} was not filled; there are {sorted(self.streams)}"
+        return self.streams[name]
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, in order, trimmed to their longest length. Weights must be per token."""
+        import torch
+
+        index = torch.as_tensor(list(rows), dtype=torch.long, device=self.tokens.device)
+        lengths = self.lengths[index]
+        width = int(lengths.max())
+
+        def pick(x: Tensor) -> Tensor:
+            return x[index, :width] if x.ndim == 2 else x[index]
+
+        return replace(
+            self,
+            tokens=pick(self.tokens),
+            lengths=lengths,
+            mask=pick(self.mask),
+            group=self.group[index],
+            prefix=self.prefix[index],
+            streams={name: pick(x) for name, x in self.streams.items()},
+            weights=None if self.weights is None else pick(self.weights),
+        )
+
+    def to(self, device: Any) -> Batch:
+        """The same batch on another device."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            lengths=self.lengths.to(device),
+            mask=self.mask.to(device),
+            group=self.group.to(device),
+            prefix=self.prefix.to(device),
+            streams={name: x.to(device) for name, x in self.streams.items()},
+            weights=None if self.weights is None else self.weights.to(device),
+        )
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What the forward pass gives an objective.
+
+    logprobs ``float32 [B, T]``, zero where the mask is False; entropy ``float32 [B, T]`` of the
+    distribution that each token was drawn from (no gradient unless the objective asks for it);
+    scores: head outputs, where the model has such a head.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Loss:
+    """What an objective returns: it never reduces.
+
+    values: ``[B, T]`` for token objectives, ``[U]`` for unit objectives. metrics: tensors of the
+    shape of ``values`` (averaged by the loop over all trained tokens or units of the optimizer
+    batch, in float64, over all micro-batches).
+    """
+
+    values: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+def collate(samples: Sequence[Sample], pad_id: int = 0) -> Batch:
+    """Rows side by side, padded on the right to the longest. Masks come from lengths.
+
+    Streams are float32; a per-token stream is padded with 0.
+    """
+    import torch
+
+    assert samples, "an empty batch is refused by the source"
+    width = max(len(s.ids) for s in samples)
+    rows = len(samples)
+    tokens = torch.full((rows, width), pad_id, dtype=torch.long)
+    mask = torch.zeros((rows, width), dtype=torch.bool)
+    streams: dict[str, Tensor] = {}
+    for name, first in samples[0].streams.items():
+        shape = (rows,) if isinstance(first, float | int) else (rows, width)
+        streams[name] = torch.zeros(shape, dtype=torch.float32)
+    for b, sample in enumerate(samples):
+        n = len(sample.ids)
+        assert len(sample.mask) == n and not sample.mask[0], "mask[b, 0] is False: nothing predicts the first token"
+        tokens[b, :n] = torch.as_tensor(list(sample.ids), dtype=torch.long)
+        mask[b, :n] = torch.as_tensor(list(sample.mask), dtype=torch.bool)
+        for name, values in sample.streams.items():
+            if isinstance(values, float | int):
+                streams[name][b] = values
+            else:
+                streams[name][b, :n] = torch.as_tensor(list(values), dtype=torch.float32)
+    return Batch(
+        tokens=tokens,
+        lengths=torch.tensor([len(s.ids) for s in samples]),
+        mask=mask,
+        group=torch.tensor([s.group for s in samples]),
+        prefix=torch.tensor([s.prefix for s in samples]),
+        streams=streams,
+    )

@@ -1,0 +1,37 @@
+"""Advantages: values by hand and the identities between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from posttrain.advantages import centered, leave_one_out, normalized, raw
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def test_by_hand():
+    assert raw(REWARDS).tolist() == REWARDS.tolist()
+    assert centered(REWARDS)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert leave_one_out(REWARDS)[2].tolist() == pytest.approx([4.0, -4 / 3, -4 / 3, -4 / 3])
+    std = (4 * 0.25 / 3) ** 0.5  # ddof = 1
+    assert normalized(REWARDS, epsilon=0.0)[0].tolist() == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std])
+    assert normalized(REWARDS, epsilon=0.1)[0, 0].item() == pytest.approx(0.5 / (std + 0.1))
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for n in range(6):
+        for g in range(5):
+            others = [rewards[n, j].item() for j in range(5) if j != g]
+            assert leave_one_out(rewards)[n, g].item() == pytest.approx(rewards[n, g].item() - sum(others) / 4, abs=1e-12)
+    assert torch.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-14)
+
+
+def test_equal_rewards_give_zero():
+    for word in (centered, leave_one_out, normalized):
+        assert word(REWARDS)[1].tolist() == [0.0] * 4
+    assert normalized(REWARDS, epsilon=0.0)[1].tolist() == [0.0] * 4
+
+
+def test_normalized_ignores_scale_and_shift_of_rewards():
+    assert torch.allclose(normalized(REWARDS * 7 + 3, epsilon=0.0), normalized(REWARDS, epsilon=0.0), atol=1e-12)
