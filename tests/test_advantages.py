@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from posttrain.advantages import centered, leave_one_out, normalized, raw
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -23,7 +24,9 @@ def test_leave_one_out_is_the_mean_of_the_others():
     for n in range(6):
         for g in range(5):
             others = [rewards[n, j].item() for j in range(5) if j != g]
-            assert leave_one_out(rewards)[n, g].item() == pytest.approx(rewards[n, g].item() - sum(others) / 4, abs=1e-12)
+            assert leave_one_out(rewards)[n, g].item() == pytest.approx(
+                rewards[n, g].item() - sum(others) / 4, abs=1e-12
+            )
     assert torch.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-14)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from posttrain.aggregate import constant, sequence_mean, token_mean, unit_mean
 
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])

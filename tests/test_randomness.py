@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from posttrain.randomness import derive_key, draw_indices, permutation, uniforms
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipe import Word, apply_override, load_recipe, parse_yaml, validate_recipe
 
@@ -50,7 +51,11 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  steps: 5", "  stepz: 5", r"mine\.yaml:9: train\.stepz: section 'train' has no key 'stepz'\. Did you mean 'steps'\?"),
+        (
+            "  steps: 5",
+            "  stepz: 5",
+            r"mine\.yaml:9: train\.stepz: section 'train' has no key 'stepz'\. Did you mean 'steps'\?",
+        ),
         ("  steps: 5", "  steps: many", r"mine\.yaml:9: train\.steps: .*valid integer.*'many'"),
         ("  steps: 5", "  steps: 0", r"mine\.yaml:9: train\.steps: .*greater than or equal to 1"),
         ("train:", "trian:", r"mine\.yaml:8: trian: a recipe has no key 'trian'\. Did you mean 'train'\?"),
@@ -68,7 +73,9 @@ def test_refusals_name_file_line_and_key(tmp_path: Path, old: str, new: str, mes
 
 def test_words_are_refused_when_resolved(tmp_path: Path):
     path = write(tmp_path, TEXT)
-    with pytest.raises(RecipeError, match=r"objective\.clip_hihg: objective 'grpo' has no key 'clip_hihg'\. Did you mean 'clip_high'\?"):
+    with pytest.raises(
+        RecipeError, match=r"objective\.clip_hihg: objective 'grpo' has no key 'clip_hihg'\. Did you mean 'clip_high'\?"
+    ):
         load_recipe(path, [("objective.clip_hihg", "0.3")]).resolve()
     with pytest.raises(UnknownWord, match=r"objective: there is no objective named 'gpro'\. Did you mean 'grpo'\?"):
         load_recipe(path, [("objective", "gpro")]).resolve()

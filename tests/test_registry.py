@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
 from posttrain import registry
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.registry import Entry
 
 
-def sample_word(text: str, *, limit: int = 3, mode: Literal["a", "b"] = "a", scale: float) -> tuple[str, int, str, float]:
+def sample_word(
+    text: str, *, limit: int = 3, mode: Literal["a", "b"] = "a", scale: float
+) -> tuple[str, int, str, float]:
     """A word for these tests."""
     return text, limit, mode, scale
 
@@ -29,7 +32,10 @@ def test_options_fill_defaults_and_bind():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"scale": 1, "limmit": 4}, r"rewards\.0\.limmit: reward 'sample_word' has no key 'limmit'\. Did you mean 'limit'\?"),
+        (
+            {"scale": 1, "limmit": 4},
+            r"rewards\.0\.limmit: reward 'sample_word' has no key 'limmit'\. Did you mean 'limit'\?",
+        ),
         ({}, r"rewards\.0\.scale: reward 'sample_word' needs this key"),
         ({"scale": "much"}, r"rewards\.0\.scale: .*valid number.*'much'"),
         ({"scale": 1, "mode": "c"}, r"rewards\.0\.mode: Input should be 'a' or 'b'; got 'c'"),
@@ -45,17 +51,19 @@ def test_unknown_names_are_refused_with_a_suggestion():
         registry.find("advantage", "normalised")
     with pytest.raises(UnknownWord, match="module 'no_such_module' cannot be imported"):
         registry.find("reward", "no_such_module:f")
-    with pytest.raises(UnknownWord, match="has no function 'find_alll'. Did you mean 'find'?"):
+    with pytest.raises(UnknownWord, match=r"has no function 'find_alll'\. Did you mean 'find'\?"):
         registry.find("reward", "posttrain.registry:find_alll")
 
 
 def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_rewards.py").write_text("def short(text, *, limit: int = 5):\n    return float(len(text) < limit)\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(text, *, limit: int = 5):\n    return float(len(text) < limit)\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     entry = registry.find("reward", "my_rewards:short")
     assert entry.bind({"limit": 3})("ab") == 1.0
-    with pytest.raises(RecipeError, match="has no key 'limits'. Did you mean 'limit'?"):
+    with pytest.raises(RecipeError, match=r"has no key 'limits'\. Did you mean 'limit'\?"):
         entry.options({"limits": 3})
 
 

@@ -18,6 +18,7 @@ from posttrain.registry import register
 
 Mask = Bool[Tensor, "B T"]
 Weights = Float64[Tensor, "B T"]
+UnitWeights = Float64[Tensor, " U"]
 
 
 def _check(mask: Mask) -> Tensor:
@@ -58,7 +59,7 @@ def constant(mask: Mask, *, length: int) -> Weights:
 
 
 @register("aggregation", level="unit")
-def unit_mean(mask: Mask) -> Float64[Tensor, "U"]:
+def unit_mean(mask: Mask) -> UnitWeights:
     """``1 / U`` per unit: pairs or rows, for objectives that give one number each.
 
     ``mask`` has one row per unit; each unit has at least one trained token.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -300,7 +301,10 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
 
 
 def validate_recipe(
-    data: Mapping[str, Any], place: str = "recipe", lines: Mapping[str, int] | None = None, overridden: Sequence[str] | set[str] = ()
+    data: Mapping[str, Any],
+    place: str = "recipe",
+    lines: Mapping[str, int] | None = None,
+    overridden: Sequence[str] | set[str] = (),
 ) -> Recipe:
     """A ``Recipe`` from plain data; errors name ``place``, the line and the key."""
     numbers = dict(lines or {})
@@ -392,14 +396,12 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
         RecipeError: the path runs through something that is not a section.
     """
     try:
-        parsed = yaml.safe_load(value)
+        parsed = yaml.safe_load(value) if value else ""
     except yaml.YAMLError:
         parsed = value
     if isinstance(parsed, str):  # YAML 1.1 reads 1e-4 as text; people mean a number
-        try:
+        with suppress(ValueError):
             parsed = float(parsed)
-        except ValueError:
-            pass
     target: Any = data
     parts = key.split(".")
     for i, part in enumerate(parts[:-1]):

@@ -29,7 +29,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "objective": ("posttrain.objectives.supervised", "posttrain.objectives.policy_gradient"),
     "advantage": ("posttrain.advantages",),
     "aggregation": ("posttrain.aggregate",),
-    "reward": ("posttrain.rewards.format", "posttrain.rewards.numeric", "posttrain.rewards.length"),
+    "reward": (
+        "posttrain.rewards.format",
+        "posttrain.rewards.numeric",
+        "posttrain.rewards.length",
+        "posttrain.rewards.scored",
+    ),
     "template": ("posttrain.render",),
     "task": (
         "posttrain.tasks.stories",
@@ -100,7 +105,9 @@ class Entry:
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}
 
 
-def register(kind: str, *, name: str | None = None, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(
+    kind: str, *, name: str | None = None, **traits: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under its own name in ``kind``."""
     assert kind in HOMES, f"unknown kind {kind!r}"
 
@@ -159,7 +166,9 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UnknownWord(f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}")
+        raise UnknownWord(
+            f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}"
+        )
     return Entry(kind, path, function, {})
 
 

@@ -203,7 +203,8 @@ def collate(samples: Sequence[Sample], pad_id: int = 0) -> Batch:
         streams[name] = torch.zeros(shape, dtype=torch.float32)
     for b, sample in enumerate(samples):
         n = len(sample.ids)
-        assert len(sample.mask) == n and not sample.mask[0], "mask[b, 0] is False: nothing predicts the first token"
+        assert len(sample.mask) == n, "one mask value per token"
+        assert not sample.mask[0], "mask[b, 0] is False: nothing predicts the first token"
         tokens[b, :n] = torch.as_tensor(list(sample.ids), dtype=torch.long)
         mask[b, :n] = torch.as_tensor(list(sample.mask), dtype=torch.bool)
         for name, values in sample.streams.items():

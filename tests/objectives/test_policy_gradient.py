@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from posttrain.objectives.policy_gradient import grpo, reinforce
 from posttrain.types import Batch, Outputs
 
@@ -63,7 +64,9 @@ def test_grpo_kl_by_hand():
     outputs, batch = one_token(math.log(0.5), math.log(0.5), 0.0, ref_logprobs=math.log(0.25))
     r = math.log(2.0)  # log π − log π_ref
     for name, expected in (("k1", r), ("k2", r * r / 2), ("k3", 0.5 - 1 + r)):
-        assert grpo(outputs, batch, kl=0.1, kl_estimator=name).values[0, 1].item() == pytest.approx(0.1 * expected, abs=1e-12)
+        assert grpo(outputs, batch, kl=0.1, kl_estimator=name).values[0, 1].item() == pytest.approx(
+            0.1 * expected, abs=1e-12
+        )
 
 
 def test_grpo_on_policy_gradient_is_reinforce():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from posttrain.objectives.primitives import KL_ESTIMATORS, MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio
 
 

@@ -89,7 +89,9 @@ def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
             shared[key] = len(prefix_rows)
             prefix_rows.append(b)
         parent[b] = shared[key]
-        assert not mask[b, 1 : prefixes[b]].any(), "a shared prompt cannot be trained on: it would count once, not G times"
+        assert not mask[b, 1 : prefixes[b]].any(), (
+            "a shared prompt cannot be trained on: it would count once, not G times"
+        )
     own_start = np.where(parent >= 0, prefixes, 0)
     prefix_lengths = prefixes[prefix_rows].astype(np.int64)
     own_lengths = (lengths - 1 - own_start).astype(np.int64)  # a one-token answer has no input of its own
@@ -205,7 +207,14 @@ def _attention(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=k.shape[1] != q.shape[1],
     )
 
 

@@ -22,7 +22,9 @@ def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
     would give an infinite ratio; the clamp keeps value and gradient finite.
     """
     difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    return difference.nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
 
 
 def kl_k1(log_ratio_to_reference: Tokens) -> Tokens:

@@ -34,10 +34,12 @@ def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool) ->
     needs |= {stream for option, stream in entry.traits.get("optional_needs", {}).items() if options.get(option)}
     unknown = needs - set(KNOWN_STREAMS)
     if unknown:
-        raise RecipeError(f"objective {entry.name!r} needs {sorted(unknown)}, which nothing fills; known: {KNOWN_STREAMS}")
+        raise RecipeError(
+            f"objective {entry.name!r} needs {sorted(unknown)}, which nothing fills; known: {KNOWN_STREAMS}"
+        )
     if needs and not has_rollouts:
         raise RecipeError(
-            f"objective {entry.name!r} needs {sorted(needs)}, which come from rollouts; give 'rollout' instead of 'data'"
+            f"objective {entry.name!r} needs {sorted(needs)}, which come from rollouts; give 'rollout', not 'data'"
         )
     return frozenset(needs)
 

@@ -171,11 +171,10 @@ def restore_model(model: Any, path: str | Path) -> None:
     if hasattr(model, "peft_config"):
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
-            live = {name.replace(f".{adapter}", ""): tensor for name, tensor in _adapter_tensors(model, adapter)}
-            _copy_tensors(load_file(place / "adapter_model.safetensors"), live, place)
+            stored = load_file(place / "adapter_model.safetensors")
+            _copy_tensors(stored, _adapter_tensors(model, adapter), place)
         return
-    live = model.state_dict()
-    stored: dict[str, Tensor] = {}
+    live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
         stored.update(load_file(file))
     same_kind = _model_type(folder) == model.config.model_type
@@ -225,9 +224,11 @@ def _model_type(folder: Path) -> str:
     return str(json.loads(config.read_text(encoding="utf-8")).get("model_type")) if config.is_file() else ""
 
 
-def _adapter_tensors(model: Any, adapter: str) -> list[tuple[str, Tensor]]:
+def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
+    """An adapter's tensors under the names that peft gives them on disk, where its own name is left out."""
     tag = f".{adapter}"
-    return [(name, tensor) for name, tensor in model.state_dict().items() if f"{tag}." in name or name.endswith(tag)]
+    live = {name: tensor for name, tensor in model.state_dict().items() if f"{tag}." in name or name.endswith(tag)}
+    return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
 
 
 @torch.no_grad()

@@ -106,7 +106,12 @@ class Loop:
         options = self.recipe.train
         torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
         loss, metrics = accumulate(
-            self.parts.forward, self.parts.objective, self.parts.aggregate, draw.batch, options, entropy=self.parts.entropy
+            self.parts.forward,
+            self.parts.objective,
+            self.parts.aggregate,
+            draw.batch,
+            options,
+            entropy=self.parts.entropy,
         )
         lr = learning_rate(options, step)
         try:
@@ -146,7 +151,7 @@ class Loop:
             )
         self.evaluations = {name: {k: v for k, v in r.items() if k != "seconds"} for name, r in results.items()}
         accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
-        if self.step > 0 and (self.best is None or accuracy > self.best["accuracy"]):
+        if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
 
     def save(self) -> None:

@@ -62,9 +62,7 @@ def held_out_task(word: Word) -> Word:
     entry = registry.find("task", word.name)
     split = entry.traits.get("held_out")
     if split is None:
-        raise RecipeError(
-            f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0"
-        )
+        raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
     return Word(name=word.name, **(word.options | {"split": split}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,12 @@ def accumulate(
 
 
 def apply_update(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], lr: float, max_grad_norm: float | None, loss: float, step: int
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    lr: float,
+    max_grad_norm: float | None,
+    loss: float,
+    step: int,
 ) -> float:
     """Clip by global norm, step, clear gradients. Returns the gradient norm before clipping.
 

@@ -1,0 +1,236 @@
+"""Training steps beside TRL's trainers, on the same work, alternating in one process.
+
+    pip install -e '.[bench]'
+    python benchmarks/training.py            # both parts; --part grpo or --part sft for one
+
+GRPO: 8 prompts × 8 completions × 64 new tokens on the embedded model (random answers do not end, so
+both sides pay for every token), one optimizer step. SFT: rows of ragged length. Medians over steps;
+ratios are what counts, since the machine's speed drifts. Results go to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.models.load import load_model
+from posttrain.recipe import ModelSection, Recipe, validate_recipe
+from posttrain.train.setup import Parts, prepare
+from posttrain.train.update import accumulate, apply_update
+
+RESULTS = Path(__file__).parent / "results"
+PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
+
+
+def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, Parts]:
+    resolved = validate_recipe(recipe).resolve()
+    return resolved, prepare(resolved)
+
+
+def our_steps(recipe: Recipe, parts: Parts, first: int, count: int) -> list[float]:
+    """Seconds of each optimizer step, sampling and grading included."""
+    seconds = []
+    for step in range(first, first + count):
+        started = time.perf_counter()
+        draw = parts.source(step)
+        loss, _ = accumulate(parts.forward, parts.objective, parts.aggregate, draw.batch, recipe.train)
+        apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+class StepClock:
+    """Notes the seconds of every TRL step (added to a trainer as a callback)."""
+
+    def __new__(cls) -> Any:
+        from transformers import TrainerCallback
+
+        class Clock(TrainerCallback):
+            def __init__(self) -> None:
+                self.seconds: list[float] = []
+
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                self.started = time.perf_counter()
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                self.seconds.append(time.perf_counter() - self.started)
+
+        return Clock()
+
+
+def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
+    """What makes TRL fastest on a CPU: fp32, no gradient checkpointing, no reports."""
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1000,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def grpo(rounds: int, steps: int, prompt_tokens: int | None) -> dict[str, Any]:
+    """One GRPO step: generate, grade, update."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    recipe, parts = our_parts(
+        {
+            "model": {"name": "tiny"},
+            "task": {"name": "stories", "size": 512},
+            "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+            "rewards": ["training_reward:digits"],
+            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS},
+            "objective": "grpo",
+            "aggregate": "token_mean",
+            "train": {"steps": 10_000, "lr": 1e-6},
+        }
+    )
+    source = parts.source
+    if prompt_tokens is not None:  # the same prompts on both sides, cut to one length
+        source.prompts = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
+        source.kept = source.kept[: len(source.prompts)]
+    source.sampling = type(source.sampling)(max_tokens=NEW_TOKENS, stop_ids=frozenset())
+
+    loaded = load_model(ModelSection(name="tiny"), seed=0)
+    tokenizer = loaded.tokenizer
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in source.prompts]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+    def digits(completions: list[str], **_: Any) -> list[float]:
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = common_trl_options(folder, steps + 1)
+        config = GRPOConfig(
+            **options,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=NEW_TOKENS,
+            beta=0.0,
+            temperature=1.0,
+            generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        )
+        our_steps(recipe, parts, 1, 2)
+        for round_index in range(rounds):
+            clock = StepClock()
+            trainer = GRPOTrainer(
+                model=loaded.model,
+                reward_funcs=digits,
+                args=config,
+                train_dataset=Dataset.from_dict({"prompt": texts}),
+                processing_class=tokenizer,
+                callbacks=[clock],
+            )
+            trainer.train()
+            theirs += clock.seconds[1:]  # the first step warms up
+            ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
+    lengths = [len(p) for p in source.prompts]
+    return report("grpo", ours, theirs, {"prompt_tokens_mean": statistics.fmean(lengths)})
+
+
+def sft(rounds: int, steps: int) -> dict[str, Any]:
+    """One SFT step on ragged rows."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = 16
+    recipe, parts = our_parts(
+        {
+            "model": {"name": "tiny"},
+            "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
+            "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+            "data": {"batch": rows, "train_on": "all"},
+            "objective": "cross_entropy",
+            "train": {"steps": 10_000, "lr": 1e-6},
+        }
+    )
+    loaded = load_model(ModelSection(name="tiny"), seed=0)
+    loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
+    dataset = Dataset.from_dict({"input_ids": [ids for ids, _ in parts.source.rows]})
+    lengths = [len(ids) for ids, _ in parts.source.rows]
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = SFTConfig(**common_trl_options(folder, steps + 1), per_device_train_batch_size=rows, max_length=1024)
+        our_steps(recipe, parts, 1, 2)
+        for round_index in range(rounds):
+            clock = StepClock()
+            trainer = SFTTrainer(
+                model=loaded.model,
+                args=config,
+                train_dataset=dataset,
+                processing_class=loaded.tokenizer,
+                callbacks=[clock],
+            )
+            trainer.train()
+            theirs += clock.seconds[1:]
+            ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
+    tokens = rows * statistics.fmean(lengths)
+    facts = {
+        "tokens_per_row_mean": statistics.fmean(lengths),
+        "tokens_per_row_stdev": statistics.stdev(lengths),
+        "our_tokens_per_second": tokens / statistics.median(ours),
+        "trl_tokens_per_second": tokens / statistics.median(theirs),
+    }
+    return report("sft", ours, theirs, facts)
+
+
+def report(name: str, ours: list[float], theirs: list[float], facts: dict[str, float]) -> dict[str, Any]:
+    import transformers
+    import trl
+
+    result = {
+        "part": name,
+        "our_seconds": statistics.median(ours),
+        "trl_seconds": statistics.median(theirs),
+        "ratio": statistics.median(theirs) / statistics.median(ours),
+        "num_steps": len(ours),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__},
+        "machine": platform.processor() or platform.machine(),
+        **facts,
+    }
+    print(json.dumps(result, indent=2))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=["grpo", "sft", "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    logging.disable(logging.WARNING)
+    results = []
+    if args.part in ("grpo", "all"):
+        results.append(grpo(args.rounds, args.steps, args.prompt_tokens))
+    if args.part in ("sft", "all"):
+        results.append(sft(args.rounds, args.steps))
+    RESULTS.mkdir(exist_ok=True)
+    for result in results:
+        (RESULTS / f"training_{result['part']}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The command line: ``posttrain demo | train | evaluate | generate | recipes | explain | runs``.
+
+Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
+each command lives in ``apps`` and is imported when it runs.
+
+Whatever option a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the
+recipe itself. A user's mistake ends in one message on stderr and exit code 2, a failure of the work
+in exit code 1, Ctrl-C in 130; a traceback is shown only with ``--traceback`` or when the environment
+variable ``POSTTRAIN_TRACEBACK`` is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+
+from posttrain import __version__
+from posttrain.errors import PosttrainError, UsageError
+
+# Where the body of each command is: module of the package, function taking the namespace.
+BODIES = {
+    "demo": ("posttrain.apps.demo", "run_demo"),
+    "train": ("posttrain.apps.training", "run_train"),
+    "evaluate": ("posttrain.apps.sampling", "run_evaluate"),
+    "generate": ("posttrain.apps.sampling", "run_generate"),
+    "recipes": ("posttrain.apps.catalogue", "run_recipes"),
+    "explain": ("posttrain.apps.catalogue", "run_explain"),
+    "runs": ("posttrain.apps.records", "run_runs"),
+}
+# Commands that take keys of a recipe as further options; None: any key, else these sections.
+OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
+    "train": None,
+    "evaluate": ("task", "template"),
+    "generate": ("template",),
+}
+INTERRUPTED = 130
+
+DESCRIPTION = "The laboratory for language-model post-training: pure words, one loop."
+EPILOG = """\
+start here:
+  posttrain demo                              watch a small model learn to reason, in minutes
+  posttrain recipes                           what can be trained
+  posttrain explain grpo                      a word of a recipe: its equation, its options
+  posttrain train tiny/grpo --train.lr 1e-4   train; any key of the recipe is an option
+  posttrain runs                              what has been trained
+"""
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command line, and those of its commands by name."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
+    )
+    places = argparse.ArgumentParser(add_help=False)
+    places.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run directories are (default: runs)")
+    parser = argparse.ArgumentParser(
+        prog="posttrain",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[common],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(name: str, help_line: str, *parents: argparse.ArgumentParser, epilog: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help_line,
+            description=f"{help_line[0].upper()}{help_line[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[common, *parents],
+            allow_abbrev=False,
+        )
+
+    demo = add("demo", "watch a small model learn to reason, and read the report", places)
+    demo.add_argument("--seed", type=_natural, default=0, help="seed of both training runs (default: 0)")
+    demo.add_argument("--quiet", action="store_true", help="no live progress")
+    _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
+    _add_evaluate_options(
+        add("evaluate", "measure a model or a run on a held-out task", places, epilog=EVALUATE_EPILOG)
+    )
+    _add_generate_options(add("generate", "sample answers from a model or a run", places))
+    recipes = add("recipes", "list the recipes that ship, or show one")
+    recipes.add_argument("action", nargs="?", choices=("list", "show"), default="list")
+    recipes.add_argument("name", nargs="?", help="the recipe to show")
+    explain = add("explain", "explain a word or a section of a recipe: equation, options, recipes that use it")
+    explain.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
+    runs = add("runs", "list the runs, or show one", places)
+    runs.add_argument("action", nargs="?", choices=("list", "show"), default="list")
+    runs.add_argument("name", nargs="?", help="the run to show")
+    return parser, dict(commands.choices)
+
+
+TRAIN_EPILOG = """\
+any key of the recipe is an option:
+  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group 16 --objective.clip_high 0.28
+  posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
+  posttrain train my-recipe.yaml --dry-run
+"""
+
+EVALUATE_EPILOG = """\
+options of the task and of the template go behind their names:
+  posttrain evaluate runs/tiny-grpo
+  posttrain evaluate tiny --task gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --template boxed
+"""
+
+
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain train RECIPE [options] [--section.key value ...]"
+    parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
+    parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain evaluate MODEL_OR_RUN [options] [--task.key value ...] [--template.key value ...]"
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
+    parser.add_argument("--task", help="what to measure on (default for a run: its own task)")
+    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    parser.add_argument("--n", type=_positive, default=500, help="number of examples at most (default: 500)")
+    parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
+    parser.add_argument("--temperature", type=_nonnegative_float, default=0.0, help="0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where results and records go (default: in the run, else evaluations/)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
+
+
+def _add_generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain generate MODEL_OR_RUN [PROMPT] [options] [--template.key value ...]"
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: a story that is made up)")
+    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    parser.add_argument("-n", type=_positive, default=1, help="number of answers (default: 1)")
+    parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
+    parser.add_argument("--temperature", type=_nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling and of the story (default: 0)")
+
+
+def _positive(text: str) -> int:
+    value = _natural(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
+    return value
+
+
+def _natural(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {text!r}")
+    return value
+
+
+def _nonnegative_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {text!r}")
+    return value
+
+
+def split_overrides(
+    arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str] | None
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """(arguments of the command itself, dotted keys with their values).
+
+    Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override.
+
+    Raises:
+        UsageError: a key without a value, or outside ``sections`` (None: the recipe will judge).
+    """
+    own: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    tokens = iter(arguments)
+    for token in tokens:
+        name, equals, value = token.partition("=")
+        if token == "--":
+            own += [token, *tokens]
+        elif not token.startswith("--") or name in own_options:
+            own.append(token)
+        else:
+            _check_section(name, own_options, sections)
+            following = value if equals else next(tokens, None)
+            if following is None or (not equals and following.startswith("--")):
+                raise UsageError(f"{name}: this key needs a value.{_suggest(name, own_options)}")
+            overrides.append((name.removeprefix("--"), following))
+    return own, overrides
+
+
+def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str] | None) -> None:
+    if sections is None:
+        return
+    section, dot, _ = name.removeprefix("--").partition(".")
+    if section not in sections or not dot:
+        known = [o for o in own_options if o.startswith("--")] + [f"--{s}.KEY" for s in sections]
+        raise UsageError(f"there is no option {name}.{_suggest(name, own_options)} Known: {', '.join(known)}")
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The namespace of a command line; ``overrides`` holds the keys of the recipe.
+
+    Raises:
+        UsageError: an unknown command (with a suggestion) or a key without a value.
+        SystemExit: after ``--help`` or ``--version``, and for what argparse refuses (code 2).
+    """
+    parser, choices = build_parser()
+    rest = list(arguments)
+    overrides: list[tuple[str, str]] = []
+    start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
+    if start is not None:
+        command = rest[start]
+        if command not in choices:
+            hint = _suggest(command, list(choices))
+            raise UsageError(f"there is no command {command!r}.{hint} Commands: {', '.join(choices)}")
+        if command in OVERRIDABLE:
+            known = list(choices[command]._option_string_actions)
+            own, overrides = split_overrides(rest[start + 1 :], known, OVERRIDABLE[command])
+            rest = rest[: start + 1] + own
+    namespace = parser.parse_args(rest)
+    namespace.overrides = overrides
+    if namespace.command is None:
+        parser.print_help()
+    return namespace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without Unicode shows "?" instead of failing
+            stream.reconfigure(errors="replace")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
+    try:
+        namespace = parse(arguments)
+        if namespace.command is None:
+            return 0
+        module, function = BODIES[namespace.command]
+        return int(getattr(importlib.import_module(module), function)(namespace))
+    except PosttrainError as error:
+        if show_traceback:
+            raise
+        print(f"posttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        remedy = "; continue with the same command and --resume" if "train" in arguments else ""
+        print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

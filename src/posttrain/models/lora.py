@@ -1,0 +1,129 @@
+"""LoRA adapters (Hu et al. 2021) through peft: attach, switch off for the reference, take apart.
+
+The only module that imports peft, besides ``models.load`` which reads adapters from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import RecipeError, UsageError
+from posttrain.randomness import derive_key
+from posttrain.recipe import AdapterSection
+from posttrain.registry import suggest
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter of one projection: ``scale * (x down^T) up^T``; down ``[r, in]``, up ``[out, r]``."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
+    """``model`` with a fresh LoRA adapter: W + (alpha / rank) B A on every target, B = 0.
+
+    The base is frozen. A is uniform in ±1/sqrt(in) (peft's Kaiming initialization) and a function
+    of ``seed`` and the projection's name alone, the same on every device. ``alpha`` defaults to the
+    rank, which makes the scale 1.
+
+    Raises:
+        RecipeError: a target that no linear layer of the model is called.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = {type(m) for _, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    _check_targets(model, section.targets, Conv1D)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.rank if section.alpha is None else section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=section.targets,
+        fan_in_fan_out=Conv1D in kinds,  # GPT-2 keeps its weights transposed
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws; the numbers are replaced below
+        wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_A." in name:
+                parameter.copy_(_draw_down(name, parameter, seed))
+            elif ".lora_B." in name:
+                parameter.zero_()
+    return wrapped
+
+
+def _draw_down(name: str, parameter: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
+    bound = 1.0 / sqrt(parameter.shape[1])
+    return (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
+
+
+def _check_targets(model: Any, targets: list[str] | str, conv: type) -> None:
+    if isinstance(targets, str):
+        return
+    linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | conv)})
+    for target in targets:
+        if target.rpartition(".")[2] not in linear:
+            raise RecipeError(
+                f"model.adapter.targets: this model has no linear layer called {target!r}.{suggest(target, linear)} "
+                f"It has: {', '.join(linear)}"
+            )
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether ``model`` is a peft model around a base."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+@contextmanager
+def reference_mode(model: Any) -> Iterator[Any]:
+    """The base model: every adapter off inside the block, on again after it.
+
+    Raises:
+        UsageError: the model has no adapter; its weights before training are gone.
+    """
+    if not has_adapter(model):
+        raise UsageError(
+            "a reference by switching the adapter off needs an adapter: give model.adapter, "
+            "or keep a second copy of the model as the reference"
+        )
+    with model.disable_adapter():
+        yield model
+
+
+def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
+    """The linear layer inside ``module`` and its active adapters; None for anything but plain LoRA.
+
+    ``module`` is an ``nn.Linear`` or peft's LoRA wrapper of one. Tensors are the parameters' own
+    storage. Merged adapters are part of the weight and give no term.
+    """
+    if type(module) is nn.Linear:
+        return module, []
+    base = getattr(module, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+        return None
+    if module.merged:
+        return None if module.disable_adapters else (base, [])
+    if module.disable_adapters:
+        return base, []
+    terms = []
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        down, up = module.lora_A[name], module.lora_B[name]
+        plain = type(down) is nn.Linear and type(up) is nn.Linear and up.bias is None
+        if not plain or getattr(module, "lora_variant", {}).get(name) is not None:
+            return None
+        terms.append(LowRank(down.weight.detach(), up.weight.detach(), float(module.scaling[name])))
+    return base, terms

@@ -1,0 +1,82 @@
+"""A small byte-level tokenizer, trained on a recipe's own texts.
+
+Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2): any text survives the round trip, and
+the training is deterministic. Every digit is a token of its own, so that a number is spelt the
+same way wherever it stands; arithmetic is learnt many times faster so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.errors import UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "<reasoning>",
+    "</reasoning>",
+)
+
+# One digit; an operator with its spaces; a word with the space before it; other signs; white space.
+_WORDS = Regex(r"\p{N}| ?[-+*/=] (?=\p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on ``texts``; equal texts give an equal tokenizer.
+
+    The vocabulary holds the nine ``SPECIAL_TOKENS`` (ids 0 to 8), all 256 bytes, and the most
+    frequent merges up to ``vocab_size`` (fewer, if the texts do not offer as many). Padding, end
+    and beginning are ``<|endoftext|>``; the chat template writes ChatML turns. The result is
+    saved and loaded in the Hugging Face layout (``save_pretrained``, ``AutoTokenizer``).
+
+    Raises:
+        UsageError: ``vocab_size`` leaves no room for the bytes and the special tokens.
+    """
+    least = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise UsageError(
+            f"a byte-level tokenizer needs vocab_size >= {least} "
+            f"(256 bytes and {len(SPECIAL_TOKENS)} special tokens), got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_WORDS, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,105 @@
+"""What a prompt template is, and how it becomes token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.render.encoding import Piece, encode_pieces, markers_of
+from posttrain.render.turns import turn_end
+from posttrain.types import Example, Message
+
+
+@dataclass(frozen=True)
+class Template:
+    """How an example becomes a prompt, a demonstration and a graded answer.
+
+    Attributes:
+        name: the word in the recipe.
+        opening: text at the end of the prompt that belongs to the graded answer (``<think>``).
+        tags: names of the reasoning and the answer tag, or empty.
+        prompt: the pieces of the prompt.
+        response: the pieces of a demonstration, which follow the opening; without the end token.
+        extract: the answer in a graded text (opening + completion), or None.
+        chat: the prompt is written by the tokenizer's chat template: a response ends with the end
+            of the turn.
+        own_start: the prompt itself spells out whatever must come first (BOS); otherwise the ids that the
+            tokenizer puts in front of any text are added.
+    """
+
+    name: str
+    opening: str
+    tags: tuple[str, ...]
+    prompt: Callable[[Sequence[Message], Any], list[Piece]]
+    response: Callable[[Example], list[Piece]]
+    extract: Callable[[str], str | None]
+    chat: bool = False
+    own_start: bool = False
+
+    def respond(self, example: Example) -> str:
+        """The demonstration as text, without the end token."""
+        return "".join(piece.text for piece in self.response(example))
+
+
+def encode_prompt(tokenizer: Any, template: Template, messages: Sequence[Message]) -> list[int]:
+    """Token ids of the prompt, up to and including the template's opening.
+
+    Raises:
+        UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
+    """
+    ids = encode_pieces(tokenizer, template.prompt(messages, tokenizer))
+    leading = list(markers_of(tokenizer).leading)
+    if not template.own_start and ids[: len(leading)] != leading:
+        ids = leading + ids
+    return ids
+
+
+def encode_response(tokenizer: Any, template: Template, example: Example) -> list[int]:
+    """Token ids of the demonstration that follows the prompt, the end token included.
+
+    Raises:
+        UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
+    """
+    ids = encode_pieces(tokenizer, template.response(example))
+    if not ids:
+        raise UsageError(f"example {example.id!r}: the demonstration is empty")
+    return [*ids, end_id(tokenizer, template)]
+
+
+def decode_response(tokenizer: Any, template: Template, ids: Sequence[int]) -> str:
+    """The graded text: opening and completion, without the end token; other special tokens are kept."""
+    kept = list(ids)
+    if kept and kept[-1] in stop_ids(tokenizer, template):
+        kept.pop()
+    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return template.opening + text
+
+
+def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
+    """Ids that end a completion: the tokenizer's end token and, in a chat, the end of the turn.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    stops = {end_id(tokenizer, template)}
+    if tokenizer.eos_token_id is not None:
+        stops.add(tokenizer.eos_token_id)
+    return frozenset(stops)
+
+
+def end_id(tokenizer: Any, template: Template) -> int:
+    """The id that ends a demonstration: the end of the turn in a chat, else the tokenizer's end token.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    end = turn_end(tokenizer) if template.chat else None
+    if end is None:
+        end = tokenizer.eos_token_id
+    if end is None:
+        raise UsageError(
+            "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
+        )
+    return int(end)

@@ -1,0 +1,208 @@
+"""The prompt templates that a recipe may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.registry import register
+from posttrain.render.encoding import Piece
+from posttrain.render.extraction import chat_answer, tagged_answer
+from posttrain.render.template import Template
+from posttrain.render.turns import chat_pieces, check_messages
+from posttrain.rewards.answers import last_boxed, last_number
+from posttrain.types import Example, Message
+
+R1_ZERO_PREAMBLE = (
+    "This is a conversation between a user and an assistant. The user asks a question, and the assistant "
+    "answers it. Before answering, the assistant works the problem out in its mind, step by step. It writes "
+    "its reasoning between <think> and </think> and then its final answer between <answer> and </answer>, "
+    "that is: <think> the reasoning </think> <answer> the final answer </answer>."
+)
+XML_SYSTEM = (
+    "Work the problem out step by step, then give the final answer. Write exactly in this format:\n"
+    "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+)
+BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+@register("template")
+def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
+    """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
+
+    A demonstration continues `` reasoning </think> <answer> 42 </answer>``. The answer is the first
+    complete ``<answer>`` after the first ``</think>``.
+
+    Args:
+        preamble: what stands above the conversation (trusted; its tags are the tokenizer's own). May
+            be empty.
+
+    Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [_ours(f"{preamble}\n" if preamble else ""), *_dialogue(messages), _ours("\nAssistant: <think>")]
+
+    def response(example: Example) -> list[Piece]:
+        reasoning = [_ours(" "), _theirs(example.solution)] if example.solution else []
+        return [*reasoning, _ours(" </think> <answer> "), _theirs(_answer_of(example)), _ours(" </answer>")]
+
+    extract = partial(tagged_answer, reasoning="think", answer="answer")
+    return Template("r1_zero", "<think>", ("think", "answer"), prompt, response, extract)
+
+
+@register("template")
+def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
+    """A system prompt asks for ``<reasoning>`` and ``<answer>`` blocks, each tag on a line of its own.
+
+    The answer is the first complete ``<answer>`` after the first ``</reasoning>``.
+
+    Args:
+        system: the system message (trusted). May be empty.
+        chat: render with the tokenizer's chat template; ``false`` writes plain paragraphs for a
+            model that has none.
+
+    Source: the format of the widely shared GSM8K GRPO notebooks; the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, system)
+        return [_ours(f"{system}\n\n" if system else ""), *_dialogue(messages), _ours("\nAssistant:\n")]
+
+    def response(example: Example) -> list[Piece]:
+        reasoning = [_theirs(example.solution), _ours("\n")] if example.solution else []
+        answer = _theirs(_answer_of(example))
+        return [_ours("<reasoning>\n"), *reasoning, _ours("</reasoning>\n<answer>\n"), answer, _ours("\n</answer>")]
+
+    extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
+    return Template("xml_reasoning", "", ("reasoning", "answer"), prompt, response, extract, chat=chat, own_start=chat)
+
+
+@register("template")
+def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Template:
+    """The question, an instruction, and the answer in ``\\boxed{}``: the last complete box of the text.
+
+    A demonstration is the solution; a box with the answer is added unless it ends in that box.
+
+    Args:
+        instruction: follows the last message (trusted). May be empty.
+        chat: render with the tokenizer's chat template; the instruction is then its system message.
+
+    Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, instruction)
+        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+
+    def response(example: Example) -> list[Piece]:
+        answer = _answer_of(example)
+        if not example.solution:
+            return [_ours("\\boxed{"), _theirs(answer), _ours("}")]
+        if last_boxed(example.solution) == answer:
+            return [_theirs(example.solution)]
+        return [_theirs(example.solution), _ours("\n\\boxed{"), _theirs(answer), _ours("}")]
+
+    return Template("boxed", "", (), prompt, response, last_boxed, chat=chat, own_start=chat)
+
+
+@register("template")
+def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Template:
+    """The tokenizer's own chat template.
+
+    The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A
+    demonstration is the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer
+    (that line alone without a solution). A response ends with the end of the turn.
+
+    Args:
+        system: a system message (trusted) above the data's own. May be empty.
+        variables: passed to the chat template, such as ``enable_thinking: false``. A template that
+            prints today's date renders other prompts every day: give it its date variable here.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return chat_pieces(messages, tokenizer, system, variables)
+
+    def response(example: Example) -> list[Piece]:
+        if example.answer is None and example.solution:
+            return [_theirs(example.solution)]
+        closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+        return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
+
+    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True)
+
+
+@register("template")
+def plain() -> Template:
+    """The question on its own line, then the text; the answer is the last number in it.
+
+    A demonstration is the solution and ``The answer is 42.``, on one line. Gold answers that are no numbers
+    are never found: use another template for them.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [*_bare(messages), _ours("\n")]
+
+    def response(example: Example) -> list[Piece]:
+        reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
+        return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+
+    return Template("plain", "", (), prompt, response, last_number)
+
+
+@register("template")
+def document() -> Template:
+    """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then
+    the solution.
+
+    The whole text is trusted, so that markers and tags in it become the tokenizer's own tokens:
+    use it only with texts that may hold them. The messages are ignored. What counts as the answer is the last
+    number.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        start = tokenizer.bos_token or tokenizer.eos_token
+        if start is None:
+            raise UsageError("template document: the tokenizer has neither bos_token nor eos_token to begin with")
+        return [_ours(start)]
+
+    def response(example: Example) -> list[Piece]:
+        if not example.solution or not example.solution.strip():
+            raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
+        return [_ours(example.solution)]
+
+    return Template("document", "", (), prompt, response, last_number, own_start=True)
+
+
+def _ours(text: str) -> Piece:
+    return Piece(text, trusted=True)
+
+
+def _theirs(text: str | None) -> Piece:
+    return Piece(text or "", trusted=False)
+
+
+def _dialogue(messages: Sequence[Message]) -> list[Piece]:
+    """``User: …`` paragraphs, one per message."""
+    check_messages(messages)
+    pieces: list[Piece] = []
+    for number, message in enumerate(messages):
+        pieces += [_ours(f"{chr(10) if number else ''}{_NAMES[message.role]}: "), _theirs(message.content)]
+    return pieces
+
+
+def _bare(messages: Sequence[Message]) -> list[Piece]:
+    """A single question as it is; several messages as a dialogue."""
+    check_messages(messages)
+    return [_theirs(messages[0].content)] if len(messages) == 1 else _dialogue(messages)
+
+
+def _answer_of(example: Example) -> str:
+    if example.answer is None or not example.answer.strip():
+        raise UsageError(f"example {example.id!r} has no answer, so there is nothing to demonstrate")
+    return example.answer

@@ -1,0 +1,1 @@
+"""Rewards: plain functions of (prompt, text, answer, ...), asked for by parameter name."""

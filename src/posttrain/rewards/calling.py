@@ -1,0 +1,132 @@
+"""How a reward function is called: it asks by parameter name for what it reads.
+
+A reward is any function that returns a number. Its positional parameters are names from
+``AVAILABLE``; its keyword-only parameters are options of the recipe. The same rule holds for
+ours and for users' (``module:function``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from posttrain.errors import PosttrainError, RewardFailure, UsageError
+from posttrain.registry import Entry, suggest
+
+# What a reward may ask for, with its meaning.
+AVAILABLE: dict[str, str] = {
+    "prompt": "the rendered prompt (str)",
+    "text": "the graded text: the template's opening and the completion (str)",
+    "extracted": "the answer found in the text (str or None)",
+    "answer": "the gold answer (str or None)",
+    "num_tokens": "length of the completion in tokens, the end token included (int)",
+    "finish": "'stop' or 'length' (str)",
+    "tags": "the template's tags (tuple of str, maybe empty)",
+    "meta": "the example's further facts (mapping)",
+}
+
+
+@dataclass(frozen=True)
+class BoundReward:
+    """A reward with its options filled in and its parameters checked."""
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    def __call__(self, available: Mapping[str, Any], example_id: str = "") -> float:
+        """The reward for one completion.
+
+        Args:
+            available: a value for every name of ``AVAILABLE`` that the reward asks for.
+            example_id: named in the message when the reward fails.
+
+        Raises:
+            RewardFailure: the function raised, or returned no finite number.
+        """
+        place = f"reward {self.name!r}" + (f", example {example_id!r}" if example_id else "")
+        given = {name: available[name] for name in self.parameters}
+        try:
+            value = self.function(**given)
+        except PosttrainError:
+            raise  # it says already what is wrong and what would work
+        except Exception as error:  # a user's function may raise anything; the cause is kept
+            raise RewardFailure(f"{place}: the function raised {type(error).__name__}: {error}") from error
+        return _check_number(value, place)
+
+
+def bind_reward(
+    reward: Entry | Callable[..., Any], options: Mapping[str, Any] | None = None, where: str = ""
+) -> BoundReward:
+    """Fill in the options and check that the reward asks only for what there is.
+
+    Args:
+        reward: an entry of the registry, or a plain function.
+        options: the recipe's options; of an entry they are validated.
+        where: the recipe's key (``rewards.0``), for messages.
+
+    Raises:
+        RecipeError: an option is unknown, missing or of the wrong type.
+        UsageError: a parameter of the function is nothing that can be provided.
+    """
+    if isinstance(reward, Entry):
+        name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
+    else:
+        name, function = getattr(reward, "__name__", repr(reward)), reward
+        bound = partial(reward, **(options or {}))
+    return BoundReward(name, bound, _asked(name, function, where))
+
+
+def call_reward(
+    reward: BoundReward | Entry | Callable[..., Any], available: Mapping[str, Any], example_id: str = ""
+) -> float:
+    """Bind (unless bound already) and call once; see ``bind_reward`` and ``BoundReward``."""
+    bound = reward if isinstance(reward, BoundReward) else bind_reward(reward)
+    return bound(available, example_id)
+
+
+def _asked(name: str, function: Callable[..., Any], where: str) -> tuple[str, ...]:
+    """The names that the function asks for."""
+    place = f"{where}: " if where else ""
+    asked: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            asked.extend(known for known in AVAILABLE if known not in asked)
+            continue
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise UsageError(
+                f"{place}reward {name!r}: parameter {parameter.name!r} cannot be passed by name; "
+                f"ask for one or more of: {', '.join(AVAILABLE)}"
+            )
+        if parameter.name not in AVAILABLE:
+            raise UsageError(
+                f"{place}reward {name!r} asks for {parameter.name!r}, which is not available."
+                f"{suggest(parameter.name, AVAILABLE)} Available: {', '.join(AVAILABLE)}. "
+                "An option of the recipe is a keyword-only parameter (behind a *)."
+            )
+        asked.append(parameter.name)
+    return tuple(asked)
+
+
+def _check_number(value: Any, place: str) -> float:
+    if not isinstance(value, Real):
+        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is not finite")
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) else f"an integer of {value.bit_length()} bits"
+    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"

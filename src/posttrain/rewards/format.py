@@ -1,0 +1,98 @@
+"""Rewards for the shape of an answer: reasoning in one pair of tags, then the result in another.
+
+The tags come from the prompt template (``think``/``answer`` or ``reasoning``/``answer``). ``text``
+is the graded text: the template's opening followed by the completion, never the prompt. Between
+and around tags any white space passes, so a newline where the prompt shows a blank is no error.
+All functions are linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from posttrain.errors import UsageError
+from posttrain.registry import register
+
+
+@register("reward")
+def xml_format(text: str, tags: tuple[str, ...]) -> float:
+    """1 if the text is exactly one reasoning block followed by exactly one answer block, else 0.
+
+    ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks
+    stands once, and the answer is not blank. The reasoning may be empty: whether working pays is
+    for the accuracy reward to teach. Text before, between or after the blocks, repeated or reversed
+    tags give 0.
+
+    Source: the format reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+
+    Raises:
+        UsageError: the template has no tags.
+    """
+    open_r, close_r, open_a, close_a = _marks(tags, "xml_format")
+    if any(text.count(mark) != 1 for mark in (open_r, close_r, open_a, close_a)):
+        return 0.0
+    before, _, rest = text.partition(open_r)
+    _, _, rest = rest.partition(close_r)
+    between, _, rest = rest.partition(open_a)
+    answer, closed, after = rest.partition(close_a)
+    if not closed or not answer.strip():
+        return 0.0
+    return 0.0 if before.strip() or between.strip() or after.strip() else 1.0
+
+
+@register("reward")
+def xml_soft(text: str, tags: tuple[str, ...]) -> float:
+    """1 if a reasoning block followed by an answer block stands anywhere in the text, else 0.
+
+    ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``; more text and more blocks may stand around.
+
+    Source: the soft format reward of the widely shared GSM8K GRPO notebooks, without its weight of
+    0.5.
+
+    Raises:
+        UsageError: the template has no tags.
+    """
+    open_r, close_r, open_a, close_a = _marks(tags, "xml_soft")
+    start = text.find(open_r)
+    if start < 0:
+        return 0.0
+    turn = re.compile(re.escape(close_r) + r"\s*" + re.escape(open_a)).search(text, start + len(open_r))
+    return 1.0 if turn is not None and text.find(close_a, turn.end()) >= 0 else 0.0
+
+
+@register("reward")
+def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Field(ge=0)] = 0.002) -> float:
+    """A quarter for each of the four marks that stands exactly once, less a little per trailing character.
+
+    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)`` where n is the number of characters
+    after the answer block, white space at the end not counted. Partial credit while the
+    format is being learnt; note that groups then seldom have equal rewards.
+
+    Args:
+        trailing: the deduction per character behind ``</answer>``.
+
+    Source: the count reward of the widely shared GSM8K GRPO notebooks (0.125 per mark, 0.001 per
+    character), scaled to 1. Departure: never below 0, so that one long tail cannot outweigh
+    everything else in its group.
+
+    Raises:
+        UsageError: the template has no tags.
+    """
+    marks = _marks(tags, "xml_count")
+    score = sum(text.count(mark) == 1 for mark in marks) / 4
+    _, closed, after = text.rpartition(marks[3])
+    excess = len(after.rstrip()) if closed else 0
+    return max(0.0, score - trailing * excess)
+
+
+def _marks(tags: tuple[str, ...], reward: str) -> tuple[str, str, str, str]:
+    if len(tags) != 2:
+        raise UsageError(
+            f"reward {reward} needs a prompt template with tags for reasoning and answer; "
+            "set prompt.template to r1_zero or xml_reasoning, or leave the reward out"
+        )
+    reasoning, answer = tags
+    return f"<{reasoning}>", f"</{reasoning}>", f"<{answer}>", f"</{answer}>"

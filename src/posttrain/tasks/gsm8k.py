@@ -1,0 +1,66 @@
+"""Grade-school mathematics: GSM8K (Cobbe et al. 2021)."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from posttrain.registry import register
+from posttrain.tasks.base import Task
+from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.splits import Split, choose_split
+from posttrain.types import Example, Message
+
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+@register("task", held_out="validation")
+def gsm8k(
+    *,
+    split: Split = "train",
+    path: str | None = None,
+    hub: str = "openai/gsm8k",
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+) -> Task:
+    """GSM8K from the hub, or from a local file with the keys ``question`` and ``answer``.
+
+    ``answer`` is the worked solution and, behind ``####``, the result. The solution becomes a
+    demonstration without its calculator notes (``<<48/2=24>>``).
+
+    Args:
+        split: there is no validation split upstream: ``validation`` is a part of the training rows
+            chosen by a hash of the question, and ``train`` is the rest. ``test`` of a local file is
+            the whole file.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub (its configuration ``main``).
+        validation_share: share of the training rows that is held out.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+    """
+    source = "test" if split == "test" else "train"
+    rows = read_file(path) if path is not None else read_hub(hub, "main", source)
+    examples = [read_example(row, split) for row in rows]
+    return Task("gsm8k", split, choose_split(examples, split, validation_share, path or f"hub:{hub}/main/{source}"))
+
+
+def read_example(row: Row, split: str) -> Example:
+    """One row as an example.
+
+    Raises:
+        DataError: a key is missing or empty, or there is no ``####`` with a result behind it.
+    """
+    working, mark, result = row.text("answer").rpartition("####")
+    if not mark:
+        working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
+    if not result.strip():
+        raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
+    return Example(
+        id=f"gsm8k/{split}/{row.line}",
+        messages=(Message("user", row.text("question").strip()),),
+        answer=result.strip(),
+        solution=_CALCULATION.sub("", working).strip() or None,
+    )

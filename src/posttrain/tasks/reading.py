@@ -1,0 +1,188 @@
+"""Rows from files and from the hub: the one place that knows jsonl, parquet and ``datasets``.
+
+Every row knows where it stands, so that whatever is wrong with it is reported as file and line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError, MissingExtra
+from posttrain.registry import suggest
+from posttrain.types import Message
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of data. ``line`` is its 1-based line (jsonl) or row number (parquet, hub)."""
+
+    place: str
+    line: int
+    data: Mapping[str, Any]
+
+    def fail(self, what: str) -> DataError:
+        """The error to raise about this row."""
+        return DataError(self.place, what, self.line)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.data.get(key) is not None
+
+    def text(self, key: str) -> str:
+        """The text under ``key``.
+
+        Raises:
+            DataError: the key is missing, not text, blank, or not encodable.
+        """
+        if key not in self.data:
+            raise self.fail(
+                f"the key {key!r} is missing.{suggest(key, self.data)} There are: {', '.join(self.data) or 'no keys'}"
+            )
+        return self.checked(self.data[key], key)
+
+    def answer(self, key: str) -> str:
+        """The text under ``key``, where a number may stand for its text (``145.0``).
+
+        Raises:
+            DataError: as for ``text``.
+        """
+        value = self.data.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return repr(value)
+        return self.text(key)
+
+    def checked(self, value: Any, name: str) -> str:
+        """``value`` if it is text that can be used.
+
+        Raises:
+            DataError: not text, blank, or not encodable.
+        """
+        if not isinstance(value, str):
+            raise self.fail(f"{name!r} must be text; got {_shown(value)}")
+        if not value.strip():
+            raise self.fail(f"{name!r} is empty")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise self.fail(f"{name!r} holds half of a surrogate pair, which is no character") from None
+        return value
+
+    def messages(self, key: str) -> tuple[Message, ...]:
+        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
+
+        Raises:
+            DataError: missing, of another shape, empty, or with an unknown role.
+        """
+        if key not in self.data:
+            self.text(key)  # raises with the keys that there are
+        value = self.data[key]
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise self.fail(f"{key!r} must be a list of messages with role and content; got {_shown(value)}")
+        found = []
+        for number, item in enumerate(value, start=1):
+            if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
+                raise self.fail(f"{key!r}, message {number}: needs the keys 'role' and 'content'; got {_shown(item)}")
+            role = self.checked(item["role"], f"{key} {number} role")
+            if role not in ROLES:
+                raise self.fail(f"{key!r}, message {number}: unknown role {role!r}. Known: {', '.join(ROLES)}")
+            found.append(Message(role, self.checked(item["content"], f"{key} {number} content")))
+        return tuple(found)
+
+
+def read_file(path: str | Path) -> Iterator[Row]:
+    """The rows of a ``.jsonl``, ``.jsonl.gz``, ``.ndjson`` or ``.parquet`` file, in order.
+
+    Blank lines of a jsonl file are no rows.
+
+    Raises:
+        DataError: no such file, another kind of file, damaged, or a line that is no JSON object.
+        MissingExtra: a parquet file without pyarrow.
+    """
+    path = Path(path)
+    if not path.exists():
+        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else ""
+        raise DataError(path, f"no such file.{near}")
+    if path.is_dir():
+        raise DataError(path, f"this is a folder; give one file ({', '.join(SUFFIXES)})")
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
+    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[Row]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield Row(str(path), number, _parse_object(text, path, number))
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"not UTF-8 text ({error.reason})", number) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(path, f"the gzip file is damaged or cut off ({error})", number + 1) from None
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror or error})") from None
+
+
+def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(path, f"not JSON: {error.msg} at column {error.colno}: {text[:60]!r}", number) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; very deep nesting
+        raise DataError(path, f"not usable JSON: {error}", number) from None
+    if not isinstance(value, dict):
+        raise DataError(path, f"a line must be one JSON object; got {_shown(value)}", number)
+    return value
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingExtra("pyarrow", "tasks", f"reading {path.name}") from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for data in batch.to_pylist():
+                number += 1
+                yield Row(str(path), number, data)
+    except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
+        raise DataError(path, f"not a readable parquet file ({error})") from None
+
+
+def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """The rows of a data set on the Hugging Face hub.
+
+    Raises:
+        MissingExtra: the package ``datasets`` is not installed.
+        DataError: no such data set, configuration or split, or the hub cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
+    place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(
+            place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
+        ) from error
+    for number, data in enumerate(rows, start=1):
+        yield Row(place, number, data)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

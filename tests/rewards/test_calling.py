@@ -1,0 +1,141 @@
+"""Calling rewards by parameter name, and what is said when one misbehaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain import registry
+from posttrain.errors import RewardFailure, UnknownWord, UsageError
+from posttrain.rewards.calling import bind_reward, call_reward
+
+GIVEN: dict[str, Any] = {
+    "prompt": "1 + 1?",
+    "text": "<think> </think> <answer> 2 </answer>",
+    "extracted": "2",
+    "answer": "2",
+    "num_tokens": 7,
+    "finish": "stop",
+    "tags": ("think", "answer"),
+    "meta": {"level": 3},
+}
+
+
+def test_parameters_are_passed_by_name_in_any_order() -> None:
+    def score(num_tokens: int, prompt: str, meta: Mapping[str, int], *, scale: float = 1.0) -> float:
+        return scale * (100 * num_tokens + 10 * len(prompt) + meta["level"])
+
+    assert call_reward(score, GIVEN) == 763.0
+    assert bind_reward(score, {"scale": 2.0})(GIVEN) == 1526.0
+
+
+def test_a_function_with_open_keywords_gets_everything() -> None:
+    def score(num_tokens: int, **rest: Any) -> float:
+        return num_tokens + 10 * len(rest)
+
+    assert call_reward(score, GIVEN) == 77.0
+
+
+def test_registered_rewards_and_their_options() -> None:
+    reward = bind_reward(registry.find("reward", "overlong"), {"limit": 8, "cache": 4}, "rewards.0")
+    assert reward.name == "overlong"
+    assert reward.parameters == ("num_tokens",)
+    assert reward(GIVEN) == -0.75
+    assert call_reward(registry.find("reward", "xml_format"), GIVEN) == 1.0
+
+
+def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shoutiness.py").write_text(
+        "def shout(text, *, bonus: float = 1.0):\n    return bonus * text.isupper()\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = bind_reward(registry.find("reward", "shoutiness:shout"), {"bonus": 0.5})
+    assert reward({**GIVEN, "text": "HEY"}) == 0.5
+    assert reward({**GIVEN, "text": "hey"}) == 0.0
+    with pytest.raises(UnknownWord, match="Did you mean 'shout'"):
+        registry.find("reward", "shoutiness:shuot")
+
+
+def _asks_for_completion(completions: str) -> float:
+    return 0.0
+
+
+def _asks_for_extractd(extractd: str) -> float:
+    return 0.0
+
+
+def _positional_only(text: str, /) -> float:
+    return 0.0
+
+
+def _star(*text: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_asks_for_completion, "asks for 'completions', which is not available.*Available: prompt, text, extracted"),
+        (_asks_for_extractd, "Did you mean 'extracted'"),
+        (_positional_only, "parameter 'text' cannot be passed by name"),
+        (_star, "parameter 'text' cannot be passed by name"),
+    ],
+)
+def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float], message: str) -> None:
+    with pytest.raises(UsageError, match=f"rewards.2: reward.*{message}"):
+        bind_reward(function, {}, "rewards.2")
+
+
+def test_an_exception_becomes_a_reward_failure_with_its_cause() -> None:
+    def broken(text: str) -> float:
+        return 1 / 0
+
+    with pytest.raises(
+        RewardFailure, match=r"reward 'broken', example 'gsm8k/train/3': .* ZeroDivisionError"
+    ) as caught:
+        call_reward(broken, GIVEN, "gsm8k/train/3")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), r"returned nan \(float\), which is not finite"),
+        (float("-inf"), r"returned -inf \(float\), which is not finite"),
+        (10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),
+        (None, r"returned None \(NoneType\), which is no number"),
+        ("1.0", r"returned '1.0' \(str\), which is no number"),
+        ([1.0], r"returned \[1.0\] \(list\), which is no number"),
+        (1j, r"returned 1j \(complex\), which is no number"),
+        ("x" * 1000, r"returned 'x{79}\.\.\. \(str\)"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
+    def odd(text: str) -> Any:
+        return value
+
+    with pytest.raises(RewardFailure, match=rf"reward 'odd', example 'e1': the function {message}"):
+        call_reward(odd, GIVEN, "e1")
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(True, 1.0), (3, 3.0), (Fraction(1, 4), 0.25), (np.float32(0.5), 0.5), (np.int64(-2), -2.0)]
+)
+def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None:
+    def fine(text: str) -> Any:
+        return value
+
+    result = call_reward(fine, GIVEN)
+    assert result == number
+    assert type(result) is float
+
+
+def test_a_usage_error_of_ours_passes_through() -> None:
+    with pytest.raises(UsageError, match="needs a prompt template with tags"):
+        call_reward(registry.find("reward", "xml_format"), {**GIVEN, "tags": ()}, "e1")

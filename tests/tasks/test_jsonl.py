@@ -1,0 +1,88 @@
+"""Users' own rows: keys by option, conversations, and every refusal with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import DataError, RecipeError
+from posttrain.tasks.jsonl import jsonl
+from posttrain.types import Message
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": "4", "solution": "2+2=4."}]
+    first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
+    assert (first.id, first.messages, first.answer, first.solution) == (
+        "jsonl/test/1",
+        (Message("user", "1+1?"),),
+        "2",
+        None,
+    )
+    assert (second.answer, second.solution) == ("4", "2+2=4.")
+
+
+def test_keys_by_option(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [{"q": "1+1?", "gold": "2", "why": "because", "answer": "no"}])
+    (example,) = jsonl(path=path, split="test", prompt_key="q", answer_key="gold", solution_key="why").examples
+    assert (example.messages[0].content, example.answer, example.solution) == ("1+1?", "2", "because")
+
+
+def test_conversations(tmp_path: Path) -> None:
+    asked = chat(("system", "Be brief."), ("user", "1+1?"))
+    rows = [
+        {"messages": asked, "answer": "2"},
+        {"messages": [*asked, *chat(("assistant", "Two."))], "prompt": "unused"},
+    ]
+    first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
+    assert first.messages == second.messages == (Message("system", "Be brief."), Message("user", "1+1?"))
+    assert (first.answer, first.solution) == ("2", None)
+    assert (second.answer, second.solution) == (None, "Two.")
+
+
+def test_data_without_answers(tmp_path: Path) -> None:
+    (example,) = jsonl(path=write(tmp_path / "x.jsonl", [{"prompt": "Tell me."}]), split="test", answer_key="").examples
+    assert (example.answer, example.solution) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "2"}, "the key 'prompt' is missing"),
+        ({"prompt": " ", "answer": "2"}, "'prompt' is empty"),
+        ({"prompt": ["x"], "answer": "2"}, "'prompt' must be text"),
+        ({"prompt": "q"}, "the key 'answer' is missing. There are: prompt.*task.answer_key, or set it to \"\""),
+        ({"prompt": "q", "answer": ""}, "'answer' is empty"),
+        ({"prompt": "q", "answer": None}, "'answer' must be text; got None"),
+        ({"prompt": "q", "answer": "2", "solution": ""}, "'solution' is empty"),
+        ({"messages": [], "answer": "2"}, "must be a list of messages"),
+        ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
+        ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.jsonl:2: .*{message}"):
+        jsonl(path=write(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "2"}, row]))
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl: no usable examples"):
+        jsonl(path=write(tmp_path / "x.jsonl", []))
+
+
+def test_the_path_is_required() -> None:
+    with pytest.raises(RecipeError, match=r"task.path: task 'jsonl' needs this key"):
+        registry.find("task", "jsonl").bind({}, "task")

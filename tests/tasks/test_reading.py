@@ -1,0 +1,170 @@
+"""Reading rows: every way in which a file can be bad is one message with file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import DataError, MissingExtra
+from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.types import Message
+
+ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
+
+
+def lines_of(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_jsonl_plain_and_compressed(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\ufeff" + lines_of(ROWS) + "\n\n", encoding="utf-8")
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt", encoding="utf-8") as stream:
+        stream.write("\n" + lines_of(ROWS).replace("\n", "\r\n"))
+    plain = list(read_file(tmp_path / "x.jsonl"))
+    packed = list(read_file(str(tmp_path / "x.jsonl.gz")))
+    assert [row.data for row in plain] == [row.data for row in packed] == ROWS
+    assert [row.line for row in plain] == [1, 2]
+    assert [row.line for row in packed] == [2, 3], "blank lines are no rows and yet count as lines"
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"a": "one", "b": None}, {"a": None, "b": 2}]), tmp_path / "x.parquet"
+    )
+    rows = list(read_file(tmp_path / "x.parquet"))
+    assert [row.data for row in rows] == [{"a": "one", "b": None}, {"a": None, "b": 2}]
+    with pytest.raises(DataError, match=r"x\.parquet:2: 'a' must be text; got None \(NoneType\)"):
+        rows[1].text("a")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": "x"}\n{"a": \n', r"bad\.jsonl:2: not JSON: Expecting value at column [67]"),
+        (b'{"a": "x"}\n[1, 2]\n', r"bad\.jsonl:2: a line must be one JSON object; got \[1, 2\] \(list\)"),
+        (b"\nplain text\n", r"bad\.jsonl:2: not JSON: .*'plain text'"),
+        (b'{"a": "\xff"}\n', r"bad\.jsonl:1: not UTF-8 text"),
+        (b'{"a": ' + b"9" * 5000 + b"}\n", r"bad\.jsonl:1: not usable JSON: .*digits"),
+        (b'{"a": ' + b"[" * 200_000 + b"\n", r"bad\.jsonl:1: not usable JSON: .*recursion"),
+        (b'{"a": "x"} {"a": "y"}\n', r"bad\.jsonl:1: not JSON: Extra data at column 1[12]"),
+    ],
+)
+def test_malformed_lines(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        list(read_file(tmp_path / "bad.jsonl"))
+    assert caught.value.exit_code == 2
+    assert caught.value.line is not None
+
+
+def test_damaged_archives(tmp_path: Path) -> None:
+    whole = gzip.compress(lines_of([{"a": str(i)} for i in range(500)]).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.jsonl.gz").write_bytes(b'{"a": "x"}\n')
+    (tmp_path / "flip.jsonl.gz").write_bytes(whole[:40] + bytes([whole[40] ^ 255]) + whole[41:])
+    for name in ("cut", "text", "flip"):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz:\d+: (the gzip file is damaged|not )"):
+            list(read_file(tmp_path / f"{name}.jsonl.gz"))
+    (tmp_path / "no.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(DataError, match=r"no\.parquet: not a readable parquet file"):
+        list(read_file(tmp_path / "no.parquet"))
+
+
+def test_wrong_paths(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}", encoding="utf-8")
+    (tmp_path / "notes.csv").write_text("a,b", encoding="utf-8")
+    for name, message in (
+        ("trian.jsonl", "no such file. Did you mean 'train.jsonl'"),
+        ("nowhere/train.jsonl", "no such file"),
+        ("", "this is a folder; give one file"),
+        ("notes.csv", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(read_file(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"b": "x"}, "the key 'question' is missing. There are: b"),
+        ({"qestion": "x"}, "Did you mean 'qestion'"),
+        ({}, "There are: no keys"),
+        ({"question": 5}, r"'question' must be text; got 5 \(int\)"),
+        ({"question": None}, "must be text; got None"),
+        ({"question": ["x"]}, "must be text; got"),
+        ({"question": " \n"}, "'question' is empty"),
+        ({"question": "\ud800"}, "half of a surrogate pair"),
+    ],
+)
+def test_bad_texts(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"f.jsonl:7: .*{message}"):
+        Row("f.jsonl", 7, data).text("question")
+
+
+def test_an_answer_may_be_a_number() -> None:
+    row = Row("f", 1, {"i": 3, "f": 145.0, "t": "x", "b": True})
+    assert [row.answer(key) for key in "ift"] == ["3", "145.0", "x"]
+    with pytest.raises(DataError, match=r"'b' must be text; got True \(bool\)"):
+        row.answer("b")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("Hi", "must be a list of messages"),
+        ([], "must be a list of messages"),
+        (["Hi"], "message 1: needs the keys 'role' and 'content'"),
+        ([{"role": "user"}], "message 1: needs the keys 'role' and 'content'"),
+        ([{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}], "message 2: unknown role 'bot'"),
+        ([{"role": "user", "content": ""}], "'messages 1 content' is empty"),
+        ([{"role": "user", "content": 3}], "'messages 1 content' must be text"),
+    ],
+)
+def test_bad_conversations(value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"f.jsonl:7: .*{message}"):
+        Row("f.jsonl", 7, {"messages": value}).messages("messages")
+
+
+def test_a_conversation() -> None:
+    row = Row("f", 1, {"m": [{"role": "user", "content": "Hi", "extra": 1}]})
+    assert row.messages("m") == (Message("user", "Hi"),)
+    with pytest.raises(DataError, match="the key 'n' is missing"):
+        row.messages("n")
+
+
+def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"reading x.parquet needs .*'pyarrow'.*pip install 'posttrain\[tasks\]'"):
+        list(read_file(tmp_path / "x.parquet"))
+    with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*posttrain\[tasks\]"):
+        list(read_hub("a/b", None, "train"))
+
+
+def test_the_hub_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:
+        asked.append((name, config, split))
+        if name == "no/such":
+            raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub")
+        return [{"a": "one"}, {"b": "two"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    rows = list(read_hub("openai/gsm8k", "main", "test"))
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert [row.data for row in rows] == [{"a": "one"}, {"b": "two"}]
+    with pytest.raises(DataError, match=r"hub:openai/gsm8k/main/test:2: the key 'a' is missing"):
+        rows[1].text("a")
+    with pytest.raises(DataError, match=r"hub:no/such/train: cannot be loaded .*doesn't exist.* give a local file"):
+        list(read_hub("no/such", None, "train"))

@@ -1,0 +1,123 @@
+"""The reasoning_gym task: items by (seed, split, index), the data set's own scorer, refusals."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.rewards.scored import task_score
+from posttrain.tasks.reasoning_gym import GymExamples, reasoning_gym, split_of
+
+
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(MissingExtra, match=r"task reasoning_gym needs .*pip install 'posttrain\[tasks\]'"):
+        reasoning_gym(dataset="chain_sum")
+
+
+pytest.importorskip("reasoning_gym")
+
+
+def test_answers_are_right_and_ids_stable() -> None:
+    task = reasoning_gym(dataset="chain_sum", size=30)
+    assert len(task.examples) == 30
+    for i, example in enumerate(task.examples):
+        assert example.id == f"reasoning_gym/chain_sum/train/{i}"
+        terms = re.findall(r"[+-]?\s*\d+", example.meta["entry"]["metadata"]["expression"])
+        assert int(example.answer or "") == sum(int(term.replace(" ", "")) for term in terms)
+        assert example.messages[0].content == example.meta["entry"]["question"]
+
+
+def test_items_are_a_function_of_seed_split_and_index() -> None:
+    def texts(**options: Any) -> list[str]:
+        return [e.messages[0].content for e in reasoning_gym(dataset="chain_sum", **options).examples]
+
+    small = texts(size=20)
+    assert texts(size=60)[:20] == small
+    assert texts(size=20, seed=1) != small
+    examples = reasoning_gym(dataset="chain_sum", size=20).examples
+    assert examples[7].messages[0].content == small[7]
+    assert (examples[-1].id, examples[-1].messages) == (examples[19].id, examples[19].messages)
+    assert [e.id for e in examples[2:4]] == ["reasoning_gym/chain_sum/train/2", "reasoning_gym/chain_sum/train/3"]
+    with pytest.raises(IndexError):
+        examples[20]
+
+
+def test_no_question_stands_in_two_splits() -> None:
+    """Sums of two digits: there are 200 of them, so that drawing alone would repeat nearly all."""
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    splits = [
+        {
+            example.messages[0].content
+            for seed in (0, 1)
+            for example in reasoning_gym(
+                dataset="chain_sum", split=split, size=300, seed=seed, options=options
+            ).examples
+        }
+        for split in ("train", "validation", "test")
+    ]
+    assert [len(questions) > 20 for questions in splits] == [True, True, True]
+    assert sum(map(len, splits)) == len(set().union(*splits))
+
+
+def test_a_data_set_that_reads_only_within_its_size() -> None:
+    """Some data sets refuse indices beyond their size; drawing again must not need them."""
+    for split in ("train", "validation"):
+        examples = reasoning_gym(dataset="list_functions", split=split, size=5).examples  # type: ignore[arg-type]
+        assert {split_of(e.messages[0].content) for e in examples} == {split}
+
+
+def test_too_few_questions_for_a_split_are_refused() -> None:
+    same = [{"question": "1 + 1?", "answer": "2"}]
+    held = split_of("1 + 1?")
+    other = "test" if held != "test" else "train"
+    assert GymExamples("same", held, 1, same, lambda _: same)[0].answer == "2"
+    with pytest.raises(UsageError, match=r"same asks too few distinct questions .* split of its own"):
+        GymExamples("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
+
+
+def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
+    """A countdown question has many solutions; each that reaches the target scores 1."""
+    example = reasoning_gym(dataset="countdown", size=1, options={"min_numbers": 2, "max_numbers": 2}).examples[0]
+    assert example.answer is not None
+    assert task_score(example.answer, example.meta) == 1.0
+    assert task_score(f"({example.answer})", example.meta) == 1.0
+    assert task_score("nonsense", example.meta) < 0.1
+    assert task_score(None, example.meta) == 0.0
+    score = pickle.loads(pickle.dumps(example.meta["score"]))
+    assert score(example.answer) == 1.0
+
+
+def test_options_reach_the_data_set() -> None:
+    examples = reasoning_gym(dataset="chain_sum", size=10, options={"min_terms": 2, "max_terms": 2}).examples
+    assert {e.meta["entry"]["metadata"]["num_terms"] for e in examples} == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"dataset": "chain_sums"},
+            UnknownWord,
+            r"no data set named 'chain_sums'. Did you mean 'chain_sum'\? There are \d\d+",
+        ),
+        (
+            {"dataset": "chain_sum", "options": {"min_term": 2}},
+            UsageError,
+            "no option 'min_term'. Did you mean 'min_terms'",
+        ),
+        ({"dataset": "chain_sum", "options": {"seed": 2}}, UsageError, "has no option 'seed'"),
+        ({"dataset": "chain_sum", "options": {"min_terms": 9, "max_terms": 2}}, UsageError, "does not accept"),
+        ({"dataset": "chain_sum", "options": {"min_terms": "x"}}, UsageError, "does not accept"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[UsageError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        registry.find("task", "reasoning_gym").bind(options)()

@@ -1,0 +1,204 @@
+"""The house rules that a reader relies on: layers, one door per heavy dependency, light start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
+
+# Higher layers import lower ones, never the other way round.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "ground": ("__init__", "types", "errors", "registry", "recipe", "randomness"),
+    "words": ("objectives", "advantages", "aggregate", "correction", "rewards", "render"),
+    "machines": ("tasks", "models", "engines", "store"),
+    "procedures": ("rollout", "train", "evals", "interpret"),
+    "operations": ("runs",),
+    "faces": ("cli", "apps"),
+}
+RANK = {name: rank for rank, names in enumerate(LAYERS.values()) for name in names}
+
+# Where a heavy dependency may be imported; everyone else goes through that door.
+DOORS: dict[str, tuple[str, ...]] = {
+    "sqlite3": ("store/",),
+    "datasets": ("tasks/",),
+    "pyarrow": ("tasks/",),
+    "reasoning_gym": ("tasks/reasoning_gym.py",),
+    "rich": ("cli.py", "apps/"),
+    "gradio": ("apps/",),
+    "matplotlib": ("evals/report",),
+    "peft": ("models/",),
+    "bitsandbytes": ("models/quantize.py",),
+    "vllm": ("engines/vllm.py",),
+    "ray": ("engines/ray.py",),
+    "accelerate": ("train/distributed.py",),
+    "lightning": ("interpret/sae.py",),
+    "wandb": ("store/metrics.py",),
+    "tensorboard": ("store/metrics.py",),
+    "sympy": ("rewards/math.py",),
+    "math_verify": ("rewards/math.py",),
+}
+SINGLE_DOORS = ("datasets", "pyarrow")
+
+# A word is a pure function: none of these are imported or called by one.
+IMPURE_MODULES = {
+    "os",
+    "io",
+    "pathlib",
+    "shutil",
+    "tempfile",
+    "subprocess",
+    "socket",
+    "time",
+    "datetime",
+    "random",
+    "secrets",
+}
+IMPURE_CALLS = {"open", "print", "input"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name under ``posttrain`` -> file, for every module of the package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported_names(path: Path, *, at_import_time: bool = False) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere; or only those that run when it is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = _toplevel(tree.body) if at_import_time else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what is imported"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _toplevel(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _toplevel(getattr(node, part, []))
+
+
+def ours(names: Iterator[str]) -> set[str]:
+    """Of imported names, the modules of this package, as in ``MODULES``."""
+    found = set()
+    for name in names:
+        if name == "posttrain":
+            found.add("__init__")
+        elif name.startswith("posttrain."):
+            dotted = name.removeprefix("posttrain.")
+            for candidate in (dotted, f"{dotted}.__init__"):
+                if candidate in MODULES:
+                    found.add(candidate)
+    return found
+
+
+def component(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert component(module) in RANK, f"{module}: say in LAYERS which layer it belongs to"
+    for target in ours(imported_names(MODULES[module])):
+        assert RANK[component(target)] <= RANK[component(module)], f"{module} imports {target}, which stands above it"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {name: ours(imported_names(path, at_import_time=True)) - {name} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    assert done == set(MODULES)
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_one_door_per_heavy_dependency(package: str) -> None:
+    users = [
+        str(path.relative_to(PACKAGE))
+        for path in MODULES.values()
+        if any(name == package or name.startswith(package + ".") for name in imported_names(path))
+    ]
+    strangers = [user for user in users if not user.startswith(DOORS[package])]
+    assert strangers == [], f"{package} is imported outside its door {DOORS[package]}"
+    if package in SINGLE_DOORS:
+        assert len(users) <= 1, f"{package} has more than one door: {users}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if component(m) in LAYERS["words"]])
+def test_words_are_pure(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    impure = {name.partition(".")[0] for name in imported_names(MODULES[module])} & IMPURE_MODULES
+    assert impure == set(), f"{module} is a word: no files, clocks or devices"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in IMPURE_CALLS, f"{module}:{node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("cuda", "device_count"), f"{module}:{node.lineno} names a device"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_swallowed(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type is not None else "everything"
+            broad = {"everything", "Exception", "BaseException"}
+            if caught in broad:
+                reraises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                assert reraises, f"{module}:{node.lineno} catches {caught} and goes on"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from posttrain.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as done:\n    assert done.code == 0\n"
+        "print('LOADED', sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    out = run_python(code)
+    assert "usage: posttrain" in out
+    loaded = set(ast.literal_eval(out.partition("LOADED ")[2]))
+    assert loaded.isdisjoint({"torch", "numpy", "pydantic", "yaml", "rich", "transformers", "matplotlib"})
+
+
+def test_ground_imports_no_torch() -> None:
+    names = ", ".join(f"posttrain.{name}" for name in LAYERS["ground"] if name != "__init__")
+    assert run_python(f"import sys, {names}\nprint('torch' in sys.modules)").strip() == "False"
+
+
+def test_listing_recipes_imports_no_torch() -> None:
+    code = "import sys\nfrom posttrain.cli import main\nmain(['recipes'])\nprint('torch' in sys.modules)"
+    assert run_python(code).splitlines()[-1] == "False"

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.cli import build_parser, main, parse, split_overrides
+from posttrain.errors import UsageError
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """The one message that a command ends with; no traceback."""
+    assert main(list(arguments)) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.err.startswith("posttrain: ")
+    return captured.err.removeprefix("posttrain: ")
+
+
+def test_overrides_are_told_from_the_commands_own_options() -> None:
+    own, overrides = split_overrides(
+        ["tiny/grpo", "--run", "a", "--train.lr", "1e-4", "--objective=grpo", "--resume", "--rewards.0.weight", "-1"],
+        ["--run", "--resume"],
+        None,
+    )
+    assert own == ["tiny/grpo", "--run", "a", "--resume"]
+    assert overrides == [("train.lr", "1e-4"), ("objective", "grpo"), ("rewards.0.weight", "-1")]
+
+
+def test_a_value_may_hold_equals_signs_and_spaces() -> None:
+    _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], [], None)
+    assert overrides == [("template.preamble", "a = b"), ("x.y", "c d")]
+
+
+def test_everything_after_two_dashes_is_the_commands_own() -> None:
+    assert split_overrides(["tiny", "--", "--train.lr"], [], None) == (["tiny", "--", "--train.lr"], [])
+
+
+@pytest.mark.parametrize("arguments", [["--train.lr"], ["--train.lr", "--resume"]])
+def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"--train\.lr: this key needs a value"):
+        split_overrides(arguments, ["--resume"], None)
+
+
+def test_only_the_sections_of_a_command_may_be_overridden() -> None:
+    with pytest.raises(UsageError, match=r"no option --model\.name\. Known: .*--task\.KEY"):
+        split_overrides(["--model.name", "x"], ["--task"], ["task"])
+
+
+def test_parse_gives_the_namespace_of_the_command() -> None:
+    namespace = parse(["evaluate", "tiny", "--task", "gsm8k", "--task.split", "test", "--n", "50"])
+    assert (namespace.command, namespace.model, namespace.task, namespace.n) == ("evaluate", "tiny", "gsm8k", 50)
+    assert namespace.overrides == [("task.split", "test")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "no command 'trian'. Did you mean train?"),
+        (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"),
+        (["train", "tiny/grpo", "--resum"], "--resum: this key needs a value. Did you mean --resume?"),
+        (["train", "tiny/gropo"], "no recipe file or shipped recipe 'tiny/gropo'. Did you mean 'tiny/grpo'?"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
+        (["train", "grpo-gsm8k", "--train.lrr", "1"], "command line: train.lrr: section 'train' has no key 'lrr'."),
+        (["train", "grpo-gsm8k", "--train.lr", "fast"], "command line: train.lr: "),
+        (["train", "grpo-gsm8k", "--trian.lr", "1"], "a recipe has no key 'trian'. Did you mean 'train'?"),
+        (["train", "grpo-gsm8k", "--objective.clip_hihg", "1"], "no key 'clip_hihg'. Did you mean 'clip_high'?"),
+        (["train", "grpo-gsm8k", "--objective", "gropo"], "no objective named 'gropo'. Did you mean 'grpo'?"),
+        (["recipes", "show", "grpo-gsm8"], "Did you mean 'grpo-gsm8k'?"),
+        (["recipes", "show"], "give the recipe's name"),
+        (["explain", "gropo"], "nothing is called 'gropo'. Did you mean 'grpo'?"),
+        (["generate", "tiny", " "], "PROMPT is empty"),
+    ],
+)  # fmt: skip
+def test_usage_errors_are_one_message_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train"], ["evaluate", "tiny", "--n", "0"], ["generate", "tiny", "--temperature", "-1"], ["runs", "drop"]],
+)
+def test_what_argparse_refuses_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    assert done.value.code == 2
+    assert "usage: posttrain" in capsys.readouterr().err
+
+
+def test_a_malformed_recipe_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("task: stories\ndata: {batch: 2}\nobjective: cross_entropy\ntrain:\n  stepps: 3\n")
+    message = refused(capsys, "train", str(path))
+    assert message.startswith(f"{path}:5: train.stepps: section 'train' has no key 'stepps'. Did you mean 'steps'?")
+
+
+def test_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError):
+        main(["train", "nowhere.yaml", "--traceback"])
+    monkeypatch.setenv("POSTTRAIN_TRACEBACK", "1")
+    with pytest.raises(UsageError):
+        main(["train", "nowhere.yaml"])
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.apps.training.run_train", interrupt)
+    assert main(["train", "tiny/grpo"]) == 130
+    assert "continue with the same command and --resume" in capsys.readouterr().err
+
+
+def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "grpo-gsm8k", "--dry-run", "--train.lr", "1e-4", "--rollout.group=4"]) == 0
+    text = capsys.readouterr().out
+    resolved = yaml.safe_load(text)
+    assert (resolved["train"]["lr"], resolved["rollout"]["group"]) == (1e-4, 4)
+    assert resolved["objective"]["clip_low"] == 0.2  # a default of the function, filled in
+    path = tmp_path / "resolved.yaml"
+    path.write_text(text)
+    assert main(["train", str(path), "--dry-run"]) == 0
+    again = capsys.readouterr().out
+    assert again.splitlines()[1:] == text.splitlines()[1:]
+    assert again.splitlines()[0].endswith(text.splitlines()[0].rpartition(" ")[2])  # the same fingerprint
+
+
+def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    for name in ("grpo-gsm8k", "grpo-math", "sft-math", "tiny/grpo", "tiny/sft"):
+        assert name in out
+    assert main(["recipes", "show", "grpo-gsm8k"]) == 0
+    assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
+
+
+def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "grpo"]) == 0
+    out = capsys.readouterr().out
+    assert "min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)" in out
+    assert "clip_high" in out
+    assert "one of k1, k2, k3" in out
+    assert "recipes that use it: grpo-gsm8k, grpo-math" in out
+
+
+def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "train"]) == 0
+    assert "max_grad_norm" in capsys.readouterr().out
+    assert main(["explain", "rewards"]) == 0
+    assert "xml_format" in capsys.readouterr().out
+    assert main(["explain"]) == 0
+    out = capsys.readouterr().out
+    for word in ("grpo", "correct", "r1_zero", "stories", "muon", "token_mean", "leave_one_out", "native", "rollout"):
+        assert word in out
+
+
+def test_runs_of_an_empty_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--runs-dir", str(tmp_path)]) == 0
+    assert "no runs in" in capsys.readouterr().out
+    assert "no run 'x' in" in refused(capsys, "runs", "show", "x", "--runs-dir", str(tmp_path))
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.startswith("posttrain ")
+    assert main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+    assert {"demo", "train", "evaluate", "generate", "recipes", "explain", "runs"} <= set(build_parser()[1])
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    code = "import sys; from posttrain.cli import main; sys.exit(main(['explain', 'recipe']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0

@@ -1,0 +1,150 @@
+"""Documents say what is true: commands parse, recipes resolve, code blocks run, generated pages match."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli
+from posttrain.recipe import load_recipe
+from posttrain.registry import kinds_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:posttrain|make) [^`\n]+)`")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, text) of the code blocks in a language, without their indentation."""
+    found = []
+    for page in PAGES:
+        for indent, name, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if name == language:
+                found.append((page.name, "\n".join(line.removeprefix(indent) for line in text.splitlines())))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """(place, command) of every posttrain and make command in the documents and in the help."""
+    found = []
+    for page in PAGES:
+        found += [(page.name, command) for command in INLINE.findall(page.read_text(encoding="utf-8"))]
+    for name, text in blocks("bash"):
+        found += [(name, line) for line in text.splitlines()]
+    parser, subparsers = cli.build_parser()
+    for owner in (parser, *subparsers.values()):
+        found += [("help", line.strip()) for line in (owner.epilog or "").splitlines() if "posttrain " in line]
+    cleaned = [(place, re.split(r"\s+#|\s{3,}", command.strip())[0]) for place, command in found]
+    return [(place, command) for place, command in dict.fromkeys(cleaned) if command and "NAME" not in command]
+
+
+COMMANDS = commands()
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {"make demo", "make test", "posttrain demo", "posttrain explain grpo"} <= {c for _, c in COMMANDS}
+
+
+@pytest.mark.parametrize(("place", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
+def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"{place}: {command}"
+        return
+    assert words[0] == "posttrain", f"{place}: {command}"
+    if words[1].startswith("-"):
+        assert words[1] in cli.build_parser()[0].format_help()
+        return
+    namespace = cli.parse(words[1:])
+    if namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
+        resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
+        assert resolved.objective.name
+    elif namespace.command == "recipes" and namespace.action == "show":
+        assert load_recipe(namespace.name).description
+    elif namespace.command == "explain" and namespace.name is not None:
+        assert kinds_of(namespace.name), f"{place}: nothing is called {namespace.name}"
+
+
+def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
+    written = blocks("yaml")
+    assert len(written) >= 1
+    for number, (page, text) in enumerate(written):
+        path = tmp_path / f"{page}-{number}.yaml"
+        path.write_text(text, encoding="utf-8")
+        assert load_recipe(str(path)).resolve().train.steps > 0
+
+
+def test_the_toy_words_of_contributing_compute_what_they_say() -> None:
+    objective, reward = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
+    # A process of its own: the toy words must not join the registry that other tests enumerate.
+    code = f"""
+import torch
+from posttrain.objectives.policy_gradient import *
+from posttrain.objectives.policy_gradient import register
+from posttrain.registry import find
+{objective}
+{reward}
+ones = torch.ones(1, 3, dtype=torch.bool)
+zeros = torch.zeros(1, dtype=torch.long)
+batch = Batch(torch.zeros(1, 3, dtype=torch.long), zeros + 3, ones, zeros, zeros,
+              {{"advantages": torch.tensor([[2.0, -1.0, 3.0]])}})
+outputs = Outputs(torch.tensor([[-0.5, -2.0, -1.0]]))
+assert find("objective", "surprised").traits["needs"] == ("advantages",)
+print(surprised(outputs, batch).values.tolist())
+print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
+print(brief(50), brief(51), find("reward", "brief").options({{}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    # −A · (−log π) · log π: −2·0.5·(−0.5), 1·2·(−2), −3·1·(−1)
+    assert done.stdout.splitlines() == ["[[0.5, -4.0, 3.0]]", "True", "1.0 0.0 {'limit': 50}"]
+
+
+def test_generated_page_matches_the_code() -> None:
+    tool = ROOT / "tools" / "write_methods.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--check"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "docs/methods.md matches the code\n"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    links = [(p, target) for p in PAGES for target in re.findall(r"\]\(([^)#:]+)\)", p.read_text(encoding="utf-8"))]
+    assert len(links) >= 5
+    for page, target in links:
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pinned_versions_satisfy_the_ranges() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[canonicalize_name(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    assert len(wanted) > 15
+    for text in wanted:
+        requirement = Requirement(text)
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{requirement.name} is not in constraints.txt"
+        assert requirement.specifier.contains(pinned), f"{text} does not allow {pinned}"
+
+
+def test_no_registry_is_named() -> None:
+    for name in ("constraints.txt", "Makefile", "pyproject.toml", ".ci/run"):
+        text = (ROOT / name).read_text()
+        assert re.search(r"https?://|--index-url|--extra-index-url|--find-links", text) is None, name
