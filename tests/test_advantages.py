@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.advantages import centered, leave_one_out, normalized, raw
+from posttrain.advantages import batch_normalized, centered, leave_one_out, mean_scaled, normalized, raw
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 
@@ -38,3 +38,30 @@ def test_equal_rewards_give_zero():
 
 def test_normalized_ignores_scale_and_shift_of_rewards():
     assert torch.allclose(normalized(REWARDS * 7 + 3, epsilon=0.0), normalized(REWARDS, epsilon=0.0), atol=1e-12)
+
+
+def test_mean_scaled_by_hand():
+    assert mean_scaled(REWARDS)[2].tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert mean_scaled(REWARDS[:1] * 0).tolist() == [[0.0] * 4]
+    with pytest.raises(ValueError, match="not negative"):
+        mean_scaled(-REWARDS)
+
+
+def test_mean_scaled_approaches_the_gradient_of_the_log_likelihood():
+    """With a large group, the mean of weight times score is d log p / dp."""
+    p, group = 0.3, 400
+    drawn = (torch.rand(200, group, generator=torch.Generator().manual_seed(0)) < p).double()
+    weight = mean_scaled(drawn)
+    score = torch.where(drawn > 0, 1 / p, -1 / (1 - p)).double()  # d log Bernoulli(p) / dp
+    estimate = float((weight * score).mean())
+    assert estimate == pytest.approx(1 / p, rel=0.03)  # d log p / dp
+
+
+def test_batch_normalized_by_hand():
+    flat = REWARDS.flatten()
+    expected = (REWARDS - flat.mean()) / flat.std(correction=0)
+    assert torch.allclose(batch_normalized(REWARDS, epsilon=0.0), expected, atol=1e-12)
+    grouped = centered(REWARDS)
+    expected = grouped / grouped.flatten().std(correction=0)
+    assert torch.allclose(batch_normalized(REWARDS, center="group", epsilon=0.0), expected, atol=1e-12)
+    assert batch_normalized(torch.ones(2, 3, dtype=torch.float64)).abs().max() == 0.0

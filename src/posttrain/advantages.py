@@ -6,8 +6,11 @@ each) and returns advantages of the same shape, one number per completion.
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
 from jaxtyping import Float64
+from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
@@ -42,7 +45,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 @register("advantage", min_group=2)
-def normalized(rewards: Rewards, *, epsilon: float = 1e-4) -> Rewards:
+def normalized(rewards: Rewards, *, epsilon: Annotated[float, Field(ge=0)] = 1e-4) -> Rewards:
     """``A_i = (r_i − mean(r)) / (std(r) + ε)`` over the group, std with ddof = 1.
 
     GRPO (Shao et al. 2024, section 4.1.2). A group of equal rewards gets zeros. The paper leaves ε
@@ -53,4 +56,44 @@ def normalized(rewards: Rewards, *, epsilon: float = 1e-4) -> Rewards:
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     std = rewards.std(dim=1, keepdim=True, correction=1)
-    return torch.where(std > 0, centred / (std + epsilon), torch.zeros_like(centred))
+    # not `std > 0`: the mean of equal rewards may differ from them in the last bit
+    varies = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
+    return torch.where(varies, centred / (std + epsilon), torch.zeros_like(centred))
+
+
+@register("advantage", min_group=2)
+def mean_scaled(rewards: Rewards) -> Rewards:
+    """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
+
+    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning"): for rewards in {0, 1}
+    dividing by the mean, not the standard deviation, makes the expected gradient approach that of
+    the log-likelihood of success as the group grows. Rewards must not be negative.
+
+    Raises:
+        ValueError: a negative reward.
+    """
+    if bool((rewards < 0).any()):
+        raise ValueError("advantage mean_scaled divides by the mean reward and needs rewards that are not negative")
+    mean = rewards.mean(dim=1, keepdim=True)
+    return torch.where(
+        mean > 0, (rewards - mean) / mean.clamp(min=torch.finfo(mean.dtype).tiny), torch.zeros_like(mean)
+    )
+
+
+@register("advantage", min_group=1)
+def batch_normalized(
+    rewards: Rewards, *, center: Literal["batch", "group"] = "batch", epsilon: float = 1e-8
+) -> Rewards:
+    """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
+
+    REINFORCE++ (Hu et al. 2025): one mean and one standard deviation (ddof = 0) over the whole
+    rollout batch. ``center: group`` subtracts each group's mean first (REINFORCE++-baseline).
+
+    Args:
+        center: what the baseline is the mean of.
+        epsilon: ε, in units of the reward.
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True) if center == "group" else rewards.clone()
+    centred = centred - centred.mean()
+    std = centred.std(correction=0)
+    return centred / (std + epsilon) if bool(std > 0) else torch.zeros_like(centred)

@@ -116,7 +116,7 @@ def test_entropy_bonus_lowers_the_value_by_the_entropy():
         assert objective(outputs, batch, entropy_bonus=0.2).values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
 
 
-@pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf), (-math.inf, -math.inf)])
+@pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])
 def test_grpo_stays_finite_at_absurd_ratios(new: float, old: float):
     for advantage in (1.0, -1.0, 0.0):
         outputs, batch = one_token(new, old, advantage)
@@ -124,3 +124,9 @@ def test_grpo_stays_finite_at_absurd_ratios(new: float, old: float):
         assert math.isfinite(loss.values[0, 1].item())
         loss.values[0, 1].backward()
         assert math.isfinite(outputs.logprobs.grad[0, 1].item())
+
+
+def test_a_token_that_both_policies_find_impossible_is_not_hidden():
+    """−inf − (−inf) has no value; it stays NaN, so that the loop refuses the update (both_impossible)."""
+    outputs, batch = one_token(-math.inf, -math.inf, 1.0)
+    assert math.isnan(grpo(outputs, batch).values[0, 1].item())

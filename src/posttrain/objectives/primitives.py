@@ -5,6 +5,8 @@ Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,12 +21,18 @@ def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
     """``log π(a) − log μ(a)`` at trained tokens, 0 elsewhere; clamped to ±20.
 
     A behaviour log-probability of −inf (a token that the behaviour policy could not have drawn)
-    would give an infinite ratio; the clamp keeps value and gradient finite.
+    would give an infinite ratio; the clamp keeps value and gradient finite. NaN stays NaN: the loop
+    refuses it, and hiding it here would train on nothing.
     """
     difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    return difference.nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO).clamp(
+    return difference.nan_to_num(nan=math.nan, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )
+
+
+def row_mean(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
+    """The mean of each row over its trained tokens; 0 for a row without any (it has no weight either)."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def kl_k1(log_ratio_to_reference: Tokens) -> Tokens:

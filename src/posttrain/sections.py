@@ -1,0 +1,154 @@
+"""The sections of a recipe: what the machinery can be told, with types, bounds and defaults.
+
+Words (objective, reward, task, ...) are not declared here: the signature of the function of that
+name is their schema (``registry``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class Word(BaseModel):
+    """A named function with its options; a bare string is a name without options."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class RewardWord(Word):
+    """A reward with the weight that it has in the sum."""
+
+    weight: float = 1.0
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | Mapping) else value
+
+
+Words = Annotated[list[Word], BeforeValidator(as_list)]
+
+
+class TokenizerSection(Section):
+    """A byte-level BPE tokenizer trained on the task's own texts (only for ``model.init``)."""
+
+    vocab_size: int = Field(default=512, ge=260)
+    num_documents: int = Field(default=20_000, ge=1)
+
+
+class InitSection(Section):
+    """A new model with random weights instead of a checkpoint.
+
+    ``config`` holds the transformers config keys of ``architecture`` (``qwen3``, ``llama``, ...);
+    the vocabulary size comes from the tokenizer.
+    """
+
+    architecture: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)
+
+
+class AdapterSection(Section):
+    """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1)."""
+
+    kind: Literal["lora"] = "lora"
+    rank: int = Field(default=16, ge=1)
+    alpha: float | None = None
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelSection(Section):
+    """``name``: ``tiny``, a directory, a run directory, or a hub name."""
+
+    name: str = "tiny"
+    init: InitSection | None = None
+    adapter: AdapterSection | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trust_remote_code: bool = False
+
+
+class PromptSection(Section):
+    """How an example becomes token ids. Longer prompts are dropped, counted and reported."""
+
+    template: Word = Word(name="r1_zero")
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+
+
+class RolloutSection(Section):
+    """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
+
+    ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
+    the batch has both higher and lower rewards, at most ``max_rounds`` times.
+    ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
+    again by the trainer.
+    """
+
+    engine: Word = Word(name="native")
+    prompts: int = Field(default=16, ge=1)
+    group: int = Field(default=8, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    drop_uniform_groups: bool = False
+    max_rounds: int = Field(default=4, ge=1)
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+
+
+class DataSection(Section):
+    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted."""
+
+    batch: int = Field(default=16, ge=1)
+    max_tokens: int = Field(default=1024, ge=2)
+    train_on: Literal["response", "all"] = "response"
+
+
+class TrainSection(Section):
+    """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches."""
+
+    steps: int = Field(default=100, ge=1)
+    lr: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    tokens_per_micro: int = Field(default=16_384, ge=1)
+    rows_per_micro: int | None = Field(default=None, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0)
+    save_every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
+
+
+class EvalSection(Section):
+    """Held-out evaluation, before the first step, every ``every`` steps and at the end.
+
+    ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
+    """
+
+    tasks: Words = Field(default_factory=list)
+    every: int = Field(default=0, ge=0)
+    n: int = Field(default=256, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
