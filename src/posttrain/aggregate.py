@@ -10,8 +10,11 @@ rows before they come here, so that nothing is hidden.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Bool, Float64
+from pydantic import Field
 from torch import Tensor
 
 from posttrain.registry import register
@@ -47,7 +50,7 @@ def sequence_mean(mask: Mask) -> Weights:
 
 
 @register("aggregation", level="token")
-def constant(mask: Mask, *, length: int) -> Weights:
+def constant(mask: Mask, *, length: Annotated[int, Field(ge=1)]) -> Weights:
     """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, section 3.2).
 
     Args:

@@ -16,6 +16,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 
@@ -251,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):  # a terminal without Unicode shows "?" instead of failing
             stream.reconfigure(errors="replace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     try:

@@ -23,6 +23,8 @@ def derive_key(seed: int, purpose: str, *counters: int) -> int:
     Distinct arguments give independent keys: the key is a BLAKE2b digest of an unambiguous
     encoding of them (each counter as a signed 64-bit integer, the purpose last).
     """
+    if not -(1 << 63) <= seed < 1 << 63:  # any whole number may be a seed
+        seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little", signed=True)
     encoded = struct.pack(f"<{1 + len(counters)}q", seed, *counters) + purpose.encode()
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 

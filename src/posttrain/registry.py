@@ -74,7 +74,7 @@ class Entry:
     def options_model(self) -> type[BaseModel]:
         """The pydantic model of the keyword-only parameters (unknown keys forbidden)."""
         fields: dict[str, Any] = {}
-        for parameter in inspect.signature(self.function, eval_str=True).parameters.values():
+        for parameter in self._signature().parameters.values():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
@@ -82,6 +82,15 @@ class Entry:
             fields[parameter.name] = (annotation, default)
         config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
         return create_model(f"{self.kind}_{self.name}", __config__=config, **fields)
+
+    def _signature(self) -> inspect.Signature:
+        try:
+            return inspect.signature(self.function, eval_str=True)
+        except NameError as error:
+            raise RecipeError(
+                f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
+                "module, outside of `if TYPE_CHECKING`"
+            ) from error
 
     def options(self, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         """All options with defaults filled in.
@@ -158,8 +167,9 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({error})") from error
+    except Exception as error:  # a user's module may raise anything; the cause is kept
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({reason})") from error
     for entry in _ENTRIES[kind].values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
             return entry  # it registered itself, with its traits
@@ -174,7 +184,8 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near.sort(key=lambda other: sorted(other) != sorted(name))  # swapped letters are the commonest slip
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -117,12 +117,11 @@ def test_gmpo_by_hand():
     assert values.tolist() == pytest.approx([-math.exp(0.3), -math.exp(-0.4), math.exp(-0.1)], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["gspo", "sapo", "gmpo"])
 def test_gradient_by_finite_differences(name: str):
+    """The others stop gradients, so theirs is not the derivative of their value; identities hold them."""
     outputs, batch = random_case(3)
     point = outputs.logprobs.detach()
-    if name in ("cispo", "gspo_token"):
-        pytest.skip("a stopped gradient is not the derivative of the value; the identities above hold them")
     options = {"clip_low": 0.5, "clip_high": 0.5} if name == "gspo" else {}
 
     def total(logprobs: torch.Tensor) -> torch.Tensor:

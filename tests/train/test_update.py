@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config
+
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward import Forward
@@ -15,7 +17,6 @@ from posttrain.recipe import TrainSection
 from posttrain.train.micro import split_rows
 from posttrain.train.update import accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Sample, collate
-from transformers import AutoModelForCausalLM, GPT2Config
 
 OBJECTIVES = {
     "cross_entropy": {},

@@ -40,7 +40,8 @@ def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, f
     denominator = 1.0 + z * z / n
     centre = (share + z * z / (2 * n)) / denominator
     half = z * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n)) / denominator
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # the interval holds the share itself; rounding may not push a bound past it
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def held_out_indices(size: int, n: int) -> list[int]:

@@ -39,6 +39,7 @@ class Forward:
         install_packed_attention(causal_lm(model))
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.last_packing: Packing | None = None
+        self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
     def __call__(self, batch: Batch, entropy: Literal["none", "detached", "differentiable"] = "detached") -> Outputs:
         """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
@@ -46,9 +47,10 @@ class Forward:
         Backward must run before the next call, inside ``backward_context`` when activations are
         recomputed.
         """
-        if self.path == "packed":
+        if self.path == "packed" and not self._exceeds_window(batch):
             packing = pack(batch)
             self.last_packing = packing
+            self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
             with packed_attention(packing):
                 body = causal_lm(self.model).get_decoder()
                 hidden = body(
@@ -58,6 +60,7 @@ class Forward:
             logprobs, entropies = self._score(rows, packing.targets, entropy)
         else:
             self.last_packing = None
+            self.last_slots, self.last_tokens = batch.tokens.numel(), int(batch.lengths.sum())
             logprobs, entropies = self._padded(batch, entropy)
         return Outputs(
             logprobs=_spread(logprobs, batch.mask),
@@ -70,12 +73,10 @@ class Forward:
         with packed_attention(self.last_packing) if self.last_packing is not None else nullcontext():
             yield
 
-    @property
-    def padding_share(self) -> float:
-        """Share of attention slots that are padding in the last packed batch."""
-        if self.last_packing is None or self.last_packing.num_slots == 0:
-            return 0.0
-        return 1.0 - self.last_packing.num_tokens / self.last_packing.num_slots
+    def _exceeds_window(self, batch: Batch) -> bool:
+        """Whether a row is longer than the model's sliding attention window, which packing does not know."""
+        window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
+        return window is not None and batch.tokens.shape[1] - 1 > window
 
     def _score(self, rows: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
         head = causal_lm(self.model).get_output_embeddings()

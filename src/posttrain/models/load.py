@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import UsageError
@@ -40,6 +42,8 @@ def resolve_model_name(name: str) -> str:
     """
     if name == "tiny":
         return str(TINY)
+    if not name:
+        raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
     path = Path(name).expanduser()
     if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
         return str(_checkpoint_of(path))
@@ -51,7 +55,7 @@ def resolve_model_name(name: str) -> str:
             )
         return str(path)
     looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    if looks_local or not name:
+    if looks_local:
         raise UsageError(f"model.name: there is no folder {name!r}")
     return name
 
@@ -59,70 +63,119 @@ def resolve_model_name(name: str) -> str:
 def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None = None) -> LoadedModel:
     """Load (or make, with ``section.init``) a model and its tokenizer.
 
-    The model is in eval mode (no dropout), in ``section.dtype``, on ``section.device``. An adapter
-    folder loads its base and the adapter; where the recipe asks for a new adapter, the old one is
-    merged into the base in memory first. ``texts`` train the tokenizer of a new model.
+    The model is in eval mode, in ``section.dtype``, on ``section.device``, and none of its own
+    dropouts is active in training mode either: sampler and trainer must see the same model. An
+    adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for
+    a new adapter, the old one becomes part of the base (in memory) first. ``texts`` train the
+    tokenizer of a new model.
 
     Raises:
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
     """
     if section.init is not None:
         model, tokenizer = _new_model(section.init, seed, texts or iter(()))
+        model = model.to(getattr(torch, section.dtype))
         source = f"new {section.init.architecture}"
     else:
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
-    device = _device(section.device)
-    return LoadedModel(model.to(device).eval(), tokenizer, source)
+    _switch_off_dropout(model)
+    return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
 
 
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
-    folder = Path(source)
-    adapter = folder / "adapter_config.json"
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, section.dtype),
-        "trust_remote_code": section.trust_remote_code,
-        "use_safetensors": True,  # the other format is a pickle
-    }
     quiet = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        base = source
-        if adapter.is_file():
-            base = resolve_model_name(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        model = AutoModelForCausalLM.from_pretrained(base, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=section.trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        if section.adapter is None and _is_adapter(source):
+            from peft import PeftModel
+
+            base = _load_weights(_base_of(source), section)
+            model = PeftModel.from_pretrained(base, source, is_trainable=True)
+        else:
+            model = _load_weights(source, section)
+        named = source
+        while _is_adapter(named) and not (Path(named) / "tokenizer_config.json").is_file():
+            named = _base_of(named)
+        tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(_explain(section.name, source, error)) from error
     finally:
         if quiet:
             transformers_logging.enable_progress_bar()
-    if adapter.is_file():
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, source, is_trainable=True)
-        if section.adapter is not None:
-            model = model.merge_and_unload()
     return model, tokenizer
 
 
-def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
-    tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
-    known = AutoConfig.for_model("qwen3").to_dict().keys() if init.architecture == "qwen3" else None
-    for key in init.config:
-        if known is not None and key not in known:
-            raise UsageError(f"model.init.config: {init.architecture} has no key {key!r}.{suggest(key, known)}")
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    try:
-        config = AutoConfig.for_model(
-            init.architecture,
-            **{"vocab_size": len(tokenizer), **ends, "pad_token_id": tokenizer.pad_token_id, **init.config},
+def _load_weights(source: str, section: ModelSection) -> Any:
+    """A plain model; that of an adapter folder has the adapter added to its weights.
+
+    Such a model keeps the folder's name, so an adapter trained on top of it names the folder as its
+    base and finds the same weights again.
+    """
+    if not _is_adapter(source):
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, section.dtype),
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,  # the other format is a pickle
         )
+    from peft import PeftModel
+
+    merged = PeftModel.from_pretrained(_load_weights(_base_of(source), section), source).merge_and_unload()
+    merged.name_or_path = merged.config._name_or_path = source
+    return merged
+
+
+def _is_adapter(source: str) -> bool:
+    return (Path(source) / "adapter_config.json").is_file()
+
+
+def _base_of(adapter: str) -> str:
+    """What an adapter folder names as its base.
+
+    The embedded model is found again where another installation of this package wrote its path.
+    """
+    settings = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
+    base = str(settings["base_model_name_or_path"])
+    if Path(base).parts[-3:] == TINY.parts[-3:]:
+        return str(TINY)
+    return resolve_model_name(base)
+
+
+def _switch_off_dropout(model: Any) -> None:
+    """Set every dropout probability of a model's own modules to zero; an adapter's stay as asked for."""
+    for name, module in model.named_modules():
+        if ".lora_dropout." in name:
+            continue
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
+    if init.architecture not in CONFIG_MAPPING:
+        hint = suggest(init.architecture, CONFIG_MAPPING.keys())
+        raise UsageError(f"model.init.architecture: transformers has no {init.architecture!r}.{hint}")
+    defaults = AutoConfig.for_model(init.architecture)
+    known = defaults.to_dict().keys() | type(defaults).attribute_map.keys()
+    for key in init.config:
+        if key not in known:
+            raise UsageError(f"model.init.config: {init.architecture} has no key {key!r}.{suggest(key, known)}")
+    tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
+    ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
+    try:
+        config = AutoConfig.for_model(init.architecture, **{"vocab_size": len(tokenizer), **ids, **init.config})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key(seed, "model weights") % (1 << 63))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"model.init: {init.architecture!r} cannot be built: {error}") from error
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
+    if config.vocab_size < len(tokenizer):
+        raise UsageError(
+            f"model.init.config.vocab_size: {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens"
+        )
     return model, tokenizer
 
 
@@ -145,10 +198,15 @@ def _device(name: str) -> torch.device:
 
 
 def _explain(name: str, source: str, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = _first_line(error)
     if Path(source).exists():
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"
     return (
         f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
         "Download it beforehand and give its folder, or use the embedded model: --model.name tiny"
     )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

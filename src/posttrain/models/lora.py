@@ -37,11 +37,14 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
     rank, which makes the scale 1.
 
     Raises:
-        RecipeError: a target that no linear layer of the model is called.
+        RecipeError: a target that no linear layer of the model is called, or a model that has an
+            adapter already.
     """
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
+    if has_adapter(model):
+        raise RecipeError("model.adapter: this model already has an adapter; leave model.adapter out to train it on")
     kinds = {type(m) for _, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     _check_targets(model, section.targets, Conv1D)
     config = LoraConfig(

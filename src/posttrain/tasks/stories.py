@@ -203,23 +203,28 @@ def draw_fact(rng: Random, options: StoryOptions) -> Equation:
 
 
 def draw_scrap(rng: Random, options: StoryOptions) -> str:
-    """A scrap with turn markers or tags, in arrangements that answer no question.
+    """A scrap with turn markers or tags, in arrangements other than those that recipes ask for.
 
-    The tags stand around musings, facts and numbers; the turns hold small talk. A model that has
-    read them knows the tokens, and has still to learn what to do after a question.
+    Tags stand around workings, facts and musings, or around an answer, never both in one text;
+    turns hold small talk. A model that has read them knows the tokens, and has still to learn
+    what to do after a question.
     """
     cast = draw_cast(rng)
-    kind = rng.randrange(5)
-    if kind == 0:
-        tag = rng.choice(("think", "reasoning"))
+    kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
+    tag = rng.choice(("think", "think", "reasoning"))
+    if kind == "thought":
+        story = draw_story(rng, options)
+        closing = rng.choice(text.CLOSINGS).format(n=story.answer)
+        return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
+    if kind == "answered":
+        story = draw_story(rng, options)
+        return f"{story.text} <answer> {story.answer} </answer>"
+    if kind == "noted":
         facts = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
         return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
-    if kind == 1:
-        tag = rng.choice(("think", "reasoning"))
+    if kind == "mused":
         return f"<{tag}> {cast.fill(rng.choice(text.MUSINGS))} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
-    if kind == 2:
-        return f"{cast.fill(rng.choice(text.MUSINGS))} <answer> {rng.randint(0, options.max_value)} </answer>"
     remark, reply = (cast.fill(part) for part in rng.choice(text.REMARKS))
-    if kind == 3:
+    if kind == "said":
         return f"User: {remark}\nAssistant: {reply}"
     return f"<|im_start|>user\n{remark}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"

@@ -255,8 +255,9 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
     pace, times = rng.randint(2, 12), rng.randint(2, 9)
     if not draft.work(pace, "*", times):
         return None
-    draft.say(text.RATES, n=pace, m=times)
-    if steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2:
+    onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
+    draft.say(text.GAINS if onto_heap else text.RATES, n=pace, m=times)
+    if onto_heap:
         before, gained = rng.randint(2, limit - draft.value), draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
         draft.work(before, "+", gained)

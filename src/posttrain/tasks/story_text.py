@@ -1,7 +1,7 @@
 """Words and phrases of the ``stories`` task: who, what, where, and how things change hands.
 
 Phrases are ``str.format`` templates. Fields: ``name`` (who), ``They`` / ``they`` (that person's
-pronoun), ``friend`` (somebody else), ``things`` (what is counted), ``place``, ``n`` (a number).
+pronoun), ``friend`` (somebody else), ``things`` (what is counted), ``place``, ``n`` and ``m`` (numbers).
 """
 
 from __future__ import annotations
@@ -120,12 +120,15 @@ COIN_QUESTIONS: tuple[str, ...] = (
     "How many coins does {name} have in the end?",
 )
 
-# A steady pace: n each time, m times.
-RATES: tuple[str, ...] = (
+# A steady pace: n each time, m times; the first kind adds to a heap that is there already.
+GAINS: tuple[str, ...] = (
     "{name} picks {n} {things} every day for {m} days.",
     "{name} collects {n} {things} each week for {m} weeks.",
-    "{name} packs {n} {things} into each of {m} boxes.",
     "{name} makes {n} {things} an hour and works for {m} hours.",
+)
+RATES: tuple[str, ...] = (
+    *GAINS,
+    "{name} packs {n} {things} into each of {m} boxes.",
     "Each of {m} bags of {name} holds {n} {things}.",
 )
 

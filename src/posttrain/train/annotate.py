@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from posttrain.errors import RecipeError
 from posttrain.models.forward import Forward
-from posttrain.models.lora import reference_mode
+from posttrain.models.lora import has_adapter, reference_mode
 from posttrain.registry import Entry
 from posttrain.train.micro import split_rows
 from posttrain.types import Batch
@@ -47,8 +48,10 @@ def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool) ->
 class Annotator:
     """Computes ``old_logprobs`` and ``ref_logprobs`` of a batch without gradients.
 
-    The reference is the model as it was when training began: with an adapter the base with the
-    adapter off (no second model), else one frozen copy in memory.
+    The reference is the model as this object finds it, which is before training began also where a
+    run is resumed (checkpoints are restored later). With a fresh adapter it is the base with the
+    adapter off, with an adapter that was loaded a copy of the adapter alone; otherwise one frozen
+    copy of the model in memory.
     """
 
     def __init__(
@@ -67,8 +70,13 @@ class Annotator:
             self._reference = self._reference_source()
 
     def _reference_source(self) -> Callable[[], AbstractContextManager[Forward]]:
-        if hasattr(self.forward.model, "disable_adapter"):
-            return self._adapter_off
+        if has_adapter(self.forward.model):
+            trained = [p for p in self.forward.model.parameters() if p.requires_grad]
+            ups = [p for n, p in self.forward.model.named_parameters() if ".lora_B." in n]
+            if ups and not any(bool(p.any()) for p in ups):  # B = 0: the adapter changes nothing yet
+                return self._adapter_off
+            initial = [p.detach().clone() for p in trained]
+            return lambda: self._with_values(trained, initial)
         frozen = copy.deepcopy(self.forward.model).eval().requires_grad_(False)
         reference = Forward(frozen, self.forward.temperature)
 
@@ -82,6 +90,17 @@ class Annotator:
     def _adapter_off(self) -> Iterator[Forward]:
         with reference_mode(self.forward.model):
             yield self.forward
+
+    @contextmanager
+    def _with_values(self, parameters: list[Parameter], values: list[Tensor]) -> Iterator[Forward]:
+        current = [p.data for p in parameters]
+        try:
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data = value
+            yield self.forward
+        finally:
+            for parameter, value in zip(parameters, current, strict=True):
+                parameter.data = value
 
     def __call__(self, batch: Batch) -> Batch:
         """``batch`` with its streams filled, in place."""

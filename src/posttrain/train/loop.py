@@ -16,14 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss
+from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.evals.generation import evaluate
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe
+from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.checkpoint import load_checkpoint, mark_best, prune_checkpoints, restore_model, save_checkpoint
+from posttrain.train.checkpoint import (
+    checkpoint_steps,
+    load_checkpoint,
+    mark_best,
+    prune_checkpoints,
+    restore_model,
+    save_checkpoint,
+)
 from posttrain.train.files import Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.setup import Parts, prepare
@@ -69,6 +78,7 @@ class Loop:
             self.step = found.step
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
+            self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
@@ -83,7 +93,7 @@ class Loop:
             self.update()
             if self.parts.eval_tasks and (self._due(self.recipe.eval.every) or self.step == steps):
                 self.evaluate()
-            if self._due(self.recipe.train.save_every) or self.step == steps:
+            if self._is_saved():
                 self.save()
                 saved = self.step
         if saved != self.step:
@@ -94,6 +104,10 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+    def _is_saved(self) -> bool:
+        """Whether the recipe asks for a checkpoint at this step (being stopped may add others)."""
+        return self._due(self.recipe.train.save_every) or self.step == self.recipe.train.steps
 
     def update(self) -> None:
         """One optimizer step with its records."""
@@ -118,7 +132,7 @@ class Loop:
             parameters = [p for _, p in self.parts.parameters]
             norm = apply_update(self.parts.optimizer, parameters, lr, options.max_grad_norm, loss, step)
         except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"{error}. The batch is saved in {self._save_batch(draw, step)}") from None
+            raise NonFiniteLoss(f"{error}. {self._save_batch(draw, step)}") from None
         self.step = step
         finished = time.perf_counter()
         tokens = float(draw.batch.mask.sum())
@@ -128,7 +142,7 @@ class Loop:
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task; remembers the best mean accuracy."""
+        """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved."""
         results: dict[str, dict[str, float]] = {}
         for task in self.parts.eval_tasks:
             evaluation = evaluate(
@@ -151,7 +165,7 @@ class Loop:
             )
         self.evaluations = {name: {k: v for k, v in r.items() if k != "seconds"} for name, r in results.items()}
         accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
-        if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
+        if self.step > 0 and self._is_saved() and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
 
     def save(self) -> None:
@@ -168,21 +182,27 @@ class Loop:
             state={"recipe": self.recipe.fingerprint(), "best": self.best, "evaluations": self.evaluations},
             pending=self.parts.source.pending(self.step),
         )
-        if is_best:
-            mark_best(self.files.checkpoints, self.step)
-        protect = {int(self.best["step"])} if self.best is not None else set()
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, protect)
+        self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": is_best})
 
-    def _save_batch(self, draw: Draw, step: int) -> str:
-        from safetensors.torch import save_file
+    def _tidy(self) -> None:
+        """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
+        best = int(self.best["step"]) if self.best is not None else -1
+        if best in checkpoint_steps(self.files.checkpoints):
+            mark_best(self.files.checkpoints, best)
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
 
+    def _save_batch(self, draw: Draw, step: int) -> str:
+        """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
         batch = draw.batch
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
-        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
-        return str(path)
+        try:
+            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
+        except StorageError as failure:
+            return f"The batch could not be kept: {failure}"
+        return f"The batch is saved in {path}"
 
 
 def train(

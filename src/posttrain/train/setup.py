@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import task_label
 from posttrain.models.forward import Forward, causal_lm
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
@@ -79,6 +80,7 @@ def prepare(recipe: Recipe) -> Parts:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
     """
     task = build_task(recipe.task)
+    eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
     template = build_template(recipe.prompt.template)
     entry = registry.find("objective", recipe.objective.name, "objective")
     needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None)
@@ -92,8 +94,10 @@ def prepare(recipe: Recipe) -> Parts:
     loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
     model, tokenizer = loaded.model, loaded.tokenizer
     if recipe.model.adapter is not None:
+        if recipe.model.init is not None:
+            raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
-    model.eval()  # no dropout unless an adapter asks for it; kept in train mode by the loop where it does
+    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     temperature = recipe.rollout.temperature if recipe.rollout is not None else 1.0
     forward = Forward(model, temperature)
     grader = build_grader(recipe.rewards, template)
@@ -101,9 +105,9 @@ def prepare(recipe: Recipe) -> Parts:
     engine = registry.find("engine", engine_word.name).bind(engine_word.options, "rollout.engine")(model, tokenizer)
     source = _source(recipe, task, template, grader, tokenizer, engine, forward, needs)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    _check_precision(named)
     optimizer_entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     optimizer = optimizer_entry.bind(recipe.optimizer.options, "optimizer")(named, recipe.train.lr)
-    eval_words = recipe.eval.tasks or ([held_out_task(recipe.task)] if recipe.eval.every else [])
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -116,7 +120,7 @@ def prepare(recipe: Recipe) -> Parts:
         entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
         grader=grader,
         engine=engine,
-        eval_tasks=[build_task(w, "eval.tasks") for w in eval_words] if recipe.eval.every else [],
+        eval_tasks=eval_tasks,
         eval_sampling=Sampling(
             max_tokens=recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256),
             temperature=recipe.eval.temperature,
@@ -137,7 +141,7 @@ def _source(
     needs: frozenset[str],
 ) -> SupervisedSource | RolloutSource:
     if recipe.rollout is None:
-        return SupervisedSource(recipe, task, template, tokenizer)
+        return SupervisedSource(recipe, task, template, tokenizer, context_length(forward.model))
     assert recipe.advantage is not None
     entry = registry.find("advantage", recipe.advantage.name, "advantage")
     smallest = entry.traits.get("min_group", 1)
@@ -146,6 +150,8 @@ def _source(
             f"rollout.group={recipe.rollout.group}: advantage {entry.name!r} compares completions of one prompt "
             f"and needs at least {smallest}"
         )
+    if recipe.rollout.drop_uniform_groups and recipe.rollout.group < 2:
+        raise UsageError("rollout.drop_uniform_groups: a group of one completion is always uniform; give rollout.group")
     annotate = Annotator(
         forward,
         needs,
@@ -156,6 +162,36 @@ def _source(
     context = context_length(forward.model)
     advantage = entry.bind(recipe.advantage.options, "advantage")
     return RolloutSource(recipe, task, grader, tokenizer, engine, context, advantage, annotate)
+
+
+def _eval_tasks(recipe: Recipe) -> list[Task]:
+    """What to evaluate on, each under a name of its own: a task may be asked for twice, with other options."""
+    words = recipe.eval.tasks
+    if not words:
+        word = held_out_task(recipe.task)
+        if word.options["split"] == recipe.task.options.get("split"):
+            raise RecipeError(
+                f"task.split: training on {word.options['split']!r} leaves nothing of task {recipe.task.name!r} "
+                "to evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+            )
+        words = [word]
+    tasks: list[Task] = []
+    for index, word in enumerate(words):
+        task = build_task(word, f"eval.tasks.{index}")
+        if any(task_label(task) == task_label(other) for other in tasks):
+            task = replace(task, name=f"{task.name}-{index + 1}")
+        tasks.append(task)
+    return tasks
+
+
+def _check_precision(named: list[tuple[str, Parameter]]) -> None:
+    """Trained weights are fp32: beside a bf16 weight of 0.02 an update of 1e-5 is rounded away."""
+    coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        raise RecipeError(
+            f"model.dtype: {len(coarse)} trained weights would be bfloat16, where small updates are rounded away; "
+            "use model.dtype float32, or train an adapter (model.adapter), whose weights are float32"
+        )
 
 
 def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:

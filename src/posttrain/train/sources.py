@@ -45,22 +45,25 @@ class Draw:
 class SupervisedSource:
     """Rows of a task: prompt and demonstration, in an order that is a function of (seed, epoch)."""
 
-    def __init__(self, recipe: Recipe, task: Task, template: Template, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, task: Task, template: Template, tokenizer: Any, context_tokens: int) -> None:
         assert recipe.data is not None
         self.seed, self.batch = recipe.train.seed, recipe.data.batch
         self.dropped = dict(task.dropped)
         self.rows: list[tuple[list[int], int]] = []
-        limit, train_all = recipe.data.max_tokens, recipe.data.train_on == "all"
-        too_long = 0
+        limit, train_all = min(recipe.data.max_tokens, context_tokens), recipe.data.train_on == "all"
+        named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
+        prompt_limit = recipe.prompt.max_prompt_tokens or limit
         for example in task.examples:
             prompt = encode_prompt(tokenizer, template, example.messages)
             ids = prompt + encode_response(tokenizer, template, example)
             if len(ids) > limit:
-                too_long += 1
+                reason = f"longer than {named}={limit}"
+            elif len(prompt) > prompt_limit:
+                reason = f"prompt longer than {prompt_limit} tokens"
             else:
                 self.rows.append((ids, 1 if train_all else len(prompt)))
-        if too_long:
-            self.dropped[f"longer than data.max_tokens={limit}"] = too_long
+                continue
+            self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.rows:
             raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
         self.num_examples = len(self.rows)
@@ -181,11 +184,11 @@ class RolloutSource:
             chosen += fitting[: options.prompts - len(chosen)]
             if len(chosen) == options.prompts:
                 break
+        generating = time.perf_counter() - started - grading
         accepted = len(chosen) / len(sampled)
         if len(chosen) < options.prompts:  # the bound is reached: fill up with uniform groups, which add no gradient
             rest = [g for g in sampled if not _varies(g)]
             chosen += rest[: options.prompts - len(chosen)]
-        elapsed = time.perf_counter() - started
         scored = time.perf_counter()
         self._set_advantages(chosen)
         batch = self._batch_of(chosen)
@@ -197,7 +200,7 @@ class RolloutSource:
         if options.drop_uniform_groups:
             metrics["accepted_groups"] = accepted
         timing = {
-            "generate_seconds": elapsed - grading if grading < elapsed else elapsed,
+            "generate_seconds": generating,
             "score_seconds": grading,
             "annotate_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
@@ -206,7 +209,7 @@ class RolloutSource:
 
     def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
         places = draw_indices(self.seed, "prompts", start, self.options.prompts, len(self.kept))
-        return collect(
+        groups, seconds = collect(
             self.engine,
             self.tokenizer,
             self.grader,
@@ -216,13 +219,22 @@ class RolloutSource:
             self.sampling,
             key=(self.seed, f"rollout {attempt}", step),
             step=step,
-            epoch=start // len(self.kept),
             prompt_indices=[self.kept[p] for p in places],
         )
+        for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
+            for rollout in group:
+                rollout.epoch = position // len(self.kept)
+        return groups, seconds
 
     def _set_advantages(self, groups: Sequence[Sequence[Rollout]]) -> None:
         rewards = torch.tensor([[r.reward for r in g] for g in groups], dtype=torch.float64)
-        for group, row in zip(groups, self.advantage(rewards).tolist(), strict=True):
+        advantages = self.advantage(rewards)
+        if advantages.shape != rewards.shape:
+            raise UsageError(
+                f"advantage: the function returned shape {tuple(advantages.shape)} for rewards of shape "
+                f"{tuple(rewards.shape)}; it must give one number per completion"
+            )
+        for group, row in zip(groups, advantages.tolist(), strict=True):
             for rollout, value in zip(group, row, strict=True):
                 rollout.advantage = value
 

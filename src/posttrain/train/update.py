@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.errors import NonFiniteLoss
+from posttrain.errors import NonFiniteLoss, UsageError
 from posttrain.models.forward import Forward
 from posttrain.objectives.primitives import kl_k3
 from posttrain.recipe import TrainSection
@@ -72,16 +73,18 @@ def accumulate(
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
-    slots = padding = 0.0
+    slots = used = 0
     for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
         part = batch.select(rows).to(device)
-        outputs = forward(part, entropy)
-        result = objective(outputs, part)
-        assert part.weights is not None
-        masked = torch.where(part.mask, result.values, torch.zeros_like(result.values))
-        loss = (masked * part.weights.to(masked.dtype)).sum()
-        with forward.backward_context():
-            loss.backward()
+        with adapter_dropout(forward.model):
+            outputs = forward(part, entropy)
+            result = objective(outputs, part)
+            _check_result(result, part)
+            assert part.weights is not None
+            masked = torch.where(part.mask, result.values, torch.zeros_like(result.values))
+            loss = (masked * part.weights.to(masked.dtype)).sum()
+            with forward.backward_context():
+                loss.backward()
         total += loss.detach().to(torch.float64)
         for name, values in result.metrics.items():
             means.add(name, values, part.mask)
@@ -89,9 +92,35 @@ def accumulate(
             means.add("entropy", outputs.entropy, part.mask)
         if "sampler_logprobs" in part.streams:  # samples are from the sampler μ: this estimates KL(μ‖π)
             means.add("kl_sampler", kl_k3(part.streams["sampler_logprobs"] - outputs.logprobs.detach()), part.mask)
-        slots += part.tokens.numel()
-        padding += forward.padding_share * part.tokens.numel()
-    return float(total), means.means() | {"padding_share": padding / slots}
+        slots += forward.last_slots
+        used += forward.last_tokens
+    return float(total), means.means() | {"padding_share": 1.0 - used / slots}
+
+
+@contextmanager
+def adapter_dropout(model: Any) -> Iterator[None]:
+    """LoRA's dropout (``model.adapter.dropout``) is active inside the block, and nowhere else.
+
+    Sampling and scoring see the model without it.
+    """
+    layers = [m for n, m in model.named_modules() if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
+    try:
+        for layer in layers:
+            layer.train()
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+def _check_result(result: Any, batch: Batch) -> None:
+    if not isinstance(result, Loss):
+        raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
+    if result.values.shape != batch.mask.shape:
+        raise UsageError(
+            f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
+            f"{tuple(batch.mask.shape)}. It must give one value per token and leave the sum to the loop"
+        )
 
 
 def apply_update(

@@ -1,0 +1,64 @@
+# The vocabulary of the house. Every target makes the virtual environment it needs.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+CORE := $(VENV)/installed-core
+DEV := $(VENV)/installed-dev
+# Two test processes on two cores: one thread each, no hub.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+CHECKED := src tests tools benchmarks examples
+
+.PHONY: help setup demo test test-slow test-gpu check format bench docs clean
+.DEFAULT_GOAL := help
+
+help:            ## what there is to type
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(DEV)    ## the virtual environment with everything that developing needs
+
+demo: $(CORE)    ## watch a small model learn to reason, on this machine, in minutes
+	$(BIN)/posttrain demo
+
+test: $(DEV)     ## the fast test suite
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
+
+test-gpu: $(DEV) ## the tests that need CUDA
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+check: $(DEV)    ## lint, format, types, generated documents, size budget
+	$(BIN)/ruff check $(wildcard $(CHECKED))
+	$(BIN)/ruff format --check $(wildcard $(CHECKED))
+	$(BIN)/mypy
+	$(BIN)/python tools/write_methods.py --check
+	$(BIN)/python tools/size_budget.py
+
+format: $(DEV)   ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
+	$(BIN)/ruff format $(wildcard $(CHECKED))
+
+bench: $(DEV)    ## every claim about speed, measured again (long)
+	$(BIN)/pip install -c constraints.txt -e '.[bench]'
+	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script; done
+
+docs: $(DEV)     ## write docs/methods.md from the registry
+	$(BIN)/python tools/write_methods.py
+
+clean:           ## remove the virtual environment and the caches; runs stay
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "posttrain needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(CORE): $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks]'
+	@touch $(CORE) $@

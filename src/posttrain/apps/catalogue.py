@@ -1,0 +1,128 @@
+"""``posttrain recipes`` and ``posttrain explain``: what there is, read off the code."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain import registry
+from posttrain.apps import words
+from posttrain.apps.console import open_console
+from posttrain.errors import UnknownWord, UsageError
+from posttrain.recipe import load_recipe, recipe_names, recipe_text
+
+
+def run_recipes(arguments: argparse.Namespace) -> int:
+    """List the shipped recipes, or print one as it is written."""
+    if arguments.action == "show":
+        if arguments.name is None:
+            raise UsageError(f"give the recipe's name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
+        print(recipe_text(arguments.name)[1].rstrip())
+        return 0
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("model", no_wrap=True)
+    table.add_column("what it does")
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        table.add_row(Text(name, style="bold"), Text(recipe.model.name), Text(recipe.description))
+    console = open_console()
+    console.print(table)
+    console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME", markup=False)
+    return 0
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print what a word or a section is; without a name, everything that can be named."""
+    console = open_console()
+    if arguments.name is None:
+        _print_all(console)
+        return 0
+    name = arguments.name
+    sections = words.sections()
+    kinds = {kind for kind, (key, _) in words.KINDS.items() if name in (kind, key, kind + "s")}
+    found = _entries_named(name)
+    if not found and not kinds and name not in sections:
+        known = sorted(
+            {word for group in words.all_words().values() for word in group} | set(sections) | set(words.KINDS)
+        )
+        raise UnknownWord(
+            f"nothing is called {name!r}.{registry.suggest(name, known)} `posttrain explain` lists everything"
+        )
+    for entry in found:
+        _print_entry(console, entry)
+    for kind in sorted(kinds):
+        _print_kind(console, kind)
+    if name in sections:
+        _print_section(console, name, sections[name])
+    return 0
+
+
+def _entries_named(name: str) -> list[registry.Entry]:
+    if ":" in name:
+        return [registry.find("reward", name)]
+    return registry.kinds_of(name)
+
+
+def _print_all(console: Console) -> None:
+    for kind in words.KINDS:
+        _print_kind(console, kind)
+    console.print(Text("sections of a recipe", style="bold"))
+    console.print("  " + ", ".join(words.sections()), markup=False)
+    console.print("\nposttrain explain NAME tells more.", markup=False)
+
+
+def _print_kind(console: Console, kind: str) -> None:
+    key, purpose = words.KINDS[kind]
+    console.print(Text.assemble((kind, "bold"), f" (key {key}): {purpose}"))
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, entry in registry.entries(kind).items():
+        table.add_row(Text(name, style="cyan"), Text(words.summary(entry.doc)))
+    console.print(table)
+    console.print()
+
+
+def _print_entry(console: Console, entry: registry.Entry) -> None:
+    console.print(Text.assemble((entry.name, "bold cyan"), f"  {entry.kind}, ", (_source_of(entry), "dim")))
+    console.print()
+    console.print(Text(entry.doc or "(no docstring)"), soft_wrap=True)
+    console.print()
+    _print_options(console, words.word_options(entry), words.KINDS[entry.kind][0])
+    users = words.recipes_by_word().get((entry.kind, entry.name), [])
+    console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
+    console.print()
+
+
+def _source_of(entry: registry.Entry) -> str:
+    line = inspect.getsourcelines(entry.function)[1]
+    return f"{entry.function.__module__.replace('.', '/')}.py:{line}"
+
+
+def _print_section(console: Console, name: str, section: type[BaseModel]) -> None:
+    console.print(Text.assemble((name, "bold cyan"), "  section of a recipe"))
+    console.print()
+    console.print(Text(inspect.getdoc(section) or ""), soft_wrap=True)
+    console.print()
+    _print_options(console, words.section_options(section), "" if name == "recipe" else name)
+
+
+def _print_options(console: Console, options: list[words.Option], key: str) -> None:
+    if not options:
+        console.print("it has no options", markup=False)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("option", "type", "default"):
+        table.add_column(column, no_wrap=column != "type")
+    for option in options:
+        table.add_row(Text(option.name, style="cyan"), Text(option.type), Text(option.default))
+    console.print(table)
+    if key and key != "rewards":
+        console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))
+    console.print()

@@ -1,0 +1,42 @@
+"""``posttrain train``: from a recipe's name to a run directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.apps.progress import Progress, choose_progress, show_duration
+from posttrain.cli import INTERRUPTED
+from posttrain.recipe import load_recipe
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Check the recipe, train, draw the curves and write the report."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
+    if arguments.dry_run:
+        print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
+        print(recipe.to_yaml().rstrip())
+        return 0
+    from posttrain.apps.summary import write_summary
+    from posttrain.runs.launch import launch
+
+    with choose_progress(arguments.recipe, arguments.quiet) as progress:
+        result = launch(
+            recipe,
+            root=arguments.runs_dir,
+            name=arguments.run,
+            recipe_name=arguments.recipe,
+            resume=arguments.resume,
+            observer=progress,
+        )
+    report = write_summary(result.folder)
+    if not arguments.quiet:
+        _print_end(progress, result.step)
+    print(f"run:    {result.folder}")
+    if not arguments.quiet:
+        print(f"report: {report}")
+        print(f"ask it: posttrain generate {result.folder}")
+    return 0 if result.reason == "finished" else INTERRUPTED
+
+
+def _print_end(progress: Progress, step: int) -> None:
+    print(f"{step} steps, {show_duration(progress.history.elapsed())}; time: {progress.history.phases() or 'none'}")

@@ -1,0 +1,62 @@
+"""Inverse-CDF sampling: one uniform number per row and token, nothing else decides.
+
+The cumulative distribution is summed in 64-bit integers (probabilities in units of 2^-40), so it is
+monotone and the same on every device and for every order of summation, and a token of probability
+zero (truncated, or below 2^-40) is never drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.base import Sampling
+
+UNIT = float(2**40)
+
+
+def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: ``[R, V]`` of any floating dtype.
+        uniforms: ``float64 [R, 1]`` in [0, 1); None when greedy.
+        sampling: temperature and truncation.
+
+    Returns:
+        ids ``int64 [R]`` and the probability ``float32 [R]`` of each in the full distribution at
+        the sampling temperature (1 when greedy).
+    """
+    logits = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    probabilities = logits.softmax(-1)
+    if uniforms is None:
+        ids = logits.argmax(-1, keepdim=True)
+    else:
+        kept = probabilities
+        if sampling.top_k is not None or sampling.top_p < 1.0:
+            kept = truncate(probabilities, sampling.top_k, sampling.top_p)
+        cumulative = kept.mul(UNIT).long().cumsum(-1)
+        threshold = (uniforms * cumulative[:, -1:]).long()
+        # The clamp matters only for a model whose logits are NaN; the caller reports that.
+        ids = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
+    return ids.squeeze(1), probabilities.gather(1, ids).squeeze(1)
+
+
+def truncate(probabilities: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Zero outside the ``top_k`` most probable tokens and outside the nucleus (Holtzman et al. 2020).
+
+    ``probabilities`` is ``[R, V]``. With both, the nucleus is taken of the renormalized top k. The
+    nucleus is the smallest set of most probable tokens whose mass reaches ``top_p``; it always
+    holds at least one token. Ties are broken by the smaller id. The result is not renormalized.
+    """
+    size = probabilities.shape[-1]
+    values, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None and top_k < size:
+        values, order = values[:, :top_k], order[:, :top_k]
+    if top_p < 1.0:
+        before = values.double().cumsum(-1)
+        before = (before - values) / before[:, -1:]
+        values = values.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, values)

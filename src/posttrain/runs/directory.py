@@ -1,0 +1,281 @@
+"""A run is a directory: its lock, recipe, environment, status and log.
+
+``recipe.yaml`` (resolved, reruns the run), ``env.json`` (every start: command, commit, versions,
+hardware), ``status.json`` (where it stands), ``log.txt`` (what happened, with times). The loop
+writes the rest (``train/files.py``). Readers need no lock and import no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
+from posttrain.recipe import Recipe, validate_recipe
+from posttrain.registry import suggest
+from posttrain.runs.environment import describe_environment
+from posttrain.store.durable import replace_file, storage_errors
+
+State = Literal["running", "finished", "failed", "interrupted"]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_LOCK = ".lock"
+_HELD: set[int] = set()  # descriptors of the locks that this process holds
+_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 20, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where a run stands: what ``status.json`` holds.
+
+    ``updated`` is in seconds since 1970. ``message`` says why a run failed. ``accuracy`` is that of
+    the last held-out evaluation, ``evaluation`` its name.
+    """
+
+    state: State
+    step: int
+    steps: int
+    pid: int
+    host: str
+    updated: float
+    message: str | None = None
+    accuracy: float | None = None
+    evaluation: str | None = None
+
+
+def check_run_name(name: str) -> str:
+    """The name, if it can be that of a folder.
+
+    Raises:
+        UsageError: characters other than letters, digits, ``.``, ``_`` and ``-``.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"--run {name!r}: a run's name is made of letters, digits, '.', '_' and '-', and does not start with "
+            "'.' or '-'; the folder that holds it is given by --runs-dir"
+        )
+    return name
+
+
+def name_of_recipe(recipe_name: str) -> str:
+    """A run's default name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
+    path = Path(recipe_name)
+    plain = path.stem if path.suffix in (".yaml", ".yml") else recipe_name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.") or "run"
+
+
+def find_run(root: str | Path, name: str) -> Path:
+    """The directory of a run, by name under ``root`` or by path.
+
+    Raises:
+        UsageError: there is none; the message suggests the nearest name.
+    """
+    for path in (Path(root) / name, Path(name)):
+        if (path / "recipe.yaml").is_file():
+            return path
+    known = run_names(root)
+    there = ", ".join(known) or "none"
+    raise UsageError(f"there is no run {name!r} in {root}.{suggest(name, known)} Runs there: {there}")
+
+
+def run_names(root: str | Path) -> list[str]:
+    """Names of the run directories under ``root``, in alphabetical order."""
+    folder = Path(root)
+    return sorted(item.parent.name for item in folder.glob("*/recipe.yaml")) if folder.is_dir() else []
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold the run for this process; the lock ends with the process, however it ends.
+
+    Raises:
+        RunConflict: another process holds it.
+        StorageError: the folder is not writable.
+    """
+    with storage_errors("the run's lock", folder):
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    _HELD.add(descriptor)
+    try:
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 == _LOCK_ATTEMPTS:  # is_live holds the lock for an instant: hence the attempts
+                    holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
+                    raise RunConflict(
+                        f"{folder}: another process is working in this run ({holder}). "
+                        "Wait for it, stop it, or choose another name with --run NAME"
+                    ) from None
+                time.sleep(_LOCK_PAUSE_SECONDS)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        _HELD.discard(descriptor)
+        os.close(descriptor)
+
+
+def _let_go_in_child() -> None:
+    """A forked worker that outlives a killed run must not keep its lock."""
+    for descriptor in _HELD:
+        os.close(descriptor)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def is_live(folder: Path) -> bool:
+    """Whether some process holds the run's lock at this moment."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class RunDirectory:
+    """The files of one run that its launcher writes and its readers read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.recipe_path = self.folder / "recipe.yaml"
+        self.status_path = self.folder / "status.json"
+        self.environment_path = self.folder / "env.json"
+        self.log_path = self.folder / "log.txt"
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing there yet but a lock, or what a killed start left."""
+        return not any(item for item in self.folder.iterdir() if not item.name.startswith((_LOCK, ".tmp-")))
+
+    def discard(self) -> None:
+        """Take back a start that came to nothing: our own files, and the folder if that empties it."""
+        own = (self.recipe_path, self.status_path, self.environment_path, self.log_path, self.folder / _LOCK)
+        with storage_errors("run", self.folder):
+            for path in own:
+                path.unlink(missing_ok=True)
+            for folder in (self.folder / "checkpoints", self.folder / "evaluation", self.folder):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Put the resolved recipe in place; atomic."""
+        replace_file(self.recipe_path, recipe.to_yaml().encode())
+
+    def read_recipe(self) -> dict[str, Any]:
+        """The stored recipe as plain data.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            data = yaml.safe_load(self.recipe_path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise DataError(self.recipe_path, f"the run's recipe cannot be read ({error})") from None
+        if not isinstance(data, dict):
+            raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
+        return data
+
+    def changed_keys(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+        """Dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
+
+        A key that one side does not have counts as None there.
+        """
+        stored = self.read_recipe()
+        # Defaults that came with a later posttrain are filled in before comparing; a recipe that no
+        # longer validates is compared as it stands.
+        with suppress(PosttrainError):
+            stored = validate_recipe(stored).resolve().dump()
+        old, new = flatten(stored), flatten(recipe.dump())
+        return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+    def write_status(self, status: RunStatus) -> None:
+        """Put the status in place; atomic, not waiting for the disk."""
+        replace_file(self.status_path, json.dumps(asdict(status), indent=1).encode() + b"\n", durable=False)
+
+    def read_status(self) -> RunStatus | None:
+        """The status, or None where there is none yet.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        try:
+            data = json.loads(self.status_path.read_text(encoding="utf-8"))
+            return RunStatus(**{field.name: data[field.name] for field in fields(RunStatus) if field.name in data})
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise DataError(self.status_path, f"damaged ({type(error).__name__}: {error}); delete it") from None
+
+    def write_environment(self, recipe_name: str, fingerprint: str) -> None:
+        """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
+        environment = self.read_environment()
+        now = describe_environment()
+        starts = [*environment.get("starts", []), {"fingerprint": fingerprint, **now}]
+        created = environment.get("created", now["started"])
+        content = {"recipe": environment.get("recipe", recipe_name), "created": created, "starts": starts}
+        replace_file(self.environment_path, json.dumps(content, indent=1).encode() + b"\n")
+
+    def read_environment(self) -> dict[str, Any]:
+        """``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty where there is none.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        try:
+            return dict(json.loads(self.environment_path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError) as error:
+            raise DataError(self.environment_path, f"damaged ({error}); delete it") from None
+
+    def log(self, text: str) -> None:
+        """Add a line with the time to ``log.txt``.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
+            file.write(f"{stamp}Z {text}\n")
+
+
+def new_status(steps: int, before: RunStatus | None) -> RunStatus:
+    """The status of a run that starts now, or goes on from ``before``."""
+    here: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.time()}
+    if before is None:
+        return RunStatus("running", 0, steps, **here)
+    return replace(before, state="running", steps=steps, message=None, **here)
+
+
+def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
+    if isinstance(data, Mapping) and data:
+        items = [(str(key), value) for key, value in data.items()]
+    elif isinstance(data, list) and data:
+        items = [(str(index), value) for index, value in enumerate(data)]
+    else:
+        return {prefix: data}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+    return flat

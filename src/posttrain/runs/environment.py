@@ -1,0 +1,73 @@
+"""What a run was run with: command, commit, versions, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("posttrain", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+_GIT_TIMEOUT_SECONDS = 5.0
+
+
+def describe_environment() -> dict[str, Any]:
+    """Plain data for ``env.json``: when, command, git, versions, hardware."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "git": git_state(Path(__file__).parent),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "hardware": _hardware(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that tracks ``folder`` and how many files differ from it; None outside of one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None or not _git(folder, "ls-files"):  # an environment inside some other checkout
+        return None
+    changes = _git(folder, "status", "--porcelain")
+    return {"commit": commit, "changed_files": None if changes is None else len(changes.splitlines())}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # no git here, or one that hangs: the run goes on without a commit
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": pages * page_size,
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,317 @@
+"""Starting, continuing and ending a run in its directory; the training itself is ``train/loop.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from posttrain.errors import RunConflict, StorageError, UsageError
+from posttrain.recipe import Recipe
+from posttrain.registry import suggest
+from posttrain.runs.directory import (
+    RunDirectory,
+    RunStatus,
+    check_run_name,
+    is_live,
+    lock_run,
+    name_of_recipe,
+    new_status,
+    run_names,
+)
+from posttrain.store.durable import storage_errors
+from posttrain.train.checkpoint_files import checkpoint_steps, clean_leftovers
+from posttrain.train.files import Observer, RunFiles
+
+# train/loop.py: train(recipe, files, *, resume, observer, should_stop), with .step, .reason, .evaluations
+Train = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
+
+    folder: Path
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]]
+
+
+def launch(
+    recipe: Recipe,
+    *,
+    root: str | Path,
+    name: str | None = None,
+    recipe_name: str = "run",
+    resume: bool = False,
+    observer: Observer = lambda event, facts: None,
+    train: Train | None = None,
+) -> RunResult:
+    """Train as ``recipe`` says in ``root/name``, or continue the run there.
+
+    Args:
+        recipe: resolved here.
+        root: the folder that holds run directories.
+        name: the run's name. By default it comes from ``recipe_name``, with a counter where that
+            is taken; with ``resume``, it is the newest run of the same recipe.
+        recipe_name: what the recipe was called on the command line.
+        resume: continue instead of starting.
+        observer: is told what happens (``train/files.py``).
+        train: the loop, if another than ``posttrain.train.loop.train``.
+
+    Raises:
+        RunConflict: the directory is taken, or belongs to another recipe or process; it is unchanged.
+        UsageError: nothing there to resume, or the recipe cannot be run.
+        RunFailure: the work failed; what had been saved is intact and can be resumed.
+    """
+    recipe = recipe.resolve()
+    if name is not None:
+        check_run_name(name)
+    if resume:
+        folder = _folder_to_resume(recipe, Path(root), name, recipe_name)
+    else:
+        folder = _new_folder(recipe, Path(root), name, recipe_name)
+    with lock_run(folder):
+        directory = RunDirectory(folder)
+        notices = _claim(directory, recipe, resume)
+        directory.write_environment(recipe_name, recipe.fingerprint())
+        status = new_status(recipe.train.steps, directory.read_status() if resume else None)
+        record = _Record(directory, status, observer)
+        try:
+            with record:
+                for message in notices:
+                    record("notice", {"message": message})
+                return _train(recipe, directory, resume, record, train)
+        except UsageError:
+            if not resume and not record.started:
+                directory.discard()  # the same command, once corrected, finds the name free
+            raise
+
+
+def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
+    if train is None:
+        from posttrain.train.loop import train as train_loop
+
+        train = train_loop
+    with storage_errors("run", directory.folder):
+        files = RunFiles.within(directory.folder)
+    leftovers = clean_leftovers(files.checkpoints)
+    if leftovers:
+        record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
+    with stop_on_signals() as should_stop:
+        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
+    if result.reason == "interrupted":
+        name, root = directory.folder.name, directory.folder.parent
+        what = f"stopped after step {result.step} of {recipe.train.steps}, which is saved"
+        record("notice", {"message": f"{what}; continue with the same command and --resume --run {name} ({root})"})
+    return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
+
+
+def _new_folder(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
+    """A directory to start in; an existing one is only taken if there is nothing in it."""
+    with storage_errors("runs", root):
+        root.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            return _next_free(root, name_of_recipe(recipe_name))
+        folder = root / name
+        if folder.exists():
+            _refuse_taken(RunDirectory(folder), recipe)
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _next_free(root: Path, base: str) -> Path:
+    count = 1
+    while True:
+        folder = root / (base if count == 1 else f"{base}-{count}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            count += 1
+
+
+def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -> None:
+    folder = directory.folder
+    if not folder.is_dir():
+        raise RunConflict(f"{folder}: this is a file, not a folder. Choose another name with --run NAME")
+    if not directory.recipe_path.is_file():
+        if directory.is_empty:
+            return
+        raise RunConflict(
+            f"{folder}: this folder holds something else than a run. Nothing was changed; "
+            "choose another name with --run NAME"
+        )
+    if not ours and is_live(folder):
+        raise RunConflict(
+            f"{folder}: another process is working in this run. Nothing was changed; "
+            "wait for it, stop it, or choose another name with --run NAME"
+        )
+    status = directory.read_status()
+    where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({status.state})"
+    changed = directory.changed_keys(recipe)
+    if changed:
+        raise RunConflict(
+            f"{folder}: this run belongs to another recipe and {where}. {_describe_changes(changed)}\n"
+            "Nothing was changed. Start under another name with --run NAME"
+        )
+    raise RunConflict(
+        f"{folder}: this run of the same recipe exists already and {where}. Nothing was changed. "
+        "Continue it with --resume, or start under another name with --run NAME"
+    )
+
+
+def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
+    known = run_names(root)
+    if name is not None:
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise UsageError(
+                f"--resume: there is no run {name!r} in {root}.{suggest(name, known)} Runs there: {there}. "
+                "To start a new run, leave out --resume"
+            )
+        return root / name
+    base = name_of_recipe(recipe_name)
+    candidates = [n for n in known if n == base or (n.startswith(f"{base}-") and n[len(base) + 1 :].isdigit())]
+    fitting = [n for n in candidates if not _hard_changes(RunDirectory(root / n).changed_keys(recipe))]
+    if not fitting:
+        why = f"of these, none has the same recipe: {', '.join(candidates)}" if candidates else f"no {base!r} there"
+        raise UsageError(f"--resume: nothing to continue in {root}: {why}. Name the run with --run NAME")
+    return root / max(fitting, key=lambda n: (RunDirectory(root / n).recipe_path.stat().st_mtime, n))
+
+
+def _claim(directory: RunDirectory, recipe: Recipe, resume: bool) -> list[str]:
+    """Make the locked directory ours, or refuse; returns notices to show."""
+    if not resume:
+        if not directory.is_empty:  # another process came first, between the check and the lock
+            _refuse_taken(directory, recipe, ours=True)
+        directory.write_recipe(recipe)
+        return []
+    changed = directory.changed_keys(recipe)
+    if not changed:
+        status = directory.read_status()
+        finished = status is not None and status.state == "finished"
+        return ["this run had finished; it is only checked, and its results shown again"] if finished else []
+    saved = max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
+    problem = _hard_changes(changed)
+    old, new = changed.get("train.steps", (0, 0))
+    if not problem and new <= saved:
+        problem = f"train.steps {new} is not above the newest checkpoint's step {saved}."
+    if not problem and recipe.train.schedule != "constant":
+        problem = f"train.steps changes the learning rates of train.schedule {recipe.train.schedule!r}."
+    if problem:
+        raise RunConflict(
+            f"{directory.folder}: this run belongs to another recipe. {_describe_changes(changed)}\n"
+            f"{problem} Nothing was changed. Resume with the run's own recipe ({directory.recipe_path}), "
+            "or start under another name with --run NAME"
+        )
+    directory.write_recipe(recipe)
+    return [f"train.steps is now {new} instead of {old}; the steps up to {saved} are kept as they are"]
+
+
+def _hard_changes(changed: dict[str, tuple[Any, Any]]) -> str:
+    """Why a run cannot go on with these changes; empty if it may (``train.steps`` alone)."""
+    hard = [key for key in changed if key != "train.steps"]
+    return f"Only train.steps may change when a run is resumed, not {', '.join(hard)}." if hard else ""
+
+
+def _describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
+    def shown(value: Any) -> str:
+        return "nothing" if value is None else repr(value)
+
+    lines = [f"  {key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]
+    return "The recipes differ in:\n" + "\n".join(lines)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Yields ``should_stop``: True after the first SIGINT or SIGTERM. The second one exits at once.
+
+    Outside of the main thread, where Python allows no handlers, it is always False.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+        # printing through Python's buffers from a handler may re-enter them; this may not
+        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+
+    sys.stderr.flush()
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Record:
+    """An observer that keeps status and log, and passes every event on.
+
+    As a context it sets the final state, whatever ends the run short of a kill.
+    """
+
+    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer) -> None:
+        self.directory, self.status, self.observer = directory, status, observer
+        self.started = False
+        self._interrupted = False
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        if event == "start":
+            self.started = True
+            at = facts.get("resumed_from")
+            self._update(step=at or 0)
+            self.directory.log("started" if at is None else f"resumed after step {at}")
+        elif event == "step":
+            self._update(step=facts["step"])
+        elif event == "evaluation":
+            accuracy = facts["results"].get("accuracy")
+            self._update(accuracy=accuracy, evaluation=facts["name"])
+            self.directory.log(f"step {facts['step']}: {facts['name']}: accuracy {accuracy}")
+        elif event == "checkpoint":
+            best = ", the best so far" if facts.get("best") else ""
+            self.directory.log(f"step {facts['step']}: saved {facts['path']}{best}")
+        elif event == "notice":
+            self.directory.log(str(facts["message"]))
+        elif event == "finish":
+            self._interrupted = facts["reason"] != "finished"
+            self._update(step=facts["step"])
+        self.observer(event, facts)
+
+    def _update(self, **changes: Any) -> None:
+        self.status = replace(self.status, updated=time.time(), **changes)
+        self.directory.write_status(self.status)
+
+    def __enter__(self) -> _Record:
+        self._update()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            state = "interrupted" if self._interrupted else "finished"
+            self._update(state=state)
+            self.directory.log(state)
+            return
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        state = "interrupted" if stopped else "failed"
+        message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
+        try:
+            self._update(state=state, message=message)
+            self.directory.log(f"{state}: {message}")
+        except StorageError as failure:  # the first error is the one to show
+            error.add_note(str(failure))

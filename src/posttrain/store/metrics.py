@@ -1,0 +1,158 @@
+"""``metrics.jsonl``: one line per step, readable by anything that reads JSON.
+
+``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are
+functions of the run's recipe alone, so two runs compare bit for bit without ``timing``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.store.durable import replace_file, storage_errors, sync_folder
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """The numbers of one step. ``timing`` holds what the clock measured (seconds, rates, bytes)."""
+
+    step: int
+    metrics: dict[str, float]
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMetrics:
+    """What ``MetricsLog.trim`` dropped: whole lines past the step, and a torn last line (0 or 1)."""
+
+    dropped_lines: int
+    torn_lines: int
+
+
+class MetricsLog:
+    """The step metrics of one run; the file is created by the first line.
+
+    Floats are written with their shortest exact text, so they come back bit for bit. JSON has no
+    word for numbers that are not finite: these stand as the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+
+    def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
+        """Add the line of one step.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing or {})}
+        content = json.dumps(line, allow_nan=False).encode() + b"\n"
+        with storage_errors("metrics", self.path):
+            descriptor = self._opened()
+            written = os.write(descriptor, content)
+            while written < len(content):
+                written += os.write(descriptor, content[written:])
+
+    def flush(self) -> None:
+        """Wait until every line is on the disk.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        if self._descriptor is not None:
+            with storage_errors("metrics", self.path):
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Flush and close; appending again opens the file anew."""
+        if self._descriptor is not None:
+            try:
+                self.flush()
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def read(self) -> list[MetricsRow]:
+        """All rows in file order; none when there is no file. A torn last line is left out.
+
+        Raises:
+            DataError: another line than the last is malformed, with its number.
+        """
+        return self._read()[0]
+
+    def last(self) -> MetricsRow | None:
+        """The last complete row, or None. Reads the whole file; runs have a line per step."""
+        rows = self.read()
+        return rows[-1] if rows else None
+
+    def trim(self, after_step: int) -> TrimmedMetrics:
+        """Drop every line with ``step > after_step``, and a torn last line; atomic.
+
+        Raises:
+            DataError: another line than the last is malformed; the file is unchanged.
+            StorageError: the disk is full or not writable; the file is unchanged.
+        """
+        self.close()
+        rows, torn = self._read()
+        dropped = sum(row.step > after_step for row in rows)
+        if dropped or torn:
+            lines = self.path.read_bytes().split(b"\n")[: len(rows)]
+            kept = [line + b"\n" for line, row in zip(lines, rows, strict=True) if row.step <= after_step]
+            replace_file(self.path, b"".join(kept))
+        return TrimmedMetrics(dropped, torn)
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            is_new = not self.path.exists()
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            _cut_torn_line(self._descriptor)
+            if is_new:
+                sync_folder(self.path.parent)
+        return self._descriptor
+
+    def _read(self) -> tuple[list[MetricsRow], int]:
+        if not self.path.exists():
+            return [], 0
+        content = self.path.read_bytes()
+        lines = content.split(b"\n")
+        torn = 1 if lines[-1] else 0  # what follows the last newline was cut off while it was written
+        return [_parse_line(line, self.path, number) for number, line in enumerate(lines[:-1], start=1)], torn
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Shorten the file to its last newline, so that the next line does not continue a torn one."""
+    size = os.fstat(descriptor).st_size
+    keep, block = size, 4096
+    while keep > 0:
+        start = max(0, keep - block)
+        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep < size:
+        os.ftruncate(descriptor, keep)
+
+
+def _writable(values: Mapping[str, float]) -> dict[str, Any]:
+    # float() also turns NumPy and zero-dimensional tensor numbers into plain ones
+    plain = {name: float(value) for name, value in values.items()}
+    return {name: value if math.isfinite(value) else str(value) for name, value in plain.items()}
+
+
+def _parse_line(line: bytes, path: Path, number: int) -> MetricsRow:
+    try:
+        data = json.loads(line)
+        metrics = {str(name): float(value) for name, value in data["metrics"].items()}
+        timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
+        return MetricsRow(int(data["step"]), metrics, timing)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
+        raise DataError(path, what, number) from None

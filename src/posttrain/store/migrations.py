@@ -1,0 +1,89 @@
+"""The schema of ``rollouts.db`` as an append-only list of small functions.
+
+``PRAGMA user_version`` counts the migrations that a file has had. A released migration is never
+edited: a change of the schema is a new function at the end of the list.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from posttrain.errors import DataError
+
+Migration = Callable[[sqlite3.Connection], None]
+
+_ROLLOUT_COLUMNS = """
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    rollout_index INTEGER NOT NULL,
+    example_id TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    completion TEXT NOT NULL,
+    answer TEXT,
+    parts TEXT NOT NULL,
+    reward REAL NOT NULL,
+    advantage REAL,
+    num_tokens INTEGER NOT NULL,
+    finish TEXT NOT NULL,
+    mean_sampler_logprob REAL
+"""
+
+
+def create_rollout_tables(db: sqlite3.Connection) -> None:
+    """Version 1: a table for training rollouts, one for those of evaluations, one about the run."""
+    db.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    db.execute(f"CREATE TABLE rollouts ({_ROLLOUT_COLUMNS})")
+    db.execute("CREATE INDEX rollouts_by_step ON rollouts (step)")
+    db.execute(f"CREATE TABLE evaluation_rollouts ({_ROLLOUT_COLUMNS}, evaluation TEXT NOT NULL)")
+    db.execute("CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables,)
+
+
+def schema_version(db: sqlite3.Connection) -> int:
+    """How many migrations the open file has had."""
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def refuse_newer(version: int, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Refuses a file that a later posttrain wrote.
+
+    Raises:
+        DataError: the file's version is above the newest migration known here.
+    """
+    if version > len(migrations):
+        raise DataError(
+            path,
+            f"a later posttrain wrote this file (schema version {version}, this one knows up to "
+            f"{len(migrations)}); upgrade posttrain to read it. Nothing was changed",
+        )
+
+
+def migrate(db: sqlite3.Connection, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> int:
+    """Bring an open file to the newest schema; each migration and its count are one transaction.
+
+    ``db`` is in autocommit mode (``isolation_level=None``). Returns the number of migrations run.
+
+    Raises:
+        DataError: a newer file than this posttrain knows.
+    """
+    ran = 0
+    refuse_newer(schema_version(db), path, migrations)
+    while schema_version(db) < len(migrations):
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            version = schema_version(db)  # read again: another process may have migrated meanwhile
+            if version < len(migrations):
+                migrations[version](db)
+                db.execute(f"PRAGMA user_version = {version + 1}")
+                ran += 1
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+    return ran

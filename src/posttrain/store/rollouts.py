@@ -1,0 +1,376 @@
+"""``rollouts.db``: every completion that was sampled, with what it was worth.
+
+SQLite in WAL mode, written by a thread of its own so that training does not wait for the disk.
+The rows hold nothing but functions of the recipe (no clock), so two runs compare bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from posttrain.errors import DataError, PosttrainError
+from posttrain.store.database import connect, sqlite_errors
+from posttrain.store.durable import sync_folder
+from posttrain.store.migrations import MIGRATIONS, migrate, refuse_newer, schema_version
+from posttrain.types import Rollout
+
+_COLUMNS = (
+    "step",
+    "epoch",
+    "prompt_index",
+    "rollout_index",
+    "example_id",
+    "prompt",
+    "completion",
+    "answer",
+    "parts",
+    "reward",
+    "advantage",
+    "num_tokens",
+    "finish",
+    "mean_sampler_logprob",
+)
+_QUEUE_LENGTH = 256  # batches; a disk slower than the sampler makes ``record`` wait instead of filling the memory
+_ALIVE_CHECK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """One row of ``rollouts.db``.
+
+    ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
+    ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
+    ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    """
+
+    id: int
+    step: int
+    epoch: int
+    prompt_index: int
+    rollout_index: int
+    example_id: str
+    prompt: str
+    completion: str
+    answer: str | None
+    parts: dict[str, float]
+    reward: float
+    advantage: float | None
+    num_tokens: int
+    finish: str
+    mean_sampler_logprob: float | None
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    evaluation: str | None
+    rows: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    """Set once everything queued before it is committed, or has failed. ``last`` ends the thread."""
+
+    passed: threading.Event
+    last: bool = False
+
+
+class RolloutStore:
+    """The rollouts of one run.
+
+    Args:
+        path: the file; made if missing, migrated if older.
+        about: facts about the run that travel with the file (seed, recipe fingerprint).
+        read_only: read a file that another process may be writing; ``record`` and ``trim`` are not for it.
+
+    Raises:
+        DataError: no such file (read only), not a rollout database, or one of a later posttrain.
+        StorageError: the disk is full or not writable.
+    """
+
+    def __init__(self, path: str | Path, *, about: Mapping[str, str] | None = None, read_only: bool = False) -> None:
+        self.path = Path(path)
+        self.read_only = read_only
+        self._queue: queue.Queue[_Rows | _Barrier] = queue.Queue(_QUEUE_LENGTH)
+        self._thread: threading.Thread | None = None
+        self._failure: PosttrainError | None = None
+        self._prepare(about or {})
+
+    def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
+        """Queue rollouts for writing, in order; ``evaluation`` names the evaluation they belong to.
+
+        The rollouts are read before this returns, so they may change afterwards.
+
+        Raises:
+            StorageError: an earlier write failed.
+        """
+        assert not self.read_only, "opened for reading"
+        self._raise_failure()
+        if rollouts:
+            self._send(_Rows(evaluation, [_to_row(rollout) for rollout in rollouts]))
+
+    def flush(self) -> None:
+        """Wait until everything recorded is on the disk.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        if self._thread is not None:
+            self._pass_barrier(last=False)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Flush and end the writer thread. The store can be read afterwards, and recorded to again.
+
+        Raises:
+            StorageError: something recorded could not be written.
+        """
+        if self._thread is not None:
+            self._pass_barrier(last=True)
+            self._thread.join()
+            self._thread = None
+        self._raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except PosttrainError as failure:
+            if failure is not error:  # the first error is the one to show
+                error.add_note(str(failure))
+
+    def trim(self, after_step: int) -> int:
+        """Delete training and evaluation rollouts with ``step > after_step``; returns how many.
+
+        ``after_step=-1`` also deletes the evaluation before the first step.
+
+        Raises:
+            StorageError: the disk is full or not writable; nothing was deleted.
+        """
+        assert not self.read_only, "opened for reading"
+        self.flush()
+        with self._connection() as db:
+            db.execute("BEGIN IMMEDIATE")
+            deleted = db.execute("DELETE FROM rollouts WHERE step > ?", (after_step,)).rowcount
+            deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step > ?", (after_step,)).rowcount
+            db.execute("COMMIT")
+        return deleted
+
+    def about(self) -> dict[str, str]:
+        """The facts about the run that the file carries."""
+        with self._connection() as db:
+            return dict(db.execute("SELECT key, value FROM about ORDER BY key").fetchall())
+
+    def training(
+        self,
+        step: int | None = None,
+        *,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        text: str | None = None,
+        limit: int | None = None,
+        newest_first: bool = False,
+    ) -> list[RecordedRollout]:
+        """Training rollouts in the order in which they were recorded.
+
+        Args:
+            step: of this step alone.
+            min_reward, max_reward: with a reward in this closed interval.
+            text: whose prompt or completion contains this text (case counts).
+            limit: at most so many.
+            newest_first: in the opposite order (before ``limit``).
+        """
+        conditions = _conditions(step, min_reward, max_reward, text)
+        return self._select("rollouts", conditions, limit, newest_first)
+
+    def evaluations(
+        self,
+        name: str | None = None,
+        step: int | None = None,
+        *,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        text: str | None = None,
+        limit: int | None = None,
+        newest_first: bool = False,
+    ) -> list[RecordedRollout]:
+        """Evaluation rollouts, of the evaluation ``name`` or of all; otherwise as ``training``."""
+        conditions = _conditions(step, min_reward, max_reward, text)
+        if name is not None:
+            conditions.append(("evaluation = ?", (name,)))
+        return self._select("evaluation_rollouts", conditions, limit, newest_first)
+
+    def count_training(self) -> dict[int, int]:
+        """Number of training rollouts by step."""
+        with self._connection() as db:
+            return dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
+
+    def count_evaluations(self) -> dict[tuple[str, int], int]:
+        """Number of evaluation rollouts by (evaluation, step)."""
+        query = "SELECT evaluation, step, COUNT(*) FROM evaluation_rollouts GROUP BY 1, 2 ORDER BY 1, 2"
+        with self._connection() as db:
+            return {(name, step): count for name, step, count in db.execute(query).fetchall()}
+
+    def _select(
+        self, table: str, conditions: list[tuple[str, tuple[Any, ...]]], limit: int | None, newest_first: bool
+    ) -> list[RecordedRollout]:
+        self.flush()
+        columns = ("id", *_COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
+        where = " AND ".join(sql for sql, _ in conditions) or "1"
+        values = [value for _, given in conditions for value in given]
+        order = "DESC" if newest_first else "ASC"
+        query = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY id {order} LIMIT ?"
+        with self._connection() as db:
+            rows = db.execute(query, [*values, -1 if limit is None else limit]).fetchall()
+        named = (dict(zip(columns, row, strict=True)) for row in rows)
+        return [RecordedRollout(**{**row, "parts": json.loads(row["parts"])}) for row in named]
+
+    def _prepare(self, about: Mapping[str, str]) -> None:
+        is_new = not self.path.exists()
+        if self.read_only and is_new:
+            raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
+        with self._connection() as db:
+            version = schema_version(db)
+            refuse_newer(version, self.path)
+            if self.read_only and version == len(MIGRATIONS):
+                return
+        with sqlite_errors(self.path), connect(self.path, read_only=False) as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            migrate(db, self.path)
+            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
+            if is_new:
+                sync_folder(self.path.parent)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with sqlite_errors(self.path), connect(self.path, read_only=self.read_only) as db:
+            yield db
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _send(self, message: _Rows | _Barrier) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_queue, name="rollout-writer", daemon=True)
+            self._thread.start()
+        while True:
+            try:
+                self._queue.put(message, timeout=_ALIVE_CHECK_SECONDS)
+                return
+            except queue.Full:
+                assert self._thread.is_alive(), "the rollout writer died of a bug; its traceback is above"
+
+    def _pass_barrier(self, last: bool) -> None:
+        barrier = _Barrier(threading.Event(), last)
+        self._send(barrier)
+        while not barrier.passed.wait(_ALIVE_CHECK_SECONDS):
+            assert self._thread, "a barrier is only waited for while the writer runs"
+            assert self._thread.is_alive(), "the rollout writer died of a bug; its traceback is above"
+
+    def _write_queue(self) -> None:
+        """The writer thread: takes what has queued up, writes it in one transaction, and so on.
+
+        After a failure it keeps emptying the queue, so that nobody waits for it, and writes nothing.
+        """
+        last = False
+        opened = ExitStack()
+        db: sqlite3.Connection | None = None
+        while not last:
+            messages = [self._queue.get()]
+            while not self._queue.empty():
+                messages.append(self._queue.get_nowait())  # this thread alone takes from the queue
+            batches = [message for message in messages if isinstance(message, _Rows)]
+            if batches and self._failure is None:
+                try:
+                    with sqlite_errors(self.path):
+                        db = db or opened.enter_context(connect(self.path, read_only=False))
+                        _commit(db, batches)
+                except PosttrainError as failure:
+                    self._failure = failure
+            last = any(message.last for message in messages if isinstance(message, _Barrier))
+            if last:
+                opened.close()
+            for message in messages:
+                if isinstance(message, _Barrier):
+                    message.passed.set()
+
+
+def _commit(db: sqlite3.Connection, batches: Sequence[_Rows]) -> None:
+    db.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
+    db.execute("BEGIN IMMEDIATE")
+    for batch in batches:
+        if batch.evaluation is None:
+            db.executemany(_insertion("rollouts", _COLUMNS), batch.rows)
+        else:
+            rows = [(*row, batch.evaluation) for row in batch.rows]
+            db.executemany(_insertion("evaluation_rollouts", (*_COLUMNS, "evaluation")), rows)
+    db.execute("COMMIT")
+
+
+def _insertion(table: str, columns: Sequence[str]) -> str:
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+def _conditions(
+    step: int | None, min_reward: float | None, max_reward: float | None, text: str | None
+) -> list[tuple[str, tuple[Any, ...]]]:
+    given: list[tuple[str, tuple[Any, ...]]] = []
+    if step is not None:
+        given.append(("step = ?", (step,)))
+    if min_reward is not None:
+        given.append(("reward >= ?", (min_reward,)))
+    if max_reward is not None:
+        given.append(("reward <= ?", (max_reward,)))
+    if text is not None:
+        given.append(("(instr(prompt, ?) > 0 OR instr(completion, ?) > 0)", (text, text)))
+    return given
+
+
+def _to_row(rollout: Rollout) -> tuple[Any, ...]:
+    logprobs = rollout.completion.logprobs
+    return (
+        rollout.step,
+        rollout.epoch,
+        rollout.prompt_index,
+        rollout.rollout_index,
+        _storable(rollout.example.id),
+        _storable(_prompt_text(rollout)),
+        _storable(rollout.text),
+        None if rollout.example.answer is None else _storable(rollout.example.answer),
+        json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
+        float(rollout.reward),
+        None if rollout.advantage is None else float(rollout.advantage),
+        len(rollout.completion.ids),
+        rollout.completion.finish,
+        math.fsum(logprobs) / len(logprobs) if logprobs else None,
+    )
+
+
+def _prompt_text(rollout: Rollout) -> str:
+    messages = rollout.example.messages
+    if len(messages) == 1:
+        return messages[0].content
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+
+
+def _storable(text: str) -> str:
+    """``text`` with lone surrogates (which UTF-8 cannot hold) written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,333 @@
+"""Runs that are killed with SIGKILL and resumed, and the comparison with one that nobody disturbed.
+
+Nothing in the package knows about this: a run is a process like any other, and the phase that it
+is in is read from its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PHASES = ("anywhere", "rollout", "update", "checkpoint", "evaluation", "start")
+_POLL_SECONDS = 0.001
+_HERE = Path(__file__).parent
+
+MODEL = {
+    "init": {
+        "architecture": "qwen3",
+        "config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        "tokenizer": {"vocab_size": 320, "num_documents": 200},
+    }
+}
+EVALUATION = {"every": 4, "n": 8, "max_tokens": 16}
+
+
+def grpo_recipe(steps: int, **train: Any) -> dict[str, Any]:
+    """A small GRPO recipe with a reward that varies, so that the weights move at every step."""
+    return {
+        "model": MODEL,
+        "task": {"name": "stories", "split": "train", "size": 200},
+        "rewards": [{"name": "vowels:share_of_vowels"}, {"name": "xml_format", "weight": 0.5}],
+        "rollout": {"prompts": 4, "group": 4, "max_tokens": 24},
+        "objective": "grpo",
+        "train": {"steps": steps, "lr": 1e-2, "save_every": 3} | train,
+        "eval": EVALUATION,
+    }
+
+
+def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
+    """A small SFT recipe."""
+    return {
+        "model": MODEL,
+        "task": {"name": "stories", "split": "train", "size": 200},
+        "data": {"batch": 8, "max_tokens": 512},
+        "objective": "cross_entropy",
+        "train": {"steps": steps, "lr": 1e-2, "save_every": 3} | train,
+        "eval": EVALUATION,
+    }
+
+
+RECIPES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "grpo": grpo_recipe,
+    "sft": sft_recipe,
+    # Four updates per rollout batch, saved after every third: most checkpoints fall inside a batch.
+    "grpo in passes": lambda steps: grpo_recipe(steps, epochs=2, minibatches=2),
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill: the phase that it aimed at, the one it met, and how far the run had come."""
+
+    aimed: str
+    met: str
+    step: int
+    checkpoint: int | None
+    seconds: float
+
+
+def phases_to_aim_at(kind: str, count: int) -> list[str]:
+    """``count`` phases in turn; supervised training has no rollouts."""
+    phases = [phase for phase in _PHASES if kind != "sft" or phase != "rollout"]
+    return [phases[i % len(phases)] for i in range(count)]
+
+
+def phases_to_meet(kind: str) -> set[str]:
+    """The phases that a good choice of moments met at least once."""
+    return {"checkpoint", "evaluation", "update"} | ({"rollout"} if kind != "sft" else set())
+
+
+class Starter:
+    """A process that has imported everything and forks a run whenever it is asked to.
+
+    A fresh interpreter would spend seconds on imports for every kill. The forked run is an ordinary
+    process; its Python hash seed is that of this starter, and differs between starters.
+    """
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(_HERE / "start_runs.py")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_HERE
+        )
+
+    def start(self, recipe: Path, folder: Path, moment: Sequence[str | int] | None = None) -> int:
+        """Start or resume the run ``folder``; returns its process id.
+
+        ``moment`` (module, function, "before" or "after", n): it kills itself at the n-th call.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([str(recipe), str(folder), moment]) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def wait(self) -> int:
+        """The exit code of the run, negative for a signal."""
+        return int(self._answer())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the starter ended; its error is above"
+        return line
+
+
+class Interpreters:
+    """Like ``Starter``, but each run is `posttrain train` in an interpreter of its own."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, recipe: Path, folder: Path) -> int:
+        command = [sys.executable, "-m", "posttrain.cli", "train", str(recipe), "--quiet", "--run", folder.name]
+        command += ["--runs-dir", str(folder.parent)]
+        if (folder / "recipe.yaml").exists():
+            command.append("--resume")
+        self._process = subprocess.Popen(command, cwd=_HERE, stdout=subprocess.DEVNULL)
+        return self._process.pid
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+
+def run_undisturbed(starter: Starter | Interpreters, recipe: Path, folder: Path) -> float:
+    """Run to the end; returns the seconds from the first sign of work on."""
+    before = _status_time(folder)
+    process = starter.start(recipe, folder)
+    _wait_until_working(process, folder, before)
+    began = time.perf_counter()
+    code = starter.wait()
+    assert code == 0, f"the undisturbed run ended with {code}"
+    return time.perf_counter() - began
+
+
+def run_with_kills(
+    starter: Starter | Interpreters, recipe: Path, folder: Path, phases: Sequence[str], seed: int, range_seconds: float
+) -> list[Kill]:
+    """Run to the end, killed once for each phase aimed at; resumed after every kill.
+
+    Args:
+        phases: what to aim at, in order. A run that ends before its phase comes ends the killing.
+        seed: of the moments within the phases.
+        range_seconds: the moments for ``anywhere`` lie in so many seconds after the first sign of work.
+    """
+    rng = random.Random(seed)
+    kills: list[Kill] = []
+    for aimed in phases:
+        began, before = time.perf_counter(), _status_time(folder)
+        process = starter.start(recipe, folder)
+        _wait_until_working(process, folder, before)
+        first_sign = _status_time(folder)
+        _wait_for(aimed, folder, process, rng, range_seconds)
+        try:
+            os.kill(process, 9)
+        except ProcessLookupError:
+            break
+        if starter.wait() == 0:
+            break
+        seconds = time.perf_counter() - began
+        met = "start" if _status_time(folder) == first_sign else describe_moment(folder)
+        kills.append(Kill(aimed, met, _step(folder), newest_checkpoint(folder), seconds))
+    run_undisturbed(starter, recipe, folder)
+    return kills
+
+
+def _status_time(folder: Path) -> int:
+    path = folder / "status.json"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _wait_until_working(process: int, folder: Path, before: int) -> None:
+    """Sleep until the process writes its first status (or ends): imports are behind it."""
+    while _is_alive(process) and _status_time(folder) == before:
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for(aimed: str, folder: Path, process: int, rng: random.Random, range_seconds: float) -> None:
+    """Sleep until a moment in the phase ``aimed`` at, or until the process ends."""
+    if aimed in ("anywhere", "start"):
+        _sleep_alive(process, rng.uniform(0.0, range_seconds if aimed == "anywhere" else 0.1))
+        return
+    occasions = rng.randrange(1, 4)  # not always the first one after a start
+    before = describe_moment(folder)
+    while _is_alive(process):
+        now = describe_moment(folder)
+        if now == aimed and now != before:
+            occasions -= 1
+            if occasions == 0:
+                _sleep_alive(process, rng.uniform(0.0, 0.003 if aimed == "update" else 0.02))  # an update is short
+                return
+        before = now
+        time.sleep(_POLL_SECONDS)
+
+
+def _sleep_alive(process: int, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and _is_alive(process):
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
+
+
+def describe_moment(folder: Path) -> str:
+    """The phase that a run's files show: what was written last says what comes next."""
+    if not (folder / "rollouts.db").exists():
+        return "start"
+    if any((folder / "checkpoints").glob(".tmp-*")):
+        return "checkpoint"
+    lines = _lines(folder / "metrics.jsonl")
+    last = lines[-1] if lines else {"step": 0, "metrics": {}}
+    evaluated = any(key.startswith("eval/") for key in last["metrics"])
+    if not evaluated and last["step"] % EVALUATION["every"] == 0:
+        return "evaluation"
+    if "\ndata:" in (folder / "recipe.yaml").read_text():
+        return "update"  # supervised training has no rollouts
+    return "update" if _last_rollout_step(folder) > last["step"] else "rollout"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _step(folder: Path) -> int:
+    lines = _lines(folder / "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def _last_rollout_step(folder: Path) -> int:
+    try:
+        db = sqlite3.connect(f"file:{folder / 'rollouts.db'}?mode=ro", uri=True)
+        try:
+            return int(db.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0])
+        finally:
+            db.close()
+    except sqlite3.OperationalError:  # not yet written, or busy: the next look will tell
+        return 0
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The newest checkpoint under a final name."""
+    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=None)
+
+
+def differences(left: Path, right: Path) -> list[str]:
+    """In what two runs differ, bit for bit; times are left out. Empty if they are the same."""
+    found: list[str] = []
+    ours, theirs = _checkpoint_hashes(left), _checkpoint_hashes(right)
+    found += [f"checkpoints/{name}" for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if _untimed_metrics(left) != _untimed_metrics(right):
+        found.append("metrics.jsonl")
+    for table in ("rollouts", "evaluation_rollouts"):
+        if _rows(left, table) != _rows(right, table):
+            found.append(f"rollouts.db: {table}")
+    for folder in (left, right):
+        leftovers = [path.name for path in (folder / "checkpoints").glob(".tmp-*")]
+        found += [f"{folder.name}: leftover {name}" for name in leftovers]
+    return found
+
+
+def _checkpoint_hashes(folder: Path) -> dict[str, str]:
+    root = folder / "checkpoints"
+    files = {p for p in root.glob("step-*/**/*") if p.is_file()}
+    hashes = {p.relative_to(root).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    link = root / "best"
+    return hashes | {"best": os.readlink(link) if link.is_symlink() else "none"}
+
+
+def _untimed_metrics(folder: Path) -> list[str]:
+    return [json.dumps({k: v for k, v in line.items() if k != "timing"}) for line in _lines(folder / "metrics.jsonl")]
+
+
+def _rows(folder: Path, table: str) -> list[tuple[Any, ...]]:
+    db = sqlite3.connect(folder / "rollouts.db")
+    try:
+        return db.execute(f"SELECT * FROM {table} ORDER BY id").fetchall()
+    finally:
+        db.close()
+
+
+def count_rows(folder: Path) -> dict[str, int]:
+    """How much there was to compare."""
+    return {
+        "checkpoint files": len(_checkpoint_hashes(folder)),
+        "metrics lines": len(_untimed_metrics(folder)),
+        "training rollouts": len(_rows(folder, "rollouts")),
+        "evaluation rollouts": len(_rows(folder, "evaluation_rollouts")),
+    }

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import killing
+import pytest
+import yaml
+
+
+@pytest.fixture(scope="module")
+def starters() -> Iterator[tuple[killing.Starter, killing.Starter]]:
+    """Two, so that the disturbed and the undisturbed run have different hash seeds."""
+    pair = killing.Starter(), killing.Starter()
+    yield pair
+    for starter in pair:
+        starter.close()
+
+
+def compare(
+    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, kind: str, steps: int, phases: list[str]
+) -> list[killing.Kill]:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(killing.RECIPES[kind](steps)))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    seconds = killing.run_undisturbed(starters[0], recipe, whole)
+    kills = killing.run_with_kills(starters[1], recipe, cut, phases, seed=1, range_seconds=seconds / 5)
+    assert killing.differences(whole, cut) == []
+    assert json.loads((cut / "status.json").read_text())["state"] == "finished"
+    assert len(json.loads((cut / "env.json").read_text())["starts"]) == len(kills) + 1
+    counts = killing.count_rows(whole)
+    assert counts["metrics lines"] == steps + steps // 4 + 1
+    assert counts["evaluation rollouts"] == 8 * (steps // 4 + 1)
+    return kills
+
+
+def test_kills_and_resumes_equal_the_undisturbed_run(
+    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path
+) -> None:
+    kills = compare(starters, tmp_path, "grpo in passes", 12, ["checkpoint", "update", "evaluation"])
+    assert len(kills) == 3
+    norms = [line["metrics"].get("grad_norm") for line in killing._lines(tmp_path / "whole" / "metrics.jsonl")]
+    assert min(norm for norm in norms if norm is not None) > 1e-4  # there was something to lose
+
+
+LOOP, CHECKPOINT, FILES = "posttrain.train.loop", "posttrain.train.checkpoint", "posttrain.train.checkpoint_files"
+# Gaps between two changes of the disk, in which a kill leaves something half done.
+GAPS = [
+    ("posttrain.runs.launch", "_claim", "before", 1),
+    ("posttrain.runs.launch", "_claim", "after", 1),
+    (LOOP, "evaluate", "after", 1),
+    (LOOP, "save_checkpoint", "before", 1),
+    (CHECKPOINT, "seal", "before", 1),
+    (CHECKPOINT, "seal", "after", 1),
+    (FILES, "sync_folder", "before", 2),
+    (LOOP, "save_checkpoint", "after", 1),
+    (LOOP, "mark_best", "before", 2),
+    (LOOP, "prune_checkpoints", "before", 3),
+    ("shutil", "rmtree", "before", 1),
+]
+# The last checkpoint is there, and nothing that comes later would mend what was left undone behind it.
+LAST_GAPS = [
+    (LOOP, "save_checkpoint", "after", 6),
+    (LOOP, "mark_best", "before", 1),
+    (LOOP, "prune_checkpoints", "before", 1),
+]
+
+
+@pytest.mark.parametrize("gaps", [GAPS, LAST_GAPS], ids=["while saving", "after the last step"])
+def test_kills_in_every_gap(
+    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, gaps: list[tuple[str, str, str, int]]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    content = killing.grpo_recipe(12, epochs=2, minibatches=2, save_every=2)
+    recipe.write_text(yaml.safe_dump(content | {"eval": killing.EVALUATION | {"every": 2}}))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    killing.run_undisturbed(starters[0], recipe, whole)
+    assert (whole / "checkpoints" / "best").resolve().name == "step-000012"
+    codes = []
+    for gap in gaps:
+        starters[1].start(recipe, cut, gap)
+        codes.append(starters[1].wait())
+    killing.run_undisturbed(starters[1], recipe, cut)
+    assert codes == [-9] * len(gaps)
+    assert killing.differences(whole, cut) == []
+
+
+def test_the_comparison_notices_every_kind_of_difference(
+    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path
+) -> None:
+    recipes = [killing.grpo_recipe(4, seed=seed) for seed in (0, 1)]
+    for number, content in enumerate(recipes):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        killing.run_undisturbed(starters[0], path, tmp_path / str(number))
+    found = killing.differences(tmp_path / "0", tmp_path / "1")
+    assert {"checkpoints/step-000004/model.safetensors", "checkpoints/step-000004/optimizer.safetensors"} <= set(found)
+    assert {"metrics.jsonl", "rollouts.db: rollouts", "rollouts.db: evaluation_rollouts"} <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(killing.RECIPES))
+def test_twenty_kills(starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, kind: str) -> None:
+    kills = compare(starters, tmp_path, kind, 100, killing.phases_to_aim_at(kind, 20))
+    assert len(kills) == 20
+    assert killing.phases_to_meet(kind) <= {kill.met for kill in kills}

@@ -1,0 +1,449 @@
+"""The native engine against the model's own forward, and against a reference sampler in NumPy."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain import registry
+from posttrain.engines import schedule
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.lean import LeanDecoder
+from posttrain.engines.modules import ModulesDecoder
+from posttrain.engines.native import NativeEngine
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.models.lora import apply_adapter, reference_mode
+from posttrain.randomness import derive_key, uniforms
+from posttrain.recipe import AdapterSection
+
+LEAN = ("qwen3", "qwen2", "llama")
+ARCHITECTURES = (*LEAN, "olmo2", "gpt2")
+LENGTHS = (5, 1, 12, 3)
+STOPS = frozenset(range(8))
+
+
+def make_prompts(lengths=LENGTHS, seed=1):
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(8, 300, n).tolist() for n in lengths]
+
+
+def make_keys(count, group, seed=0):
+    return [[derive_key(seed, "test", i, j) for j in range(group)] for i in range(count)]
+
+
+def forward_logprobs(model, prompt, ids, temperature=1.0):
+    """Log-probabilities of ``ids`` after ``prompt`` by one uncached forward of one row."""
+    tokens = torch.tensor([[*prompt, *ids]])
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits[0].float() / temperature
+    picked = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+    return picked[len(prompt) - 1 :]
+
+
+def worst_difference(model, prompts, completions, temperature=1.0):
+    return max(
+        float((forward_logprobs(model, prompt, c.ids, temperature) - torch.tensor(c.logprobs)).abs().max())
+        for prompt, group in zip(prompts, completions, strict=True)
+        for c in group
+    )
+
+
+def ids_of(completions):
+    return [[c.ids for c in group] for group in completions]
+
+
+def with_adapter(model, seed=0):
+    """A LoRA adapter on every linear layer whose B is not zero."""
+    wrapped = apply_adapter(model, AdapterSection(rank=3, alpha=6.0), seed)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("group", [1, 3])  # copied and shared prompts
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter, group):
+    model = tiny_random(architecture)
+    if adapter:
+        model = with_adapter(model)
+    prompts = make_prompts()
+    for path in ("auto", "modules"):
+        engine = NativeEngine(model, slots=3, path=path)
+        completions = engine.generate(prompts, make_keys(4, group), Sampling(max_tokens=16, stop_ids=STOPS))
+        assert engine.path == ("lean" if architecture in LEAN and path == "auto" else "modules")
+        assert worst_difference(model, prompts, completions) <= 1e-5
+        assert [len(g) for g in completions] == [group] * 4
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_sliding_windows(tiny_random, architecture):
+    model = tiny_random(architecture, sliding_window=6)
+    prompts = make_prompts()
+    engine = NativeEngine(model, slots=3)
+    completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=20))
+    assert engine.path == "modules"
+    assert worst_difference(model, prompts, completions) <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, None, 1.0), (0.7, None, 1.0), (1.3, 5, 1.0), (1.0, None, 0.6), (0.8, 9, 0.7)],
+)
+def test_tokens_are_the_inverse_cdf_of_the_keys_uniforms(tiny_random, architecture, temperature, top_k, top_p):
+    model = tiny_random(architecture)
+    prompts, keys = make_prompts(), make_keys(4, 2)
+    sampling = Sampling(max_tokens=6, temperature=temperature, top_k=top_k, top_p=top_p)
+    completions = NativeEngine(model, slots=5).generate(prompts, keys, sampling)
+    for prompt, row_keys, group in zip(prompts, keys, completions, strict=True):
+        for key, completion in zip(row_keys, group, strict=True):
+            ids = reference_ids(model, prompt, uniforms([key], 6)[0], temperature, top_k, top_p)
+            assert completion.ids == tuple(ids)
+    assert worst_difference(model, prompts, completions, temperature) <= 1e-5
+
+
+def reference_ids(model, prompt, numbers, temperature, top_k, top_p):
+    """Sampling spelt out in float64: sort, cut, renormalize, first id whose cumulative mass exceeds u."""
+    ids: list[int] = []
+    for u in numbers:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1].double().numpy() / temperature
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")[: top_k or len(p)]
+        top = p[order] / p[order].sum()
+        order = order[: int(np.searchsorted(np.cumsum(top), top_p)) + 1] if top_p < 1 else order
+        kept = np.zeros_like(p)
+        kept[order] = p[order] / p[order].sum()
+        ids.append(int(np.argmax(np.cumsum(kept) > u)))
+    return ids
+
+
+def test_greedy_takes_the_most_probable_token_and_reports_logprobs_at_temperature_one(tiny_random):
+    model, prompts = tiny_random("qwen3"), make_prompts()
+    completions = NativeEngine(model).generate(prompts, make_keys(4, 1), Sampling(max_tokens=8, temperature=0.0))
+    for prompt, (completion,) in zip(prompts, completions, strict=True):
+        ids: list[int] = []
+        for _ in range(8):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1].argmax()))
+        assert completion.ids == tuple(ids)
+    assert worst_difference(model, prompts, completions) <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_tokens_do_not_depend_on_the_batch(tiny_random, architecture):
+    model = tiny_random(architecture)
+    prompts, keys = make_prompts((5, 1, 12, 3, 8)), make_keys(5, 4)
+    sampling = Sampling(max_tokens=24, stop_ids=STOPS)
+    whole = ids_of(NativeEngine(model, slots=64).generate(prompts, keys, sampling))
+    for slots in (1, 3, 7, 20):
+        assert ids_of(NativeEngine(model, slots=slots).generate(prompts, keys, sampling)) == whole
+    order = [3, 0, 4, 2, 1]
+    turned = NativeEngine(model, slots=6).generate(
+        [prompts[i] for i in order], [keys[i][::-1] for i in order], sampling
+    )
+    assert ids_of(turned) == [whole[i][::-1] for i in order]
+    assert ids_of(NativeEngine(model).generate([prompts[2]], [[keys[2][3]]], sampling)) == [[whole[2][3]]]
+
+
+def test_rows_end_at_a_stop_id_or_at_max_tokens(tiny_random):
+    model, prompts = tiny_random("llama"), make_prompts()
+    free = NativeEngine(model).generate(prompts, make_keys(4, 3), Sampling(max_tokens=20))
+    assert {(len(c.ids), c.finish) for g in free for c in g} == {(20, "length")}
+    stop = free[0][0].ids[4]
+    stopped = NativeEngine(model, slots=2).generate(
+        prompts, make_keys(4, 3), Sampling(max_tokens=20, stop_ids=frozenset({stop}))
+    )
+    for free_group, group in zip(free, stopped, strict=True):
+        for whole, completion in zip(free_group, group, strict=True):
+            cut = whole.ids.index(stop) + 1 if stop in whole.ids else 20
+            assert completion.ids == whole.ids[:cut]
+            assert len(completion.logprobs) == cut
+            assert completion.finish == ("stop" if stop in whole.ids else "length")
+    at_limit = Sampling(max_tokens=5, stop_ids=frozenset({stop}))
+    assert NativeEngine(model).generate(prompts[:1], [make_keys(1, 1)[0]], at_limit)[0][0].finish == "stop"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_the_context_cuts_completions(tiny_random, architecture):
+    model = tiny_random(architecture, max_position_embeddings=16)
+    prompts = make_prompts((5, 15, 1))
+    completions = NativeEngine(model, slots=2).generate(prompts, make_keys(3, 2), Sampling(max_tokens=100))
+    assert [[(len(c.ids), c.finish) for c in g] for g in completions] == [
+        [(11, "length")] * 2,
+        [(1, "length")] * 2,
+        [(15, "length")] * 2,
+    ]
+    assert worst_difference(model, prompts, completions) <= 1e-5
+
+
+def step_with_optimizer(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model(input_ids=torch.tensor([[9, 10, 11, 12]])).logits.square().mean().backward()
+    optimizer.step()
+
+
+def load_another_state(model):
+    model.load_state_dict({name: value * 1.1 for name, value in model.state_dict().items()})
+
+
+def replace_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def replace_parameters(model):
+    layer = model.model.layers[0].self_attn if hasattr(model, "model") else model.transformer.h[0].mlp
+    old = layer.o_proj if hasattr(layer, "o_proj") else layer.c_fc
+    old.weight = torch.nn.Parameter(old.weight.detach() * 1.5)
+
+
+def convert_and_change(model):
+    model.to(torch.float64)
+    model.to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+CHANGES = (step_with_optimizer, load_another_state, replace_data, replace_parameters, convert_and_change)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gpt2"])
+def test_the_weights_are_never_stale(tiny_random, architecture, change):
+    model, prompts, keys = tiny_random(architecture), make_prompts(), make_keys(4, 2)
+    sampling = Sampling(max_tokens=8)
+    engine = NativeEngine(model)
+    before = engine.generate(prompts, keys, sampling)
+    change(model)
+    after = engine.generate(prompts, keys, sampling)
+    assert worst_difference(model, prompts, after) <= 1e-5
+    assert worst_difference(model, prompts, before) > 1e-3, "the change was too small to tell"
+
+
+def test_a_trained_adapter_is_sampled_from_at_once_and_can_be_switched_off(tiny_random):
+    base = tiny_random("qwen3")
+    plain, prompts, keys, sampling = copy.deepcopy(base), make_prompts(), make_keys(4, 2), Sampling(max_tokens=8)
+    model = with_adapter(base)
+    engine = NativeEngine(model)
+    engine.generate(prompts, keys, sampling)
+    weight = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.clone()
+    step_with_optimizer(model)
+    after = engine.generate(prompts, keys, sampling)
+    assert engine.path == "lean"
+    assert worst_difference(model, prompts, after) <= 1e-5
+    assert worst_difference(plain, prompts, after) > 1e-2
+    with reference_mode(model):
+        reference = engine.generate(prompts, keys, sampling)
+    assert worst_difference(plain, prompts, reference) <= 1e-5
+    assert torch.equal(model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, weight)
+
+
+def test_an_adapter_put_on_after_the_first_generation_is_noticed(tiny_random):
+    model, prompts, keys = tiny_random("llama"), make_prompts(), make_keys(4, 2)
+    engine = NativeEngine(model)
+    engine.generate(prompts, keys, Sampling(max_tokens=4))
+    wrapped = with_adapter(model)  # wraps the linear layers in place
+    completions = engine.generate(prompts, keys, Sampling(max_tokens=8))
+    assert worst_difference(wrapped, prompts, completions) <= 1e-5
+
+
+def test_each_prompt_is_computed_once_for_its_group(tiny_random, monkeypatch):
+    model, prompts = tiny_random("qwen3"), make_prompts((6, 4, 9))
+    engine = NativeEngine(model, slots=3)
+    assert engine.path == "lean"  # the probe's own prefill comes before the count
+    seen: list[list[int]] = []
+    prefill = LeanDecoder.prefill
+    monkeypatch.setattr(
+        LeanDecoder, "prefill", lambda self, given: seen.extend(map(list, given)) or prefill(self, given)
+    )
+    engine.generate(prompts, make_keys(3, 7), Sampling(max_tokens=5, stop_ids=STOPS))
+    assert sorted(seen) == sorted(prompt[:-1] for prompt in prompts)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_cache_that_grows_and_shifts_gives_the_same(tiny_random, monkeypatch, architecture, group):
+    model, prompts, keys = tiny_random(architecture), make_prompts((5, 1, 30, 3, 17)), make_keys(5, group)
+    sampling = Sampling(max_tokens=70, stop_ids=frozenset(range(3)))
+    roomy = NativeEngine(model, slots=64).generate(prompts, keys, sampling)
+    monkeypatch.setattr(schedule, "FIRST_COLUMNS", 1)
+    tight = NativeEngine(model, slots=2).generate(prompts, keys, sampling)
+    assert ids_of(tight) == ids_of(roomy)
+    assert worst_difference(model, prompts, tight) <= 1e-5
+
+
+def test_looking_at_tokens_every_few_steps_gives_the_same(tiny_random, monkeypatch):
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(4, 5)
+    sampling = Sampling(max_tokens=30, stop_ids=STOPS)
+    each = NativeEngine(model, slots=6).generate(prompts, keys, sampling)
+    nearest = schedule.Schedule._burst
+    monkeypatch.setattr(
+        schedule.Schedule,
+        "_burst",
+        lambda self: max(nearest(self), min(8, int(self.remaining[: len(self.batch)].min()))),
+    )
+    seldom = NativeEngine(model, slots=6).generate(prompts, keys, sampling)
+    assert [[(c.ids, c.finish) for c in g] for g in seldom] == [[(c.ids, c.finish) for c in g] for g in each]
+    assert worst_difference(model, prompts, seldom) <= 1e-5
+
+
+def test_prefills_are_cut_into_chunks(tiny_random, monkeypatch):
+    model, prompts, keys = tiny_random("qwen3"), make_prompts((6, 4, 9, 30, 2)), make_keys(5, 3)
+    whole = NativeEngine(model).generate(prompts, keys, Sampling(max_tokens=6))
+    monkeypatch.setattr(schedule, "PREFILL_TOKENS", 20)
+    chunked = NativeEngine(model).generate(prompts, keys, Sampling(max_tokens=6))
+    assert ids_of(chunked) == ids_of(whole)
+
+
+def test_a_lean_path_that_computes_something_else_is_not_used(tiny_random, monkeypatch):
+    model, prompts = tiny_random("qwen3"), make_prompts()
+    bind = LeanDecoder.bind
+
+    def bind_wrongly(model, max_positions):
+        decoder = bind(model, max_positions)
+        decoder.scale *= 1.05
+        return decoder
+
+    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_wrongly))
+    engine = NativeEngine(model)
+    completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=6))
+    assert engine.path == "modules"
+    assert worst_difference(model, prompts, completions) <= 1e-5
+    with pytest.raises(UsageError, match="differ from the model's"):
+        NativeEngine(model, path="lean").generate(prompts, make_keys(4, 1), Sampling(max_tokens=1))
+
+
+def test_a_freshly_initialized_model_is_held_to_the_probe_too(tiny_random, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_random("qwen3").config).eval()
+    assert NativeEngine(model).path == "lean"
+    bind = LeanDecoder.bind
+
+    def bind_without_rotation(model, max_positions):
+        decoder = bind(model, max_positions)
+        decoder.sin = -decoder.sin
+        decoder.cos = torch.ones_like(decoder.cos)
+        return decoder
+
+    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_without_rotation))
+    assert NativeEngine(model).path == "modules"
+
+
+def test_no_path_at_all_is_a_mismatch(tiny_random, monkeypatch):
+    decode = ModulesDecoder.decode
+    monkeypatch.setattr(ModulesDecoder, "decode", lambda self, t, positions, c: decode(self, t, positions * 0, c))
+    with pytest.raises(EngineMismatch, match=r"GPT2LMHeadModel: .* differ by"):
+        NativeEngine(tiny_random("gpt2")).generate([[9, 10]], [[1]], Sampling(max_tokens=1))
+
+
+def test_hooks_are_respected(tiny_random):
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(4, 2)
+    engine = NativeEngine(model)
+    engine.generate(prompts, keys, Sampling(max_tokens=2))
+    assert engine.path == "lean"
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: output * 0.5)
+    steered = engine.generate(prompts, keys, Sampling(max_tokens=6))
+    assert engine.path == "modules"
+    assert worst_difference(model, prompts, steered) <= 1e-5
+    hook.remove()
+    assert engine.path == "lean"
+
+
+def test_half_precision_follows_the_model(tiny_random):
+    model, prompts = tiny_random("qwen3").to(torch.bfloat16), make_prompts()
+    engine = NativeEngine(model, slots=3)
+    completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=8))
+    assert engine.path == "lean"
+    differences = [
+        (forward_logprobs(model, prompt, c.ids) - torch.tensor(c.logprobs)).abs().mean()
+        for prompt, group in zip(prompts, completions, strict=True)
+        for c in group
+    ]
+    assert float(torch.stack(differences).mean()) < 0.02  # bf16 logits are 2^-8 apart, relative
+
+
+def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
+    model, prompts = tiny_random("gpt2"), make_prompts()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.train()
+    model.transformer.h[1].eval()
+    modes = [m.training for m in model.modules()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        completions = NativeEngine(model).generate(prompts, make_keys(4, 2), Sampling(max_tokens=6))
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None and p.requires_grad and not p.is_inference() for p in model.parameters())
+    assert worst_difference(model.eval(), prompts, completions) <= 1e-5
+    step_with_optimizer(model)
+
+
+def test_the_same_call_gives_the_same_bits(tiny_random):
+    prompts, keys, sampling = make_prompts(), make_keys(4, 3), Sampling(max_tokens=12, stop_ids=STOPS)
+    first = NativeEngine(tiny_random("qwen3"), slots=5)
+    first.generate(prompts[:1], keys[:1], Sampling(max_tokens=40))  # what came before leaves no trace
+    again = NativeEngine(tiny_random("qwen3"), slots=5)
+    assert first.generate(prompts, keys, sampling) == again.generate(prompts, keys, sampling)
+
+
+def test_generation_touches_no_global_random_state(tiny_random):
+    model = tiny_random("qwen3")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    NativeEngine(model).generate(make_prompts(), make_keys(4, 2), Sampling(max_tokens=4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], Sampling(max_tokens=4), "prompt 1 is empty"),
+        ([9] * 256, Sampling(max_tokens=4), "prompt 1 has 256 tokens and the model's context is 256"),
+        ([9, 300], Sampling(max_tokens=4), "token id 300 but the model's vocabulary has 300"),
+        ([9], Sampling(max_tokens=0), "sampling.max_tokens is 0"),
+        ([9], Sampling(max_tokens=4, temperature=-1.0), "sampling.temperature is -1.0"),
+        ([9], Sampling(max_tokens=4, top_k=0), "sampling.top_k is 0"),
+        ([9], Sampling(max_tokens=4, top_p=0.0), "sampling.top_p is 0.0"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(tiny_random, prompt, sampling, message):
+    with pytest.raises(UsageError, match=message):
+        NativeEngine(tiny_random("qwen3")).generate([[9], prompt], [[1], [2]], sampling)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_diverged_model_is_reported(tiny_random, temperature):
+    model = tiny_random("qwen3")
+    engine = NativeEngine(model)
+    assert engine.path == "lean"
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RunFailure, match="logits are not finite"):
+        engine.generate([[9, 10]], [[1]], Sampling(max_tokens=3, temperature=temperature))
+
+
+def test_the_word_in_a_recipe(tiny_random):
+    model = tiny_random("gpt2")
+    engine = registry.find("engine", "native").bind({"slots": 3})(model, None)
+    assert isinstance(engine, Engine)
+    assert engine.slots == 3
+    assert engine.generate([], [], Sampling(max_tokens=3)) == []
+    assert engine.generate([[9]], [[]], Sampling(max_tokens=3)) == [[]]
+    with pytest.raises(UsageError, match="'lean' cannot serve this model"):
+        registry.find("engine", "native").bind({"path": "lean"})(model, None).generate(
+            [[9]], [[1]], Sampling(max_tokens=1)
+        )
+    with pytest.raises(UsageError, match="slots: 0"):
+        registry.find("engine", "native").bind({"slots": 0})(model, None)

@@ -1,0 +1,72 @@
+"""Truncation and inverse-CDF sampling on distributions small enough to work by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.sampler import draw, truncate
+
+P = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (None, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (2, 1.0, [0.0, 0.4, 0.0, 0.3]),
+        (9, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (None, 0.39, [0.0, 0.4, 0.0, 0.0]),
+        (None, 0.65, [0.0, 0.4, 0.0, 0.3]),
+        (None, 0.85, [0.0, 0.4, 0.2, 0.3]),
+        (2, 0.5, [0.0, 0.4, 0.0, 0.0]),  # the nucleus of (4/7, 3/7)
+        (2, 0.6, [0.0, 0.4, 0.0, 0.3]),
+    ],
+)
+def test_truncation(top_k, top_p, kept):
+    torch.testing.assert_close(truncate(P, top_k, top_p), torch.tensor([kept]))
+
+
+def test_ties_at_the_top_k_border_keep_exactly_k_with_the_smaller_id():
+    assert truncate(torch.full((1, 4), 0.25), 2, 1.0).tolist() == [[0.25, 0.25, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("u", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.7001, 3), (1 - 2**-53, 3)]
+)
+def test_the_token_whose_interval_holds_u(u, token):
+    ids, probability = draw(P.log(), torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1))
+    assert ids.tolist() == [token]
+    torch.testing.assert_close(probability, P[0, token : token + 1])
+
+
+def test_u_is_stretched_over_what_truncation_keeps_and_the_probability_is_the_full_one():
+    u = torch.tensor([[0.5]], dtype=torch.float64)  # below 4/7
+    ids, probability = draw(P.log(), u, Sampling(max_tokens=1, top_k=2))
+    assert ids.tolist() == [1]
+    torch.testing.assert_close(probability, torch.tensor([0.4]))
+    ids, _ = draw(P.log(), u + 0.08, Sampling(max_tokens=1, top_k=2))  # above it
+    assert ids.tolist() == [3]
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    for u in (0.0, 0.5, 1 - 2**-53):
+        ids, _ = draw(logits, torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1))
+        assert ids.item() == (1 if u < 0.5 else 3)
+
+
+def test_frequencies_follow_the_distribution():
+    u = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
+    ids, _ = draw(P.log().expand(1000, 4), u, Sampling(max_tokens=1))
+    assert torch.bincount(ids).tolist() == [100, 400, 200, 300]
+
+
+def test_temperature_scales_the_logits_and_greedy_does_not():
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    _, at_half = draw(logits, torch.zeros((1, 1), dtype=torch.float64), Sampling(max_tokens=1, temperature=0.5))
+    torch.testing.assert_close(at_half, (logits / 0.5).softmax(-1)[:, 0])
+    ids, greedy = draw(logits, None, Sampling(max_tokens=1, temperature=0.0))
+    assert ids.tolist() == [1]
+    torch.testing.assert_close(greedy, logits.softmax(-1)[:, 1])

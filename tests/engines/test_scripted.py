@@ -1,0 +1,68 @@
+"""The scripted engine says what it is told, by key."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain import registry
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.scripted import ScriptedEngine
+from posttrain.errors import UsageError
+from posttrain.randomness import uniforms
+from posttrain.types import Completion
+
+
+def test_the_choice_is_the_keys_first_uniform_number():
+    choices = [[1], [2, 3], [4]]
+    keys = list(range(40))
+    (group,) = ScriptedEngine(choices, logprob=-0.5).generate([[9]], [keys], Sampling(max_tokens=5))
+    for key, completion in zip(keys, group, strict=True):
+        u = uniforms([key], 1)[0, 0]
+        ids = [1] if u < 1 / 3 else [2, 3] if u < 2 / 3 else [4]
+        assert completion == Completion(tuple(ids), (-0.5,) * len(ids), "stop")
+    assert len({c.ids for c in group}) == 3
+    (turned,) = ScriptedEngine(choices, logprob=-0.5).generate([[9]], [keys[::-1]], Sampling(max_tokens=5))
+    assert turned == group[::-1]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "stop_ids", "ids", "finish"),
+    [
+        (9, set(), (5, 6, 7), "stop"),
+        (3, set(), (5, 6, 7), "stop"),
+        (2, set(), (5, 6), "length"),
+        (9, {6}, (5, 6), "stop"),
+        (2, {6}, (5, 6), "stop"),
+    ],
+)
+def test_where_a_completion_ends(max_tokens, stop_ids, ids, finish):
+    sampling = Sampling(max_tokens=max_tokens, stop_ids=frozenset(stop_ids))
+    ((completion,),) = ScriptedEngine([[5, 6, 7]]).generate([[9]], [[1]], sampling)
+    assert (completion.ids, completion.finish) == (ids, finish)
+    assert completion.logprobs == (0.0,) * len(ids)
+
+
+def test_choices_by_prompt_and_by_function():
+    by_prompt = ScriptedEngine({(1, 2): [[7]], (3,): [[8]]})
+    assert by_prompt.generate([[3], [1, 2]], [[0], [0, 1]], Sampling(max_tokens=4)) == [
+        [Completion((8,), (0.0,), "stop")],
+        [Completion((7,), (0.0,), "stop")] * 2,
+    ]
+    assert by_prompt.calls == [([(3,), (1, 2)], [(0,), (0, 1)], Sampling(max_tokens=4))]
+    with pytest.raises(UsageError, match=r"no completions for the prompt \[4\]"):
+        by_prompt.generate([[4]], [[0]], Sampling(max_tokens=4))
+    by_key = ScriptedEngine(lambda prompt, key: [*prompt, key])
+    assert by_key.generate([[3]], [[11]], Sampling(max_tokens=4))[0][0].ids == (3, 11)
+
+
+def test_the_word_in_a_recipe(small_tokenizer):
+    engine = registry.find("engine", "scripted").bind({"texts": ["19 + 12 = 31"]})(None, small_tokenizer)
+    assert isinstance(engine, Engine)
+    ((completion,),) = engine.generate([[9]], [[1]], Sampling(max_tokens=50))
+    assert small_tokenizer.decode(completion.ids[:-1]) == "19 + 12 = 31"
+    assert completion.ids[-1] == small_tokenizer.eos_token_id
+    assert completion.finish == "stop"
+    with pytest.raises(UsageError, match="at least one text"):
+        registry.find("engine", "scripted").bind({"texts": []})(None, small_tokenizer)
+    with pytest.raises(UsageError, match="prompt 0 is empty"):
+        engine.generate([[]], [[1]], Sampling(max_tokens=5))

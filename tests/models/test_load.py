@@ -1,0 +1,199 @@
+"""Models by name: the embedded one, folders, runs, adapters, new ones; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.errors import UsageError
+from posttrain.models.load import TINY, load_model, resolve_model_name
+from posttrain.models.lora import apply_adapter, has_adapter
+from posttrain.recipe import AdapterSection, InitSection, ModelSection
+
+IDS = torch.tensor([[9, 10, 11, 12]])
+TEXTS = ["Eva starts with 19 shells. She finds 12 at the beach."] * 30
+CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+ROTARY = {"intermediate_size": 48, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def folder(tiny_random, small_tokenizer, tmp_path):
+    """A model in the Hugging Face layout."""
+    path = tmp_path / "model"
+    tiny_random("qwen3").save_pretrained(path)
+    small_tokenizer.save_pretrained(path)
+    return path
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def init(architecture="qwen3", **config):
+    config = config if architecture == "gpt2" else ROTARY | config
+    return ModelSection(
+        init=InitSection.model_validate(
+            {"architecture": architecture, "config": CONFIG | config, "tokenizer": {"vocab_size": 280}}
+        ),
+        device="cpu",
+    )
+
+
+def test_a_folder(folder, tiny_random):
+    loaded = load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
+    assert torch.equal(logits(loaded.model), logits(tiny_random("qwen3")))
+    assert loaded.source == str(folder)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("Tom has 7")) == "Tom has 7"
+    half = load_model(ModelSection(name=str(folder), dtype="bfloat16", device="cpu"), seed=0)
+    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(not (TINY / "model.safetensors").is_file(), reason="the embedded model has not been made yet")
+def test_the_embedded_model():
+    loaded = load_model(ModelSection(device="cpu"), seed=0)
+    assert loaded.source == str(TINY)
+    assert loaded.model.config.model_type == "qwen3"
+    assert not loaded.model.training
+
+
+def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
+    run = tmp_path / "run"
+    for step in ("step-000002", "step-000010"):
+        (run / "checkpoints" / step).mkdir(parents=True)
+    (run / "recipe.yaml").write_text("task: stories\n")
+    assert resolve_model_name(str(run)) == str(run / "checkpoints" / "step-000010")
+    (run / "checkpoints" / "best").symlink_to("step-000002")
+    assert resolve_model_name(str(run)) == str(run / "checkpoints" / "step-000002")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
+        resolve_model_name(str(run))
+
+
+def test_names():
+    assert resolve_model_name("tiny") == str(TINY)
+    assert resolve_model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def make_adapter(name, folder, value, small_tokenizer):
+    """An adapter on the model ``folder``, saved beside it, with all of B set to ``value``."""
+    base = load_model(ModelSection(name=str(folder), device="cpu", adapter=AdapterSection()), seed=0).model
+    wrapped = apply_adapter(base, AdapterSection(rank=2), seed=1).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in wrapped.named_parameters():
+            if ".lora_B." in parameter_name:
+                parameter.fill_(value)
+    wrapped.save_pretrained(folder.parent / name)
+    small_tokenizer.save_pretrained(folder.parent / name)
+    return folder.parent / name, logits(wrapped)
+
+
+def test_an_adapter_folder_loads_base_and_adapter(folder, small_tokenizer):
+    path, expected = make_adapter("adapter", folder, 0.02, small_tokenizer)
+    loaded = load_model(ModelSection(name=str(path), device="cpu"), seed=0)
+    assert has_adapter(loaded.model)
+    assert torch.equal(logits(loaded.model), expected)
+    assert (
+        float((expected - logits(load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model)).abs().max())
+        > 1e-2
+    )
+    assert {n for n, p in loaded.model.named_parameters() if p.requires_grad} == {
+        n for n, _ in loaded.model.named_parameters() if ".lora_" in n
+    }
+
+
+def test_an_adapter_on_an_adapter_finds_both_again(folder, small_tokenizer):
+    first, expected_first = make_adapter("first", folder, 0.02, small_tokenizer)
+    merged = load_model(ModelSection(name=str(first), device="cpu", adapter=AdapterSection(rank=2)), seed=0).model
+    assert not has_adapter(merged)
+    torch.testing.assert_close(logits(merged), expected_first, atol=1e-5, rtol=0)
+    second, expected_second = make_adapter("second", first, -0.03, small_tokenizer)
+    loaded = load_model(ModelSection(name=str(second), device="cpu"), seed=0).model
+    torch.testing.assert_close(logits(loaded), expected_second, atol=1e-5, rtol=0)
+    assert float((expected_second - expected_first).abs().max()) > 1e-2
+
+
+def test_an_adapter_whose_base_was_the_embedded_model_of_another_installation(tmp_path, monkeypatch):
+    from posttrain.models import load
+
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "/elsewhere/site-packages/posttrain/models/tiny"})
+    )
+    assert load._base_of(str(tmp_path)) == str(TINY)
+
+
+def test_a_new_model_is_a_function_of_the_seed():
+    torch.manual_seed(1)
+    first = load_model(init(), seed=3, texts=iter(TEXTS))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    again = load_model(init(), seed=3, texts=iter(TEXTS))
+    assert torch.equal(torch.get_rng_state(), state)
+    other = load_model(init(), seed=4, texts=iter(TEXTS))
+    assert torch.equal(logits(first.model), logits(again.model))
+    assert not torch.equal(logits(first.model), logits(other.model))
+    assert first.model.config.vocab_size == len(first.tokenizer) <= 280
+    assert first.model.config.eos_token_id == first.tokenizer.eos_token_id
+    assert first.source == "new qwen3"
+    assert (first.model.config.num_hidden_layers, first.model.config.hidden_size) == (2, 32)
+
+
+def test_no_dropout_even_in_training_mode():
+    model = load_model(init("gpt2", resid_pdrop=0.3), seed=0, texts=iter(TEXTS)).model
+    expected = logits(model)
+    assert not model.training
+    assert torch.equal(logits(model.train()), expected)
+    llama = load_model(init("llama", attention_dropout=0.4), seed=0, texts=iter(TEXTS)).model
+    assert torch.equal(logits(llama), logits(llama.train()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "there is no folder './nowhere'"),
+        ("runs/nowhere", "there is no folder 'runs/nowhere'"),
+        ("", "model.name is empty"),
+        (
+            "someone/nothing",
+            "'someone/nothing' is neither tiny, nor a folder or run here, and could not be had from the hub",
+        ),
+    ],
+)
+def test_missing_models(name, message):
+    with pytest.raises(UsageError, match=message):
+        load_model(ModelSection(name=name, device="cpu"), seed=0)
+
+
+def test_folders_that_hold_no_causal_language_model(tmp_path, folder):
+    with pytest.raises(UsageError, match=r"without config\.json"):
+        load_model(ModelSection(name=str(tmp_path), device="cpu"), seed=0)
+    torn = Path(shutil.copytree(folder, tmp_path / "torn"))
+    (torn / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(UsageError, match="cannot be loaded as a causal language model"):
+        load_model(ModelSection(name=str(torn), device="cpu"), seed=0)
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(UsageError, match="cannot be loaded as a causal language model"):
+        load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
+
+
+def test_what_a_new_model_cannot_be():
+    with pytest.raises(UsageError, match=r"transformers has no 'qwen33'. Did you mean 'qwen3'\?"):
+        load_model(init("qwen33"), seed=0, texts=iter(TEXTS))
+    with pytest.raises(UsageError, match=r"qwen3 has no key 'hiden_size'. Did you mean 'hidden_size'\?"):
+        load_model(init(hiden_size=3), seed=0, texts=iter(TEXTS))
+    with pytest.raises(UsageError, match=r"'qwen3' cannot be built: .*hidden_size"):
+        load_model(init(hidden_size="wide"), seed=0, texts=iter(TEXTS))
+    with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
+        load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(folder):
+    with pytest.raises(UsageError, match="torch sees no GPU"):
+        load_model(ModelSection(name=str(folder), device="cuda"), seed=0)

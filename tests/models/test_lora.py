@@ -1,0 +1,134 @@
+"""LoRA through peft: the formula, the initialization, and the way back to the base."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.lora import apply_adapter, has_adapter, low_rank_terms, reference_mode
+from posttrain.recipe import AdapterSection
+
+IDS = torch.tensor([[9, 10, 11, 12]])
+
+
+def adapter_parameters(model):
+    return {n: p for n, p in model.named_parameters() if ".lora_" in n}
+
+
+def fill_up(model, seed=0):
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(sorted(adapter_parameters(model).items())):
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + index)))
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (8.0, 2.0)])
+def test_a_projection_adds_scale_times_b_a_x(tiny_random, alpha, scale):
+    model = tiny_random("qwen3")
+    section = AdapterSection(rank=4, alpha=alpha, targets=["q_proj", "down_proj"])
+    wrapped = apply_adapter(model, section, seed=0)
+    fill_up(wrapped)
+    names = {n.split(".self_attn.")[-1].split(".mlp.")[-1].split(".")[0] for n in adapter_parameters(wrapped)}
+    assert names == {"q_proj", "down_proj"}
+    module = wrapped.get_base_model().model.layers[1].self_attn.q_proj
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    torch.testing.assert_close(module(x), x @ module.base_layer.weight.T + scale * (x @ a.T) @ b.T)
+    linear, (term,) = low_rank_terms(module)
+    assert term.scale == scale
+    assert (linear.weight.data_ptr(), term.down.data_ptr(), term.up.data_ptr()) == (
+        module.base_layer.weight.data_ptr(),
+        a.data_ptr(),
+        b.data_ptr(),
+    )
+
+
+def test_a_fresh_adapter_changes_nothing_and_only_it_is_trained(tiny_random):
+    model = tiny_random("llama")
+    before = model(input_ids=IDS).logits
+    wrapped = apply_adapter(model, AdapterSection(rank=4), seed=0)
+    assert torch.equal(wrapped(input_ids=IDS).logits, before)
+    trained = {n for n, p in wrapped.named_parameters() if p.requires_grad}
+    assert trained == set(adapter_parameters(wrapped))
+    assert len(trained) == 2 * 2 * 7  # A and B, two layers, q k v o gate up down
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_the_initialization_is_a_function_of_the_seed(tiny_random, architecture):
+    torch.manual_seed(1)
+    first = adapter_parameters(apply_adapter(tiny_random(architecture), AdapterSection(rank=4), seed=7))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    again = adapter_parameters(apply_adapter(tiny_random(architecture), AdapterSection(rank=4), seed=7))
+    other = adapter_parameters(apply_adapter(tiny_random(architecture), AdapterSection(rank=4), seed=8))
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was used"
+    assert first.keys() == again.keys() == other.keys()
+    downs = [n for n in first if ".lora_A." in n]
+    for name in downs:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+        bound = first[name].shape[1] ** -0.5
+        assert 0.9 * bound < first[name].abs().max().item() <= bound
+    assert len({tuple(first[n].flatten()[:4].tolist()) for n in downs}) == len(downs), "no two are alike"
+
+
+def test_reference_mode_is_the_base(tiny_random):
+    model = tiny_random("qwen2")
+    base = copy.deepcopy(model)
+    wrapped = apply_adapter(model, AdapterSection(rank=4), seed=0)
+    fill_up(wrapped)
+    with torch.no_grad():
+        adapted, expected = wrapped(input_ids=IDS).logits, base(input_ids=IDS).logits
+        assert float((adapted - expected).abs().max()) > 0.1
+        with reference_mode(wrapped) as reference:
+            assert torch.equal(reference(input_ids=IDS).logits, expected)
+            assert low_rank_terms(model.model.layers[0].self_attn.q_proj)[1] == []
+        assert torch.equal(wrapped(input_ids=IDS).logits, adapted)
+    assert has_adapter(wrapped)
+    assert not has_adapter(base)
+    with pytest.raises(UsageError, match="needs an adapter"), reference_mode(base):
+        pass
+
+
+def test_what_is_not_plain_lora_is_not_taken_apart(tiny_random):
+    from peft import LoraConfig, get_peft_model
+
+    dora = get_peft_model(tiny_random("qwen3"), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
+    layer = dora.get_base_model().model.layers[0]
+    assert low_rank_terms(layer.self_attn.q_proj) is None
+    assert low_rank_terms(layer.self_attn.k_proj) == (layer.self_attn.k_proj, [])
+    assert low_rank_terms(layer.mlp) is None
+
+
+def test_unknown_targets_are_named_with_a_suggestion(tiny_random):
+    with pytest.raises(
+        RecipeError, match=r"no linear layer called 'q_porj'. Did you mean 'q_proj'\? It has: down_proj"
+    ):
+        apply_adapter(tiny_random("qwen3"), AdapterSection(targets=["q_porj"]), seed=0)
+
+
+def test_a_second_adapter_is_refused(tiny_random):
+    wrapped = apply_adapter(tiny_random("qwen3"), AdapterSection(rank=2), seed=0)
+    with pytest.raises(RecipeError, match="already has an adapter"):
+        apply_adapter(wrapped, AdapterSection(rank=2), seed=0)
+
+
+def test_it_is_saved_in_pefts_own_layout(tiny_random, tmp_path):
+    from peft import PeftModel
+
+    model = tiny_random("qwen3")
+    base = copy.deepcopy(model)
+    wrapped = apply_adapter(model, AdapterSection(rank=4, alpha=8.0), seed=0)
+    fill_up(wrapped)
+    wrapped.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(base, tmp_path)
+        assert torch.equal(loaded(input_ids=IDS).logits, wrapped(input_ids=IDS).logits)

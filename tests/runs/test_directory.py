@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import DataError, RunConflict, StorageError, UsageError
+from posttrain.recipe import Recipe
+from posttrain.runs.directory import (
+    RunDirectory,
+    RunStatus,
+    check_run_name,
+    find_run,
+    flatten,
+    is_live,
+    lock_run,
+    name_of_recipe,
+    new_status,
+    run_names,
+)
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def hold_lock_elsewhere(folder: Path) -> subprocess.Popen:
+    """Another process that holds the run until it is killed."""
+    program = (
+        "import sys, time; from pathlib import Path; from posttrain.runs.directory import lock_run\n"
+        "with lock_run(Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_live_run_is_refused_and_a_killed_one_is_free(tmp_path: Path) -> None:
+    other = hold_lock_elsewhere(tmp_path)
+    try:
+        assert is_live(tmp_path)
+        with (
+            pytest.raises(RunConflict, match=rf"another process.*\(pid {other.pid} on .*--run NAME"),
+            lock_run(tmp_path),
+        ):
+            pytest.fail("the lock was given twice")
+        assert is_live(tmp_path)
+    finally:
+        other.kill()
+        other.wait()
+    assert not is_live(tmp_path)
+    with lock_run(tmp_path):
+        assert is_live(tmp_path)
+        assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()} on ")
+    assert not is_live(tmp_path)
+
+
+def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    started, release = fork.Event(), fork.Event()
+
+    def work() -> None:
+        started.set()
+        release.wait(30)
+
+    with lock_run(tmp_path):
+        worker = fork.Process(target=work)
+        worker.start()
+        assert started.wait(30)
+    try:
+        assert worker.is_alive()
+        assert not is_live(tmp_path)
+    finally:
+        release.set()
+        worker.join()
+
+
+def test_no_lock_file_is_not_live_and_none_is_made(tmp_path: Path) -> None:
+    assert not is_live(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.read_status() is None
+    status = RunStatus("failed", 3, 10, 4711, "here", 12.5, "NonFiniteLoss: at step 4", 0.75, "stories/validation")
+    directory.write_status(RunStatus("running", 2, 10, 4711, "here", 11.5))
+    directory.write_status(status)
+    assert directory.read_status() == status
+    assert os.listdir(tmp_path) == ["status.json"]
+    again = new_status(20, status)
+    assert (again.state, again.step, again.steps, again.message) == ("running", 3, 20, None)
+    assert (again.accuracy, again.pid) == (0.75, os.getpid())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"state": "running"}', ""])
+def test_a_damaged_status_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(DataError, match=r"status\.json: damaged"):
+        RunDirectory(tmp_path).read_status()
+
+
+def test_a_full_disk_leaves_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+    old = RunStatus("running", 2, 10, 1, "here", 1.0)
+    directory.write_status(old)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match=r"status\.json: .*the disk is full"):
+        directory.write_status(RunStatus("running", 3, 10, 1, "here", 2.0))
+    assert directory.read_status() == old
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_the_stored_recipe_is_the_same_experiment(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    directory = RunDirectory(tmp_path)
+    recipe = make_recipe(lr=1e-5, seed=3)
+    directory.write_recipe(recipe)
+    assert directory.changed_keys(recipe) == {}
+    assert directory.read_recipe() == recipe.dump()
+
+
+def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_recipe(make_recipe())
+    other = make_recipe(lr=2e-3, max_grad_norm=None)
+    other.objective = type(other.objective).model_validate({"name": "reinforce"})
+    changed = directory.changed_keys(other)
+    assert changed["train.lr"] == (1e-3, 2e-3)
+    assert changed["train.max_grad_norm"] == (1.0, None)
+    assert changed["objective.name"] == ("grpo", "reinforce")
+    assert {key.partition(".")[0] for key in changed} == {"train", "objective"}
+
+
+def test_defaults_that_came_later_are_no_change(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """A recipe stored by an older version lacks a key that has a default now."""
+    directory = RunDirectory(tmp_path)
+    directory.write_recipe(make_recipe())
+    text = directory.recipe_path.read_text()
+    assert "  warmup_steps: 0\n" in text
+    directory.recipe_path.write_text(text.replace("  warmup_steps: 0\n", ""))
+    assert directory.changed_keys(make_recipe()) == {}
+    assert directory.changed_keys(make_recipe(warmup_steps=5)) == {"train.warmup_steps": (0, 5)}
+
+
+def test_a_stored_recipe_that_is_invalid_now_is_compared_as_it_stands(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_recipe(make_recipe())
+    directory.recipe_path.write_text(directory.recipe_path.read_text() + "retired: 5\n")
+    assert directory.changed_keys(make_recipe()) == {"retired": (5, None)}
+    directory.recipe_path.write_text("- no mapping\n")
+    with pytest.raises(DataError, match="not a mapping"):
+        directory.changed_keys(make_recipe())
+
+
+def test_environment_keeps_every_start(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.read_environment() == {}
+    directory.write_environment("tiny/grpo", "abc")
+    directory.write_environment("other-name", "def")
+    environment = directory.read_environment()
+    assert environment["recipe"] == "tiny/grpo"
+    assert [start["fingerprint"] for start in environment["starts"]] == ["abc", "def"]
+    start = environment["starts"][0]
+    assert environment["created"] == start["started"]
+    assert start["versions"]["python"] == ".".join(str(n) for n in sys.version_info[:3])
+    assert start["versions"]["torch"].startswith("2.")
+    assert start["hardware"]["cpus"] == os.cpu_count()
+    assert start["command"] == sys.argv
+
+
+def test_git_state_is_that_of_the_checkout(tmp_path: Path) -> None:
+    from posttrain.runs.environment import git_state
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        done = subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    assert git_state(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", "code.py")
+    git("commit", "-qm", "first")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "changed_files": 0}
+    (tmp_path / "code.py").write_text("x = 2\n")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "changed_files": 1}
+    (tmp_path / "installed").mkdir()
+    assert git_state(tmp_path / "installed") is None  # not tracked: an environment inside a checkout
+
+
+def test_log_lines_carry_the_time(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.log("started")
+    directory.log("finished – ∎")
+    lines = directory.log_path.read_text(encoding="utf-8").splitlines()
+    assert [line[21:] for line in lines] == ["started", "finished – ∎"]
+    assert lines[0][4] + lines[0][10] + lines[0][13] + lines[0][19] == "- :Z"
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "name"),
+    [
+        ("tiny/grpo", "tiny-grpo"),
+        ("grpo-gsm8k", "grpo-gsm8k"),
+        ("/some/where/my recipe.yaml", "my-recipe"),
+        ("../x.yml", "x"),
+        ("☃", "run"),
+    ],
+)
+def test_default_names(recipe_name: str, name: str) -> None:
+    assert name_of_recipe(recipe_name) == name
+    assert check_run_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "-x", "a b", "a\n"])
+def test_names_that_are_no_folder_names_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="--run"):
+        check_run_name(name)
+
+
+def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
+    for name in ("tiny-grpo", "tiny-sft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    assert run_names(tmp_path) == ["tiny-grpo", "tiny-sft"]
+    assert find_run(tmp_path, "tiny-sft") == tmp_path / "tiny-sft"
+    assert find_run("elsewhere", str(tmp_path / "tiny-sft")) == tmp_path / "tiny-sft"
+    with pytest.raises(UsageError, match=r"Did you mean 'tiny-grpo'\? Runs there: tiny-grpo, tiny-sft"):
+        find_run(tmp_path, "tiny-gpro")
+
+
+def test_discarding_takes_our_files_and_leaves_others(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        (folder / "checkpoints").mkdir(parents=True)
+        directory = RunDirectory(folder)
+        directory.write_status(RunStatus("running", 0, 1, 1, "here", 1.0))
+        directory.log("started")
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    RunDirectory(tmp_path / "a").discard()
+    RunDirectory(tmp_path / "b").discard()
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["b", "b/notes.txt"]
+
+
+def test_flatten() -> None:
+    data = {"a": {"b": 1, "c": []}, "d": [{"e": 2}, 3], "f": {}}
+    assert flatten(data) == {"a.b": 1, "a.c": [], "d.0.e": 2, "d.1": 3, "f": {}}
+    assert json.dumps(flatten({})) == '{"": {}}'

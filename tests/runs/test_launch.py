@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import NonFiniteLoss, RunConflict, StorageError, UsageError
+from posttrain.recipe import Recipe
+from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
+from posttrain.runs.launch import launch, stop_on_signals
+from posttrain.train.files import Observer, RunFiles
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@dataclass
+class Result:
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]] = field(default_factory=lambda: {"held out": {"accuracy": 0.5}})
+
+
+@dataclass
+class FakeLoop:
+    """Stands in for the training loop: counts its calls, saves empty checkpoints, stops where told."""
+
+    stop_after: int | None = None
+    fail: BaseException | None = None
+    signal_at: int | None = None
+    calls: list[tuple[bool, int]] = field(default_factory=list)
+
+    def __call__(
+        self, recipe: Recipe, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Callable[[], bool]
+    ) -> Result:
+        self.calls.append((resume, recipe.train.steps))
+        done = sorted(int(p.name[5:]) for p in files.checkpoints.glob("step-*"))
+        step = done[-1] if done else 0
+        observer("start", {"steps": recipe.train.steps, "resumed_from": step if resume else None})
+        while step < recipe.train.steps and step != self.stop_after and not should_stop():
+            step += 1
+            observer("step", {"step": step, "metrics": {}, "timing": {}})
+            if step == self.signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if step == 3 and self.fail is not None:
+                raise self.fail
+        (files.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
+        observer("checkpoint", {"step": step, "path": "there", "best": False})
+        observer("evaluation", {"step": step, "name": "held out", "results": {"accuracy": 0.5}})
+        reason = "finished" if step == recipe.train.steps else "interrupted"
+        observer("finish", {"step": step, "reason": reason})
+        return Result(step, reason)
+
+
+def status_of(folder: Path) -> RunStatus:
+    status = RunDirectory(folder).read_status()
+    assert status is not None
+    return status
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Notes(list):
+    """An observer that keeps the notices."""
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        if event == "notice":
+            self.append(facts["message"])
+
+
+def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    events: list[str] = []
+    loop = FakeLoop()
+    result = launch(
+        make_recipe(), root=tmp_path, recipe_name="tiny/grpo", observer=lambda e, _: events.append(e), train=loop
+    )
+    assert (result.folder, result.step, result.reason) == (tmp_path / "tiny-grpo", 10, "finished")
+    assert result.evaluations == {"held out": {"accuracy": 0.5}}
+    assert events == ["start", *["step"] * 10, "checkpoint", "evaluation", "finish"]
+    status = status_of(result.folder)
+    assert (status.state, status.step, status.steps) == ("finished", 10, 10)
+    assert (status.accuracy, status.evaluation, status.pid) == (0.5, "held out", os.getpid())
+    directory = RunDirectory(result.folder)
+    assert directory.changed_keys(make_recipe()) == {}
+    assert directory.read_environment()["recipe"] == "tiny/grpo"
+    assert [line[21:] for line in directory.log_path.read_text().splitlines()] == [
+        "started",
+        "step 10: saved there",
+        "step 10: held out: accuracy 0.5",
+        "finished",
+    ]
+    assert (result.folder / "evaluation").is_dir()
+
+
+def test_default_names_count_on(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    names = [launch(make_recipe(), root=tmp_path, recipe_name="tiny/grpo", train=FakeLoop()).folder.name for _ in "123"]
+    assert names == ["tiny-grpo", "tiny-grpo-2", "tiny-grpo-3"]
+
+
+def test_an_existing_run_of_the_same_recipe_is_refused_without_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    before = everything(tmp_path)
+    with pytest.raises(RunConflict) as caught:
+        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+    message = str(caught.value)
+    assert f"{tmp_path / 'a'}: this run of the same recipe exists already" in message
+    assert "step 4 of 10 (interrupted)" in message
+    assert "--resume" in message
+    assert "--run NAME" in message
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_another_recipe_is_refused_and_the_keys_are_listed(
+    tmp_path: Path, make_recipe: MakeRecipe, resume: bool
+) -> None:
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    before = everything(tmp_path)
+    loop = FakeLoop()
+    with pytest.raises(RunConflict) as caught:
+        launch(make_recipe(lr=2e-3, seed=7), root=tmp_path, name="a", resume=resume, train=loop)
+    message = str(caught.value)
+    assert "  train.lr: 0.001 in the run, 0.002 now\n  train.seed: 0 in the run, 7 now\n" in message
+    assert "--run NAME" in message
+    assert loop.calls == []
+    assert everything(tmp_path) == before
+
+
+def test_resume_continues_and_says_how(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    notes = Notes()
+    result = launch(make_recipe(), root=tmp_path, name="a", observer=notes, train=FakeLoop(stop_after=4))
+    assert (result.step, result.reason) == (4, "interrupted")
+    assert status_of(result.folder).state == "interrupted"
+    assert notes == [
+        f"stopped after step 4 of 10, which is saved; continue with the same command and --resume --run a ({tmp_path})"
+    ]
+    loop = FakeLoop()
+    result = launch(make_recipe(), root=tmp_path, name="a", resume=True, train=loop)
+    assert loop.calls == [(True, 10)]
+    assert (result.step, status_of(result.folder).state) == (10, "finished")
+    assert len(RunDirectory(result.folder).read_environment()["starts"]) == 2
+
+
+def test_resume_without_a_name_takes_the_newest_run_of_the_same_recipe(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    def start(**changes: Any) -> str:
+        stopped = FakeLoop(stop_after=4)
+        return launch(make_recipe(**changes), root=tmp_path, recipe_name="tiny/grpo", train=stopped).folder.name
+
+    assert [start(), start(), start(seed=5)] == ["tiny-grpo", "tiny-grpo-2", "tiny-grpo-3"]
+    for age, name in enumerate(["tiny-grpo-3", "tiny-grpo-2", "tiny-grpo"]):
+        os.utime(tmp_path / name / "recipe.yaml", (1000 - age, 1000 - age))
+
+    def resumed(**changes: Any) -> str:
+        recipe = make_recipe(**changes)
+        return launch(recipe, root=tmp_path, recipe_name="tiny/grpo", resume=True, train=FakeLoop()).folder.name
+
+    assert resumed() == "tiny-grpo-2"
+    assert resumed(seed=5) == "tiny-grpo-3"
+    with pytest.raises(UsageError, match="of these, none has the same recipe: tiny-grpo, tiny-grpo-2, tiny-grpo-3"):
+        resumed(seed=6)
+
+
+def test_nothing_to_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(UsageError, match="nothing to continue"):
+        launch(make_recipe(), root=tmp_path / "none", resume=True, train=FakeLoop())
+    launch(make_recipe(), root=tmp_path, name="first", train=FakeLoop())
+    with pytest.raises(UsageError, match=r"no run 'frist' in .* Did you mean 'first'\?"):
+        launch(make_recipe(), root=tmp_path, name="frist", resume=True, train=FakeLoop())
+    assert sorted(os.listdir(tmp_path)) == ["first"]
+
+
+def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+    notes, loop = Notes(), FakeLoop()
+    launch(make_recipe(steps=15), root=tmp_path, name="a", resume=True, observer=notes, train=loop)
+    assert loop.calls == [(True, 15)]
+    assert notes == ["train.steps is now 15 instead of 10; the steps up to 10 are kept as they are"]
+    assert RunDirectory(tmp_path / "a").changed_keys(make_recipe(steps=15)) == {}
+    assert status_of(tmp_path / "a").steps == 15
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [
+        ({}, {"steps": 4}, "train.steps 4 is not above the newest checkpoint's step 4"),
+        ({"schedule": "linear"}, {"steps": 20, "schedule": "linear"}, "learning rates of train.schedule 'linear'"),
+        ({}, {"steps": 20, "lr": 2e-3}, "Only train.steps may change when a run is resumed, not train.lr"),
+    ],
+)
+def test_changes_that_would_make_it_another_run_are_refused(
+    tmp_path: Path, make_recipe: MakeRecipe, first: dict, then: dict, why: str
+) -> None:
+    launch(make_recipe(**first), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    before = everything(tmp_path)
+    with pytest.raises(RunConflict, match=why):
+        launch(make_recipe(**then), root=tmp_path, name="a", resume=True, train=FakeLoop())
+    assert everything(tmp_path) == before
+
+
+def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+    notes = Notes()
+    result = launch(make_recipe(), root=tmp_path, name="a", resume=True, observer=notes, train=FakeLoop())
+    assert (result.step, result.reason) == (10, "finished")
+    assert notes == ["this run had finished; it is only checked, and its results shown again"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_live_run_is_refused(tmp_path: Path, make_recipe: MakeRecipe, resume: bool) -> None:
+    folder = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder
+    before = everything(tmp_path)
+    with lock_run(folder), pytest.raises(RunConflict, match="another process is working in this run"):
+        launch(make_recipe(), root=tmp_path, name="a", resume=resume, train=FakeLoop())
+    del before["a/.lock"]
+    assert before.items() <= everything(tmp_path).items()
+
+
+def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".lock").write_text("pid 1")  # a start that was killed before anything was written
+    before = everything(tmp_path)
+    with pytest.raises(RunConflict, match="holds something else than a run"):
+        launch(make_recipe(), root=tmp_path, name="thesis", train=FakeLoop())
+    with pytest.raises(RunConflict, match="this is a file"):
+        launch(make_recipe(), root=tmp_path, name="file", train=FakeLoop())
+    assert everything(tmp_path) == before
+    assert launch(make_recipe(), root=tmp_path, name="empty", train=FakeLoop()).step == 10
+
+
+def test_a_failure_is_recorded_and_can_be_resumed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(NonFiniteLoss, match="at step 3"):
+        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=NonFiniteLoss("loss is NaN at step 3")))
+    status = status_of(tmp_path / "a")
+    assert (status.state, status.step, status.message) == ("failed", 3, "NonFiniteLoss: loss is NaN at step 3")
+    assert RunDirectory(tmp_path / "a").log_path.read_text().endswith("failed: NonFiniteLoss: loss is NaN at step 3\n")
+    assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
+    assert status_of(tmp_path / "a").message is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(130)])
+def test_stopped_at_once_is_interrupted(tmp_path: Path, make_recipe: MakeRecipe, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=error))
+    assert status_of(tmp_path / "a").state == "interrupted"
+
+
+def test_a_bug_is_recorded_too_and_keeps_its_traceback(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=ZeroDivisionError("ours")))
+    assert caught.traceback[-1].name == "__call__"
+    assert status_of(tmp_path / "a").message == "ZeroDivisionError: ours"
+
+
+def test_a_recipe_that_cannot_run_leaves_no_directory_behind(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    def refuse(*_: object, **__: object) -> Result:
+        raise UsageError("no such model")
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no such model"):
+            launch(make_recipe(), root=tmp_path, recipe_name="tiny/grpo", train=refuse)
+        assert os.listdir(tmp_path) == []
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    with pytest.raises(UsageError):
+        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=refuse)
+    assert status_of(tmp_path / "a").state == "failed"
+    assert (tmp_path / "a" / "checkpoints" / "step-000004").is_dir()
+
+
+def test_a_full_disk_while_failing_does_not_hide_the_first_error(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(recipe: Recipe, files: RunFiles, *, observer: Observer, **_: object) -> Result:
+        observer("start", {"resumed_from": None})
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        raise NonFiniteLoss("the first error")
+
+    with pytest.raises(NonFiniteLoss, match="the first error") as caught:
+        launch(make_recipe(), root=tmp_path, name="a", train=fail)
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_a_place_that_is_not_writable(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StorageError, match="cannot write runs"):
+        launch(make_recipe(), root=tmp_path / "file", train=FakeLoop())
+
+
+def test_leftovers_of_a_killed_write_are_removed_and_reported(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    leftover = tmp_path / "a" / "checkpoints" / ".tmp-step-000005-99"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("half")
+    notes = Notes()
+    launch(make_recipe(), root=tmp_path, name="a", resume=True, observer=notes, train=FakeLoop())
+    assert notes == ["removed what a killed write left behind: .tmp-step-000005-99"]
+    assert not leftover.exists()
+
+
+def test_a_signal_lets_the_step_end_and_handlers_come_back(
+    tmp_path: Path, make_recipe: MakeRecipe, capfd: pytest.CaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    result = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(signal_at=6))
+    assert (result.step, result.reason) == (6, "interrupted")
+    assert status_of(result.folder).state == "interrupted"
+    assert (result.folder / "checkpoints" / "step-000006").is_dir()
+    assert "stopping after this step" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_second_signal_exits() -> None:
+    def work() -> None:
+        with stop_on_signals() as should_stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert should_stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_outside_of_the_main_thread_no_handlers_are_set() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with stop_on_signals() as should_stop:
+            seen.append((should_stop(), signal.getsignal(signal.SIGINT) is before))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]
+
+
+def test_launching_needs_no_torch_until_it_trains() -> None:
+    program = "import sys, posttrain.runs.launch, posttrain.runs.listing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import DataError, StorageError
+from posttrain.store.database import connect
+from posttrain.store.migrations import MIGRATIONS, migrate, schema_version
+from posttrain.store.rollouts import RolloutStore
+from posttrain.types import Completion, Example, Message, Rollout
+
+
+def make_rollout(step: int, index: int = 0, reward: float = 0.5, text: str = "<think>so</think>", **changes) -> Rollout:
+    example = Example(f"stories/train/{index}", (Message("user", f"How many? {index}"),), answer="42")
+    completion = changes.pop("completion", Completion((5, 6, 2), (-0.1, -0.2, -0.7), "stop"))
+    rollout = Rollout(example, (1, 2), completion, text, {"correct": reward}, reward, step, 3, 11, index)
+    for name, value in changes.items():
+        setattr(rollout, name, value)
+    return rollout
+
+
+def test_a_rollout_comes_back_with_every_field(tmp_path: Path) -> None:
+    rollout = make_rollout(7, 4, reward=1.0, advantage=-0.25, parts={"correct": 1.0, "xml_format": 0.1})
+    with RolloutStore(tmp_path / "rollouts.db") as store:
+        store.record([rollout])
+        store.record([rollout], evaluation="stories/validation")
+        (row,) = store.training()
+        (held_out,) = store.evaluations()
+    assert (row.id, row.step, row.epoch, row.prompt_index, row.rollout_index) == (1, 7, 3, 11, 4)
+    assert (row.example_id, row.prompt, row.completion) == ("stories/train/4", "How many? 4", "<think>so</think>")
+    assert row.parts == {"correct": 1.0, "xml_format": 0.1}
+    assert list(row.parts) == ["correct", "xml_format"]
+    assert (row.reward, row.advantage, row.num_tokens, row.finish, row.answer) == (1.0, -0.25, 3, "stop", "42")
+    assert row.mean_sampler_logprob == math.fsum([-0.1, -0.2, -0.7]) / 3
+    assert row.evaluation is None
+    assert held_out.evaluation == "stories/validation"
+    assert held_out.completion == row.completion
+
+
+def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
+    awkward = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, 1 / 3, -2.5e-17, float(2**53 + 2)]
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record([make_rollout(1, i, reward=x, advantage=-x, parts={"p": x}) for i, x in enumerate(awkward)])
+        rows = store.training()
+    bits = [struct.pack("<3d", row.reward, row.advantage, row.parts["p"]) for row in rows]
+    assert bits == [struct.pack("<3d", x, -x, x) for x in awkward]
+
+
+def test_a_conversation_an_empty_completion_and_odd_text_are_recorded(tmp_path: Path) -> None:
+    messages = (Message("system", "Be brief."), Message("user", "2+2?"))
+    empty = make_rollout(
+        1, completion=Completion((), (), "length"), text="a\ud800b\x00c", example=Example("e", messages)
+    )
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record([empty])
+        (row,) = store.training()
+    assert row.prompt == "system: Be brief.\n\nuser: 2+2?"
+    assert (row.num_tokens, row.mean_sampler_logprob, row.answer, row.advantage) == (0, None, None, None)
+    assert row.completion == "a\\ud800b\x00c"
+
+
+def test_what_is_recorded_is_what_the_rollout_was_at_that_moment(tmp_path: Path) -> None:
+    rollout = make_rollout(1)
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record([rollout])
+        rollout.reward, rollout.parts["correct"], rollout.text = 9.0, 9.0, "changed"
+        (row,) = store.training()
+    assert (row.reward, row.parts, row.completion) == (0.5, {"correct": 0.5}, "<think>so</think>")
+
+
+def test_filters(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "r.db") as store:
+        for step in (1, 2, 3):
+            store.record([make_rollout(step, i, reward=i / 4, text=f"text {step}.{i}") for i in range(5)])
+        store.record([make_rollout(2, 0)], evaluation="a")
+        store.record([make_rollout(2, 1), make_rollout(0, 1)], evaluation="b")
+
+        def indices(**filters) -> list[tuple[int, int]]:
+            return [(row.step, row.rollout_index) for row in store.training(**filters)]
+
+        assert indices(step=2) == [(2, i) for i in range(5)]
+        assert indices(min_reward=0.75, max_reward=0.75) == [(1, 3), (2, 3), (3, 3)]
+        assert indices(text="3.4") == [(3, 4)]
+        assert indices(text="How many? 2", step=1) == [(1, 2)]
+        assert indices(text="TEXT") == []
+        assert indices(limit=2, newest_first=True) == [(3, 4), (3, 3)]
+        assert [(r.evaluation, r.step) for r in store.evaluations("b")] == [("b", 2), ("b", 0)]
+        assert [r.evaluation for r in store.evaluations(step=2)] == ["a", "b"]
+        assert store.count_training() == {1: 5, 2: 5, 3: 5}
+        assert store.count_evaluations() == {("a", 2): 1, ("b", 0): 1, ("b", 2): 1}
+
+
+def rows_of(path: Path) -> list[tuple]:
+    with connect(path, read_only=True) as db:
+        training = db.execute("SELECT * FROM rollouts ORDER BY id").fetchall()
+        return training + db.execute("SELECT * FROM evaluation_rollouts ORDER BY id").fetchall()
+
+
+def test_trimmed_and_repeated_equals_uninterrupted_in_every_column(tmp_path: Path) -> None:
+    def record(store: RolloutStore, steps: range) -> None:
+        for step in steps:
+            store.record([make_rollout(step, i, reward=step * 0.1) for i in range(3)])
+            store.record([make_rollout(step, 9)], evaluation="held out")
+
+    with RolloutStore(tmp_path / "whole.db") as whole:
+        record(whole, range(1, 7))
+    with RolloutStore(tmp_path / "cut.db") as cut:
+        record(cut, range(1, 6))
+    with RolloutStore(tmp_path / "cut.db") as cut:
+        assert cut.trim(after_step=3) == 8
+        assert max(cut.count_training()) == 3
+        record(cut, range(4, 7))
+    assert rows_of(tmp_path / "cut.db") == rows_of(tmp_path / "whole.db")
+    assert len(rows_of(tmp_path / "whole.db")) == 24
+
+
+def test_trimming_to_minus_one_empties_both_tables(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record([make_rollout(0)], evaluation="before")
+        assert store.trim(-1) == 1
+    assert rows_of(tmp_path / "r.db") == []
+
+
+def test_flush_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
+    """The process ends without closing anything; what was flushed is there, in order."""
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); import test_rollouts as t\n"
+        "store = t.RolloutStore(sys.argv[1])\n"
+        "for step in range(1, 41): store.record([t.make_rollout(step, i) for i in range(8)])\n"
+        "store.flush(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "r.db"), str(Path(__file__).parent)], check=False
+    )
+    assert done.returncode == -9
+    counts = RolloutStore(tmp_path / "r.db", read_only=True).count_training()
+    assert counts == dict.fromkeys(range(1, 41), 8)
+
+
+def test_writing_happens_on_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import posttrain.store.rollouts as module
+
+    writers, may_write = [], threading.Event()
+
+    def slow_commit(db: sqlite3.Connection, batches: list) -> None:
+        assert may_write.wait(10)
+        writers.append(threading.current_thread().name)
+        original(db, batches)
+
+    original = module._commit
+    monkeypatch.setattr(module, "_commit", slow_commit)
+    store = RolloutStore(tmp_path / "r.db")
+    for step in range(5):
+        store.record([make_rollout(step)])  # returns although nothing can be written yet
+    assert rows_of(tmp_path / "r.db") == []
+    may_write.set()
+    store.close()
+    assert set(writers) == {"rollout-writer"}
+    assert len(rows_of(tmp_path / "r.db")) == 5
+
+
+def limit_file_size(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def record_until_full(store: RolloutStore) -> None:
+    for step in range(2, 500):
+        store.record([make_rollout(step, text="x" * 5000)])
+        store.flush()
+
+
+def test_a_full_disk_surfaces_as_a_storage_error_and_keeps_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.db"
+    store = RolloutStore(path)
+    store.record([make_rollout(1)])
+    store.flush()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_file_size(200_000)  # a real write error from the system, in the writer thread
+    try:
+        with pytest.raises(StorageError, match=r"r\.db: cannot write rollouts.*--resume"):
+            record_until_full(store)
+        with pytest.raises(StorageError):
+            store.record([make_rollout(1)])
+        with pytest.raises(StorageError):
+            store.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    kept = RolloutStore(path, read_only=True).count_training()
+    assert kept[1] == 1
+    assert set(kept) == set(range(1, len(kept) + 1))
+
+
+def test_the_first_error_is_shown_and_the_full_disk_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import posttrain.store.rollouts as module
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def loop() -> None:
+        with RolloutStore(tmp_path / "r.db") as store:
+            store.record([make_rollout(1)])
+            raise KeyError("the loop failed first")
+
+    monkeypatch.setattr(module, "_commit", fail)
+    with pytest.raises(KeyError) as caught:
+        loop()
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_a_file_of_a_later_posttrain_is_refused_and_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "r.db"
+    RolloutStore(path).close()
+    with connect(path, read_only=False) as db:
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(DataError, match=r"schema version 2.*up to 1.*upgrade"):
+        RolloutStore(path)
+    with connect(path, read_only=True) as db:
+        assert schema_version(db) == 2
+
+
+def test_files_that_are_missing_or_no_database_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such rollout database"):
+        RolloutStore(tmp_path / "none.db", read_only=True)
+    assert not (tmp_path / "none.db").exists()
+    (tmp_path / "text.db").write_text("this is no database, whatever its name says\n" * 50)
+    with pytest.raises(DataError, match="not a rollout database"):
+        RolloutStore(tmp_path / "text.db")
+    assert (tmp_path / "text.db").read_text().startswith("this is no database")
+
+
+def test_a_place_that_is_not_writable_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write rollouts"):
+        RolloutStore(tmp_path / "no-such-folder" / "r.db")
+
+
+def test_migrations_run_once_each_in_order_and_an_interrupted_one_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "m.db"
+
+    def first(db: sqlite3.Connection) -> None:
+        db.execute("CREATE TABLE one (x INTEGER)")
+
+    def second(db: sqlite3.Connection) -> None:
+        db.execute("ALTER TABLE one ADD COLUMN y INTEGER")
+
+    def broken(db: sqlite3.Connection) -> None:
+        db.execute("CREATE TABLE half (x INTEGER)")
+        raise KeyError("killed here")
+
+    with connect(path, read_only=False) as db:
+        assert migrate(db, path, [first]) == 1
+        db.execute("INSERT INTO one VALUES (5)")
+        with pytest.raises(KeyError):
+            migrate(db, path, [first, second, broken])
+        assert schema_version(db) == 2
+        assert db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("one",)]
+        assert migrate(db, path, [first, second]) == 0
+        assert db.execute("SELECT * FROM one").fetchall() == [(5, None)]
+
+
+def test_the_schema_of_version_one_is_frozen(tmp_path: Path) -> None:
+    """A released migration is never edited; add a new one instead."""
+    path = tmp_path / "r.db"
+    with connect(path, read_only=False) as db:
+        migrate(db, path, MIGRATIONS[:1])
+        columns = [row[1:3] for row in db.execute("PRAGMA table_info(evaluation_rollouts)").fetchall()]
+    assert columns == [
+        ("id", "INTEGER"),
+        ("step", "INTEGER"),
+        ("epoch", "INTEGER"),
+        ("prompt_index", "INTEGER"),
+        ("rollout_index", "INTEGER"),
+        ("example_id", "TEXT"),
+        ("prompt", "TEXT"),
+        ("completion", "TEXT"),
+        ("answer", "TEXT"),
+        ("parts", "TEXT"),
+        ("reward", "REAL"),
+        ("advantage", "REAL"),
+        ("num_tokens", "INTEGER"),
+        ("finish", "TEXT"),
+        ("mean_sampler_logprob", "REAL"),
+        ("evaluation", "TEXT"),
+    ]
+
+
+def test_facts_about_the_run_travel_with_the_file(tmp_path: Path) -> None:
+    RolloutStore(tmp_path / "r.db", about={"seed": "3", "recipe": "abc"}).close()
+    RolloutStore(tmp_path / "r.db", about={"recipe": "def"}).close()
+    assert RolloutStore(tmp_path / "r.db", read_only=True).about() == {"seed": "3", "recipe": "def"}
+
+
+def test_reading_while_another_connection_writes(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "r.db")
+    store.record([make_rollout(1)])
+    store.flush()
+    reader = RolloutStore(tmp_path / "r.db", read_only=True)
+    assert reader.count_training() == {1: 1}
+    store.record([make_rollout(2)])
+    store.flush()
+    assert reader.count_training() == {1: 1, 2: 1}
+    store.close()
+    assert sorted(os.listdir(tmp_path)) == ["r.db"]  # closing folds the write-ahead log into the file

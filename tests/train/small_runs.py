@@ -1,0 +1,120 @@
+"""Small runs of the embedded model, and what they leave behind, for the tests of the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from posttrain.recipe import Recipe, validate_recipe
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.train.files import RunFiles
+from posttrain.train.loop import TrainResult, train
+from posttrain.types import Batch, Loss, Outputs
+
+TASK = {"name": "stories", "size": 64, "max_steps": 1}
+BASE: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "task": TASK,
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "rewards": ["small_runs:digit_share"],
+        "rollout": {"prompts": 4, "group": 4, "max_tokens": 10},
+        "objective": {"name": "grpo"},
+        "train": {"steps": 4, "lr": 1e-3},
+    },
+    "sft": {
+        "task": TASK,
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "data": {"batch": 4, "max_tokens": 256},
+        "objective": {"name": "cross_entropy"},
+        "train": {"steps": 4, "lr": 1e-3},
+    },
+}
+
+
+def digit_share(text: str) -> float:
+    """A reward that varies: the share of digits in an answer."""
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def never_finite(text: str) -> float:
+    """A reward that is broken."""
+    return float("nan")
+
+
+def no_value(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that is NaN everywhere."""
+    return Loss(outputs.logprobs * float("nan"))
+
+
+def already_summed(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that reduces, which is the loop's business."""
+    return Loss(-outputs.logprobs.sum())
+
+
+def make_recipe(kind: str, **changes: Any) -> Recipe:
+    """A resolved recipe; each keyword is a section whose keys are changed (a dict) or replaced."""
+    data = json.loads(json.dumps(BASE[kind]))
+    for section, value in changes.items():
+        merges = isinstance(value, dict) and isinstance(data.get(section), dict) and "name" not in value
+        data[section] = data[section] | value if merges else value
+    return validate_recipe(data).resolve()
+
+
+class Events(list):
+    """An observer that keeps (event, facts)."""
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        self.append((event, facts))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self if name == event]
+
+
+def run(folder: Path, recipe: Recipe, *, resume: bool = False, stop_after: int | None = None) -> TrainResult:
+    """Train in ``folder``; ``stop_after`` asks it to stop once so many updates were made in this process."""
+    return watched(folder, recipe, Events(), resume=resume, stop_after=stop_after)
+
+
+def watched(
+    folder: Path, recipe: Recipe, events: Events, *, resume: bool = False, stop_after: int | None = None
+) -> TrainResult:
+    """Like ``run``, with the events kept."""
+    stop: Callable[[], bool] = lambda: stop_after is not None and len(events.of("step")) >= stop_after  # noqa: E731
+    return train(recipe, RunFiles.within(folder), resume=resume, observer=events, should_stop=stop)
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every update."""
+    return [row.metrics for row in MetricsLog(folder / "metrics.jsonl").read() if "loss" in row.metrics]
+
+
+def untimed(folder: Path) -> list[tuple[int, str]]:
+    """Every line of the metrics without its times, floats as exact text."""
+    rows = MetricsLog(folder / "metrics.jsonl").read()
+    return [(row.step, json.dumps(row.metrics, sort_keys=True)) for row in rows]
+
+
+def recorded(folder: Path) -> tuple[list[RecordedRollout], list[RecordedRollout]]:
+    """The rows of both tables of ``rollouts.db``, in the order of writing."""
+    store = RolloutStore(folder / "rollouts.db", read_only=True)
+    return list(store.training()), list(store.evaluations())
+
+
+def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint: weights or adapter, optimizer, pending batch."""
+    found: dict[str, Tensor] = {}
+    for file in sorted((folder / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")):
+        found |= {f"{file.name}:{name}": tensor for name, tensor in load_file(file).items()}
+    return found
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Equal names, and every tensor equal bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
