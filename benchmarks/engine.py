@@ -23,6 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ def compare(model: Any, stop_ids: tuple[int, ...], pairs: int) -> dict[str, Any]
     found: dict[str, list[tuple[float, float]]] = {"transformers_generate": [], **{name: [] for name in engines}}
     for repeat in range(pairs + 1):
         torch.manual_seed(repeat)
-        rates = {"transformers_generate": measure(lambda: run_peer(model, prompts, stop_ids))}
+        rates = {"transformers_generate": measure(partial(run_peer, model, prompts, stop_ids))}
         for name, engine in engines.items():
-            rates[name] = measure(lambda engine=engine: run_ours(engine, prompts, stop_ids, repeat))
+            rates[name] = measure(partial(run_ours, engine, prompts, stop_ids, repeat))
         if repeat:
             for name, rate in rates.items():
                 found[name].append(rate)

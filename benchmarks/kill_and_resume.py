@@ -41,7 +41,7 @@ def measure(kind: str, steps: int, num_kills: int, seed: int, folder: Path) -> d
         print(f"\n{kind}: {steps} steps, {seconds:.1f} s undisturbed\n")
         print(f"{'kill':>4}  {'aimed at':<12}{'met':<12}{'step':>6}{'newest checkpoint':>20}{'seconds':>10}")
         phases = killing.phases_to_aim_at(kind, num_kills)
-        kills = killing.run_with_kills(starter, recipe, cut, phases, seed, range_seconds=seconds / 3)
+        kills = killing.run_with_kills(starter, recipe, cut, phases, seed)
     finally:
         starter.close()
     for number, kill in enumerate(kills, start=1):

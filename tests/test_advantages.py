@@ -65,3 +65,9 @@ def test_batch_normalized_by_hand():
     expected = grouped / grouped.flatten().std(correction=0)
     assert torch.allclose(batch_normalized(REWARDS, center="group", epsilon=0.0), expected, atol=1e-12)
     assert batch_normalized(torch.ones(2, 3, dtype=torch.float64)).abs().max() == 0.0
+
+
+def test_equal_rewards_give_zero_also_where_their_mean_is_rounded():
+    rewards = torch.full((1, 7), 0.7, dtype=torch.float64)
+    assert float((rewards.mean(dim=1) - rewards[0, 0]).abs()) > 0  # the mean of equal numbers is another number
+    assert normalized(rewards, epsilon=0.0).tolist() == [[0.0] * 7]

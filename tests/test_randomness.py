@@ -46,3 +46,8 @@ def test_an_epoch_visits_every_item_once():
     assert drawn[:10] != drawn[10:20]
     assert draw_indices(7, "data", 13, 9, 10) == drawn[13:22]
     assert permutation(7, "data", 1, 10).tolist() == drawn[10:20]
+
+
+def test_any_whole_number_is_a_seed():
+    seeds = [0, -1, 2**63 - 1, 2**63, 2**64, 10**40, -(10**40)]
+    assert len({derive_key(seed, "data", 1) for seed in seeds}) == len(seeds)

@@ -37,7 +37,9 @@ LOOSE = " It is </think> so <answer> 42 </answer>"
 
 
 def test_weighted_sum_of_unweighted_parts() -> None:
-    grader = build_grader([RewardWord(name="correct", weight=2.0), RewardWord(name="xml_format", weight=0.25)], template())
+    grader = build_grader(
+        [RewardWord(name="correct", weight=2.0), RewardWord(name="xml_format", weight=0.25)], template()
+    )
     completion = Completion((1, 2, 3), (-1.0,) * 3, "stop")
 
     def grade(text: str) -> tuple[dict[str, float], float]:

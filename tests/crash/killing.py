@@ -171,14 +171,13 @@ def run_undisturbed(starter: Starter | Interpreters, recipe: Path, folder: Path)
 
 
 def run_with_kills(
-    starter: Starter | Interpreters, recipe: Path, folder: Path, phases: Sequence[str], seed: int, range_seconds: float
+    starter: Starter | Interpreters, recipe: Path, folder: Path, phases: Sequence[str], seed: int
 ) -> list[Kill]:
     """Run to the end, killed once for each phase aimed at; resumed after every kill.
 
     Args:
         phases: what to aim at, in order. A run that ends before its phase comes ends the killing.
         seed: of the moments within the phases.
-        range_seconds: the moments for ``anywhere`` lie in so many seconds after the first sign of work.
     """
     rng = random.Random(seed)
     kills: list[Kill] = []
@@ -187,7 +186,7 @@ def run_with_kills(
         process = starter.start(recipe, folder)
         _wait_until_working(process, folder, before)
         first_sign = _status_time(folder)
-        _wait_for(aimed, folder, process, rng, range_seconds)
+        _wait_for(aimed, folder, process, rng)
         try:
             os.kill(process, 9)
         except ProcessLookupError:
@@ -212,10 +211,16 @@ def _wait_until_working(process: int, folder: Path, before: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _wait_for(aimed: str, folder: Path, process: int, rng: random.Random, range_seconds: float) -> None:
+def _wait_for(aimed: str, folder: Path, process: int, rng: random.Random) -> None:
     """Sleep until a moment in the phase ``aimed`` at, or until the process ends."""
-    if aimed in ("anywhere", "start"):
-        _sleep_alive(process, rng.uniform(0.0, range_seconds if aimed == "anywhere" else 0.1))
+    if aimed == "start":
+        _sleep_alive(process, rng.uniform(0.0, 0.1))
+        return
+    if aimed == "anywhere":  # so many steps on, whatever the machine's speed
+        resumed, target = _status_time(folder), (newest_checkpoint(folder) or 0) + rng.randrange(9)
+        while _is_alive(process) and (_status_time(folder) == resumed or _step(folder) < target):
+            time.sleep(_POLL_SECONDS)
+        _sleep_alive(process, rng.uniform(0.0, 0.1))
         return
     occasions = rng.randrange(1, 4)  # not always the first one after a start
     before = describe_moment(folder)

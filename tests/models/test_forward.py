@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Olmo2Config, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from posttrain.models.forward import MAX_LOGIT_ELEMENTS, Forward, score_logits
 from posttrain.models.packing import pack
@@ -152,3 +160,42 @@ def test_logprobs_are_fp32_for_bf16_weights():
     assert logprobs.dtype == torch.float32
     gap = 300.0 - float(logits[0, 1])  # what bf16 made of 299
     assert logprobs.item() == pytest.approx(-torch.tensor(-gap).exp().log1p().item(), abs=1e-7)
+
+
+@torch.no_grad()
+def test_rows_longer_than_the_attention_window_take_the_padded_path():
+    """Packing knows no sliding window; within it both are the same."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=6)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    batch = ragged_batch()
+    short = batch.select([9, 10])  # rows of 8 and 2 tokens
+    assert int(batch.lengths.max()) > 8
+    expected = {id(b): reference_logprobs(model, b)[0] for b in (batch, short)}
+    model.config.sliding_window = None  # what the window changes, so that the test can fail
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    unlimited = reference_logprobs(model, batch)[0]
+    assert float((unlimited - expected[id(batch)]).abs().max()) > 0.1
+    model.config.sliding_window = 6
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 6
+    forward = Forward(model)
+    assert forward.path == "packed"
+    for b in (batch, short):
+        assert float((forward(b).logprobs - expected[id(b)]).abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_slots_and_tokens_of_the_last_pass():
+    model = random_model("gpt2")
+    batch = collate([Sample([1] * 9, [False] + [True] * 8), Sample([2] * 4, [False] + [True] * 3, group=1)])
+    forward = Forward(model)
+    forward(batch)
+    assert (forward.last_slots, forward.last_tokens) == (2 * 8, 8 + 3)  # the last token of a row predicts nothing
+    forward.path = "padded"
+    forward(batch)
+    assert (forward.last_slots, forward.last_tokens) == (2 * 9, 9 + 4)

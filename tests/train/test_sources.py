@@ -145,7 +145,9 @@ def always_the_same(text: str) -> float:
     return 0.3
 
 
-def sampled(tokenizer, template, task: Task, *, engine=None, reward: str = "last_digit", **changes: Any) -> RolloutSource:
+def sampled(
+    tokenizer, template, task: Task, *, engine=None, reward: str = "last_digit", **changes: Any
+) -> RolloutSource:
     """A source over a scripted engine; ``annotated`` counts the calls of its annotator."""
     recipe: Recipe = make_recipe("grpo", **changes)
     grader = build_grader([RewardWord(name=f"test_sources:{reward}")], template)
@@ -286,9 +288,7 @@ def groups_of(rollouts: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 def test_groups_are_drawn_until_enough_of_them_vary(tokenizer, template) -> None:
     task = sums(50)
-    even = {
-        tuple(encode_prompt(tokenizer, template, e.messages)) for i, e in enumerate(task.examples) if i % 2 == 0
-    }
+    even = {tuple(encode_prompt(tokenizer, template, e.messages)) for i, e in enumerate(task.examples) if i % 2 == 0}
     rollout = {"prompts": 4, "group": 6, "drop_uniform_groups": True, "max_rounds": 8}
     source = sampled(tokenizer, template, task, engine=mostly_uniform(tokenizer, even.__contains__), rollout=rollout)
     draw = source(1)

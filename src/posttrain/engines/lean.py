@@ -1,8 +1,8 @@
 """The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and what is built alike.
 
-At small sizes a decode step costs dispatch, not arithmetic: the modules' forward issues about 60
-operations a layer, this one about half, over the very same parameters (nothing is copied, merged or
-fused, so nothing can be stale). Projections are separate products written side by side into one
+At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path
+issues few operations a layer and reads a group's prompt once, over the very same parameters (nothing
+is copied, merged or fused, so nothing can be stale). Projections are separate products written side by side into one
 buffer: at 64 rows a fused weight saves 2 of 41 microseconds and would have to be kept in step.
 
 The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
@@ -29,7 +29,8 @@ from torch.nn import functional as F
 from posttrain.engines.cache import SlotCache
 from posttrain.engines.decoder import pad_right
 from posttrain.engines.prefixes import LayerShape, Prefix, SharedPrefixes
-from posttrain.models.lora import LowRank, low_rank_terms
+from posttrain.engines.projection import Projection, multiply, rms_norm
+from posttrain.models.lora import low_rank_terms
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -38,49 +39,6 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 STATIC_ROPES = {"default", "linear", "llama3", "yarn"}
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(slots=True)
-class Projection:
-    """``x W^T + b`` plus the active adapters' ``scale (x A^T) B^T``."""
-
-    weight_t: Tensor
-    bias: Tensor | None
-    adapters: list[LowRank]
-
-    @property
-    def size(self) -> int:
-        return int(self.weight_t.shape[1])
-
-    def into(self, x: Tensor, out: Tensor) -> None:
-        """Write the product into ``out`` ``[N, size]``, which may be a part of a wider buffer."""
-        if self.bias is None:
-            torch.mm(x, self.weight_t, out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight_t, out=out)
-        self._adapt(x, out)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """``[N, size]``, a new tensor."""
-        out = torch.mm(x, self.weight_t) if self.bias is None else torch.addmm(self.bias, x, self.weight_t)
-        self._adapt(x, out)
-        return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """``residual + projection(x)``, in place."""
-        residual.addmm_(x, self.weight_t)
-        if self.bias is not None:
-            residual.add_(self.bias)
-        self._adapt(x, residual)
-        return residual
-
-    def _adapt(self, x: Tensor, out: Tensor) -> None:
-        for term in self.adapters:
-            inner = torch.mm(x.to(term.down.dtype), term.down.t())
-            if term.up.dtype == out.dtype:
-                out.addmm_(inner, term.up.t(), alpha=term.scale)
-            else:  # adapters kept in fp32 over a half-precision base
-                out.copy_(out.to(term.up.dtype).addmm_(inner, term.up.t(), alpha=term.scale))
 
 
 @dataclass(slots=True)
@@ -101,6 +59,17 @@ class Layer:
     head_eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One buffer ``[N, all heads * head_dim]`` and views of it; overwritten by every block."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotated: Tensor  # query and key heads together [N, query heads + key heads, head_dim]
+    values: Tensor  # [N, key heads, head_dim]
+
+
 class LeanDecoder:
     """A ``Decoder`` over the parameters of ``model``. Made by ``bind``, anew for every generation."""
 
@@ -109,7 +78,7 @@ class LeanDecoder:
     def __init__(self, base: Any, head: nn.Linear, max_positions: int) -> None:
         attention = base.layers[0].self_attn
         self.embedding: Tensor = base.embed_tokens.weight.detach()
-        self.head_t = head.weight.detach().t()
+        self.head: Tensor = head.weight.detach()
         self.head_bias = None if head.bias is None else head.bias.detach()
         self.norm: Tensor = base.norm.weight.detach()
         self.eps: float = base.norm.variance_epsilon
@@ -126,6 +95,7 @@ class LeanDecoder:
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
         self._bind_rotary(base, max_positions)
+        self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
     @staticmethod
@@ -151,7 +121,7 @@ class LeanDecoder:
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.view(rows, width, self.num_keys, self.head_dim))
-            values.append(v.reshape(rows, width, self.num_keys, self.head_dim))
+            values.append(v.clone().view(rows, width, self.num_keys, self.head_dim))
             query = q.view(rows, width, self.num_queries, self.head_dim).transpose(1, 2)
             key = keys[-1].transpose(1, 2).repeat_interleave(group, 1)
             value = values[-1].transpose(1, 2).repeat_interleave(group, 1)
@@ -182,10 +152,7 @@ class LeanDecoder:
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             hidden = self._block(index, layer, hidden, cos, sin, attend)
-        hidden = rms_norm(hidden, self.norm, self.eps)
-        if self.head_bias is not None:
-            return torch.addmm(self.head_bias, hidden, self.head_t)
-        return torch.mm(hidden, self.head_t)
+        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
 
     def _attend_plainly(
         self,
@@ -219,26 +186,33 @@ class LeanDecoder:
 
     def _block(self, index: int, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten. cos, sin ``[N, 1, head_dim]``."""
-        num_rows, dim = hidden.shape[0], self.head_dim
-        num_rotated = self.num_queries + self.num_keys
-        q_end, k_end = self.num_queries * dim, num_rotated * dim
+        work = self._workspace(hidden.shape[0])
+        dim, num_queries = self.head_dim, self.num_queries
         x = rms_norm(hidden, layer.norm1, layer.eps)
-        buffer = torch.empty((num_rows, k_end + self.num_keys * dim), dtype=self.dtype, device=self.device)
-        layer.q.into(x, buffer[:, :q_end])
-        layer.k.into(x, buffer[:, q_end:k_end])
-        layer.v.into(x, buffer[:, k_end:])
-        heads = buffer.view(num_rows, -1, dim)
-        rotated = heads[:, :num_rotated]
+        layer.q.into(x, work.q)
+        layer.k.into(x, work.k)
+        layer.v.into(x, work.v)
+        rotated = work.rotated
         if layer.head_norm is not None:
             rotated = rms_norm(rotated, layer.head_norm, layer.head_eps)
         turned = rotated.roll(dim // 2, -1)
         rotated = rotated * cos
-        q = torch.addcmul(rotated[:, : self.num_queries], turned[:, : self.num_queries], sin)
-        k = torch.addcmul(rotated[:, self.num_queries :], turned[:, self.num_queries :], sin)
-        hidden = layer.o.add_to(hidden, attend(index, q, k, heads[:, num_rotated:]))
+        q = torch.addcmul(rotated[:, :num_queries], turned[:, :num_queries], sin)
+        k = torch.addcmul(rotated[:, num_queries:], turned[:, num_queries:], sin)
+        hidden = layer.o.add_to(hidden, attend(index, q, k, work.values))
         x = rms_norm(hidden, layer.norm2, layer.eps)
         gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
         return layer.down.add_to(hidden, gated)
+
+    def _workspace(self, rows: int) -> Workspace:
+        """The buffer for ``rows``, kept while the number of rows stays the same."""
+        if self._work is None or len(self._work.q) != rows:
+            dim, rotated = self.head_dim, self.num_queries + self.num_keys
+            buffer = torch.empty((rows, (rotated + self.num_keys) * dim), dtype=self.dtype, device=self.device)
+            heads = buffer.view(rows, -1, dim)
+            q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
+            self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
+        return self._work
 
     def _bind_rotary(self, base: Any, max_positions: int) -> None:
         """cos and sin ``[max_positions, 1, head_dim]``; sin carries the sign of the half turn."""
@@ -259,21 +233,10 @@ def _mix(weights: Tensor, values: Tensor) -> Tensor:
     return torch.bmm(values, weights.transpose(1, 2)).transpose(1, 2)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), computed in fp32."""
-    if x.dtype != torch.float32:
-        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
-    if x.device.type != "cpu":
-        return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
-    # F.rms_norm is composed of slower steps on a CPU (8.2 against 5.7 microseconds).
-    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * size.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
-
-
 def _bind_layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norm, head_eps = None, 0.0
-    q, k = _bind_projection(attention.q_proj), _bind_projection(attention.k_proj)
+    q, k = Projection.bind(attention.q_proj), Projection.bind(attention.k_proj)
     if hasattr(attention, "q_norm"):
         counts = (q.size // attention.head_dim, k.size // attention.head_dim)
         weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
@@ -285,21 +248,14 @@ def _bind_layer(layer: Any) -> Layer:
         eps=layer.input_layernorm.variance_epsilon,
         q=q,
         k=k,
-        v=_bind_projection(attention.v_proj),
-        o=_bind_projection(attention.o_proj),
-        gate=_bind_projection(mlp.gate_proj),
-        up=_bind_projection(mlp.up_proj),
-        down=_bind_projection(mlp.down_proj),
+        v=Projection.bind(attention.v_proj),
+        o=Projection.bind(attention.o_proj),
+        gate=Projection.bind(mlp.gate_proj),
+        up=Projection.bind(mlp.up_proj),
+        down=Projection.bind(mlp.down_proj),
         head_norm=head_norm,
         head_eps=head_eps,
     )
-
-
-def _bind_projection(module: Any) -> Projection:
-    found = low_rank_terms(module)
-    assert found is not None, "_fits has checked every projection"
-    linear, adapters = found
-    return Projection(linear.weight.detach().t(), None if linear.bias is None else linear.bias.detach(), adapters)
 
 
 def _fits(base: Any, config: Any) -> bool:

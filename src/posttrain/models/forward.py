@@ -45,10 +45,12 @@ class Forward:
         """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
 
         Backward must run before the next call, inside ``backward_context`` when activations are
-        recomputed.
+        recomputed. The batch may be on the CPU (best: it is planned there); outputs are on the model's
+        device.
         """
+        device = causal_lm(self.model).get_output_embeddings().weight.device
         if self.path == "packed" and not self._exceeds_window(batch):
-            packing = pack(batch)
+            packing = pack(batch).to(device)
             self.last_packing = packing
             self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
             with packed_attention(packing):
@@ -58,13 +60,16 @@ class Forward:
                 ).last_hidden_state[0]
             rows = hidden[packing.predictors]
             logprobs, entropies = self._score(rows, packing.targets, entropy)
+            mask = packing.where
         else:
             self.last_packing = None
             self.last_slots, self.last_tokens = batch.tokens.numel(), int(batch.lengths.sum())
+            batch = batch.to(device)
             logprobs, entropies = self._padded(batch, entropy)
+            mask = batch.mask
         return Outputs(
-            logprobs=_spread(logprobs, batch.mask),
-            entropy=None if entropies is None else _spread(entropies, batch.mask),
+            logprobs=_spread(logprobs, mask),
+            entropy=None if entropies is None else _spread(entropies, mask),
         )
 
     @contextmanager
@@ -111,8 +116,7 @@ class Forward:
     def _packed_agrees(self) -> bool:
         """Compare both paths on a small ragged batch with a shared prompt."""
         base = causal_lm(self.model)
-        device = base.get_output_embeddings().weight.device
-        batch = _probe_batch(base.config.get_text_config().vocab_size).to(device)
+        batch = _probe_batch(base.config.get_text_config().vocab_size)
         was_training = self.model.training
         self.model.eval()
         try:

@@ -10,7 +10,7 @@ of every architecture that uses the interface run unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ class Segments:
     scatter: Tensor
     lengths: Tensor
 
+    def to(self, device: Any) -> Segments:
+        """The same plan on another device."""
+        return Segments(self.gather.to(device), self.scatter.to(device), self.lengths.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -60,6 +64,14 @@ class Packing:
     targets: Tensor
     where: Tensor
 
+    def to(self, device: Any) -> Packing:
+        """The same plan on another device."""
+
+        def moved(part: Any) -> Any:
+            return None if part is None else part.to(device)
+
+        return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+
     @property
     def num_tokens(self) -> int:
         return int(self.tokens.shape[0])
@@ -71,7 +83,11 @@ class Packing:
 
 
 def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
-    """Plan the stream of ``batch``. The last token of a row predicts nothing and is left out."""
+    """Plan the stream of ``batch``. The last token of a row predicts nothing and is left out.
+
+    The plan is made from values, so a batch on a GPU costs a wait per tensor: pack on the CPU, then
+    move the plan.
+    """
     device = batch.tokens.device
     tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
     lengths, groups, prefixes = (x.cpu().numpy() for x in (batch.lengths, batch.group, batch.prefix))

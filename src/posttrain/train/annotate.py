@@ -117,9 +117,8 @@ class Annotator:
     @torch.no_grad()
     def _score(self, forward: Forward, batch: Batch) -> Tensor:
         scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        device = next(forward.model.parameters()).device
         for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
             part = batch.select(rows)
-            values = forward(part.to(device), "none").logprobs.cpu()
+            values = forward(part, "none").logprobs.cpu()
             scored[torch.as_tensor(list(rows)), : values.shape[1]] = values
         return scored

@@ -93,7 +93,7 @@ class Loop:
             self.update()
             if self.parts.eval_tasks and (self._due(self.recipe.eval.every) or self.step == steps):
                 self.evaluate()
-            if self._is_saved():
+            if self._is_saved() or self._is_best():
                 self.save()
                 saved = self.step
         if saved != self.step:
@@ -104,6 +104,10 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+    def _is_best(self) -> bool:
+        """Whether this step's evaluation is the best so far; its weights are kept, whatever ``save_every`` says."""
+        return self.best is not None and self.best["step"] == self.step
 
     def _is_saved(self) -> bool:
         """Whether the recipe asks for a checkpoint at this step (being stopped may add others)."""
@@ -165,14 +169,13 @@ class Loop:
             )
         self.evaluations = {name: {k: v for k, v in r.items() if k != "seconds"} for name, r in results.items()}
         accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
-        if self.step > 0 and self._is_saved() and (self.best is None or accuracy >= self.best["accuracy"]):
+        if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
 
     def save(self) -> None:
         """Write a checkpoint; records are durable before it appears under its name."""
         self.rollouts.flush()
         self.metrics.flush()
-        is_best = self.best is not None and self.best["step"] == self.step
         path = save_checkpoint(
             self.files.checkpoints,
             step=self.step,
@@ -183,7 +186,7 @@ class Loop:
             pending=self.parts.source.pending(self.step),
         )
         self._tidy()
-        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": is_best})
+        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""

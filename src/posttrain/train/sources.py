@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.base import Engine, Sampling
-from posttrain.errors import UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.randomness import draw_indices, permutation
 from posttrain.recipe import Recipe
 from posttrain.render import Template, encode_prompt, encode_response, stop_ids
@@ -228,7 +228,10 @@ class RolloutSource:
 
     def _set_advantages(self, groups: Sequence[Sequence[Rollout]]) -> None:
         rewards = torch.tensor([[r.reward for r in g] for g in groups], dtype=torch.float64)
-        advantages = self.advantage(rewards)
+        try:
+            advantages = self.advantage(rewards)
+        except Exception as error:  # a user's function may raise anything; the cause is kept
+            raise RunFailure(f"advantage: the function raised {type(error).__name__}: {error}") from error
         if advantages.shape != rewards.shape:
             raise UsageError(
                 f"advantage: the function returned shape {tuple(advantages.shape)} for rewards of shape "

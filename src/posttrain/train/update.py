@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import NonFiniteLoss, UsageError
+from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward import Forward
 from posttrain.objectives.primitives import kl_k3
 from posttrain.recipe import TrainSection
@@ -28,12 +28,12 @@ class MeanOverBatch:
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add a metric of shape ``[B, T]`` (averaged over ``mask``) or ``[U]``."""
-        picked = values[mask] if values.ndim == 2 else values
-        total = picked.detach().to(torch.float64).sum()
+    def add(self, name: str, values: Tensor, mask: Tensor, count: float) -> None:
+        """Add a metric of shape ``[B, T]`` over ``mask``, which holds ``count`` tokens; waits for no device."""
+        kept = torch.where(mask, values.detach(), torch.zeros_like(values))
+        total = kept.to(torch.float64).sum()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
-        self.counts[name] = self.counts.get(name, 0.0) + picked.numel()
+        self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self) -> dict[str, float]:
         """All means; the one place that waits for the device."""
@@ -75,11 +75,12 @@ def accumulate(
     means = MeanOverBatch()
     slots = used = 0
     for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
-        part = batch.select(rows).to(device)
+        planned = batch.select(rows)
+        count = float(planned.mask.sum())
+        part = planned.to(device)
         with adapter_dropout(forward.model):
-            outputs = forward(part, entropy)
-            result = objective(outputs, part)
-            _check_result(result, part)
+            outputs = forward(planned, entropy)
+            result = _apply(objective, outputs, part)
             assert part.weights is not None
             masked = torch.where(part.mask, result.values, torch.zeros_like(result.values))
             loss = (masked * part.weights.to(masked.dtype)).sum()
@@ -87,11 +88,12 @@ def accumulate(
                 loss.backward()
         total += loss.detach().to(torch.float64)
         for name, values in result.metrics.items():
-            means.add(name, values, part.mask)
+            means.add(name, values, part.mask, count)
         if outputs.entropy is not None and "entropy" not in result.metrics:
-            means.add("entropy", outputs.entropy, part.mask)
+            means.add("entropy", outputs.entropy, part.mask, count)
         if "sampler_logprobs" in part.streams:  # samples are from the sampler μ: this estimates KL(μ‖π)
-            means.add("kl_sampler", kl_k3(part.streams["sampler_logprobs"] - outputs.logprobs.detach()), part.mask)
+            mismatch = kl_k3(part.streams["sampler_logprobs"] - outputs.logprobs.detach())
+            means.add("kl_sampler", mismatch, part.mask, count)
         slots += forward.last_slots
         used += forward.last_tokens
     return float(total), means.means() | {"padding_share": 1.0 - used / slots}
@@ -113,7 +115,11 @@ def adapter_dropout(model: Any) -> Iterator[None]:
             layer.eval()
 
 
-def _check_result(result: Any, batch: Batch) -> None:
+def _apply(objective: Objective, outputs: Outputs, batch: Batch) -> Loss:
+    try:
+        result: Any = objective(outputs, batch)
+    except Exception as error:  # a user's function may raise anything; the cause is kept
+        raise RunFailure(f"objective: the function raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
     if result.values.shape != batch.mask.shape:
@@ -121,6 +127,7 @@ def _check_result(result: Any, batch: Batch) -> None:
             f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
             f"{tuple(batch.mask.shape)}. It must give one value per token and leave the sum to the loop"
         )
+    return result
 
 
 def apply_update(

@@ -1,0 +1,106 @@
+"""The native engine on CUDA: parity with the model's forward there, and with the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native import NativeEngine
+from posttrain.models.lora import apply_adapter
+from posttrain.randomness import derive_key
+from posttrain.recipe import AdapterSection
+
+pytestmark = pytest.mark.gpu
+
+LEAN = ("qwen3", "qwen2", "llama")
+STOPS = frozenset(range(8))
+
+
+@pytest.fixture(autouse=True)
+def full_fp32():
+    """No TF32: parity is asked for in fp32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def make_work(group=3):
+    numbers = np.random.default_rng(1)
+    prompts = [numbers.integers(8, 300, n).tolist() for n in (5, 1, 12, 3)]
+    keys = [[derive_key(0, "test", i, j) for j in range(group)] for i in range(len(prompts))]
+    return prompts, keys
+
+
+def differences(model, prompts, completions):
+    found = []
+    for prompt, group in zip(prompts, completions, strict=True):
+        for c in group:
+            tokens = torch.tensor([[*prompt, *c.ids]], device="cuda")
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits[0].float()
+            picked = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()
+            found.append((picked[len(prompt) - 1 :] - torch.tensor(c.logprobs)).abs())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("architecture", [*LEAN, "olmo2", "gpt2"])
+def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter):
+    model = tiny_random(architecture).cuda()
+    if adapter:
+        model = apply_adapter(model, AdapterSection(rank=3), 0).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.fill_(0.03)
+    prompts, keys = make_work()
+    for path in ("auto", "modules"):
+        engine = NativeEngine(model, slots=5, path=path)
+        completions = engine.generate(prompts, keys, Sampling(max_tokens=24, stop_ids=STOPS))
+        assert engine.path == ("lean" if architecture in LEAN and path == "auto" else "modules")
+        assert float(differences(model, prompts, completions).max()) <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_tokens_are_those_of_the_cpu(tiny_random, architecture):
+    model, (prompts, keys) = tiny_random(architecture), make_work()
+    sampling = Sampling(max_tokens=24, stop_ids=STOPS, top_p=0.9)
+    on_cpu = NativeEngine(copy.deepcopy(model)).generate(prompts, keys, sampling)
+    on_gpu = NativeEngine(model.cuda(), slots=5).generate(prompts, keys, sampling)
+    assert [[c.ids for c in g] for g in on_gpu] == [[c.ids for c in g] for g in on_cpu]
+
+
+def test_a_step_of_the_optimizer_is_seen(tiny_random):
+    model, (prompts, keys) = tiny_random("qwen3").cuda(), make_work()
+    engine = NativeEngine(model)
+    before = engine.generate(prompts, keys, Sampling(max_tokens=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(input_ids=torch.tensor([[9, 10, 11, 12]], device="cuda")).logits.square().mean().backward()
+    optimizer.step()
+    after = engine.generate(prompts, keys, Sampling(max_tokens=8))
+    assert float(differences(model, prompts, after).max()) <= 1e-5
+    assert float(differences(model, prompts, before).max()) > 1e-3
+
+
+def test_half_precision_follows_the_model(tiny_random):
+    model, (prompts, keys) = tiny_random("qwen3").cuda().to(torch.bfloat16), make_work()
+    engine = NativeEngine(model, slots=5)
+    completions = engine.generate(prompts, keys, Sampling(max_tokens=8))
+    assert engine.path == "lean"
+    assert float(differences(model, prompts, completions).mean()) < 0.02
+
+
+def test_deterministic_algorithms_are_enough(tiny_random, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model, (prompts, keys) = tiny_random("llama").cuda(), make_work()
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [NativeEngine(model, slots=5).generate(prompts, keys, Sampling(max_tokens=16)) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert runs[0] == runs[1]

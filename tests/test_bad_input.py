@@ -1,0 +1,379 @@
+"""Bad input through the command line: one message with place, cause and remedy; nothing lost or overwritten.
+
+Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``; here are data, rewards, checkpoints and disks.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from posttrain.cli import main
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+
+REWARDS = '''
+from __future__ import annotations
+from pathlib import Path
+
+def share_of_digits(text):
+    """Varies, so that the weights move; breaks as the file `broken` says."""
+    how = Path("broken").read_text() if Path("broken").exists() else ""
+    if how == "raise":
+        raise KeyError("no such column")
+    if how == "nan":
+        return float("nan")
+    if how == "text":
+        return "good"
+    return sum(c.isdigit() for c in text) / len(text)
+'''
+RL: dict[str, Any] = {
+    "task": {"name": "stories", "size": 32, "max_steps": 1},
+    "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+    "rewards": ["bad_input_rewards:share_of_digits"],
+    "rollout": {"prompts": 2, "group": 4, "max_tokens": 8},
+    "objective": "grpo",
+    "train": {"steps": 3, "lr": 1e-3, "save_every": 1, "keep": 3},
+}
+SFT: dict[str, Any] = {
+    "task": {"name": "jsonl", "path": "rows.jsonl"},
+    "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+    "data": {"batch": 2},
+    "objective": "cross_entropy",
+    "train": {"steps": 2, "lr": 1e-3},
+}
+GOOD_ROWS = [json.dumps({"prompt": f"What is {i} plus 1?", "answer": str(i + 1)}) for i in range(30)]
+LONG_ROWS = [json.dumps({"prompt": f"What is {i}? " + "word " * 1100, "answer": str(i)}) for i in range(30)]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two recipes, good rows, and a reward of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, recipe in (("rl", RL), ("sft", SFT)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "bad_input_rewards.py").write_text(REWARDS)
+    monkeypatch.delitem(sys.modules, "bad_input_rewards", raising=False)
+    write_rows(GOOD_ROWS)
+    return tmp_path
+
+
+def write_rows(lines: list[str]) -> None:
+    Path("rows.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+class Command:
+    """Runs the command line and looks at how it ended."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def fails(self, code: int, *arguments: str) -> str:
+        """The one message of a command that ends with ``code``."""
+        assert main(list(arguments)) == code
+        error = self.capsys.readouterr().err
+        assert "Traceback" not in error
+        assert error.count("posttrain: ") == 1
+        return error.partition("posttrain: ")[2]
+
+    def works(self, *arguments: str) -> str:
+        """What a command that ends well prints on both streams."""
+        assert main(list(arguments)) == 0
+        captured = self.capsys.readouterr()
+        return captured.out + captured.err
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+# --- recipes ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got nan"),
+        (["--train.lr", "inf"], "command line: train.lr: Input should be a finite number; got inf"),
+        (["--rewards.0.weight", ".nan"], "rewards.0.weight: Input should be a finite number"),
+        (["--aggregate", "{name: constant, length: 0}"], "aggregate.length: Input should be greater than or equal"),
+        (["--objective.clip_low", "-1"], "objective.clip_low: Input should be greater than or equal to 0; got -1"),
+        (["--rewards", "[nowhere_at_all:f]"], "'nowhere_at_all:f': module 'nowhere_at_all' cannot be imported"),
+        (["--rewards", "[bad_input_rewards:f]"], "bad_input_rewards has no function 'f'"),
+        (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"),
+        (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"),
+        (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"),
+        (["--rewards", "[':f']"], "module '' cannot be imported"),
+        (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
+        (["--model.device", "cuda", "--model.name", "./nowhere"], "model.name: there is no folder './nowhere'"),
+        (["--model.dtype", "bfloat16"], "model.dtype: "),
+    ],
+)  # fmt: skip
+def test_recipes_that_cannot_be_run_leave_nothing_behind(
+    arguments: list[str], message: str, command: Command, place: Path
+) -> None:
+    (place / "does_not_parse.py").write_text("def f(text)\n    return 1.0\n")
+    (place / "does_not_start.py").write_text("1 / 0\n")
+    hidden = "from __future__ import annotations\ndef f(text, *, x: Fraction | None = None):\n    return 1.0\n"
+    (place / "types_unknown.py").write_text(hidden)
+    assert message in command.fails(2, "train", "rl.yaml", *arguments)
+    assert contents("runs") == {}
+
+
+def test_any_whole_number_is_a_seed(command: Command) -> None:
+    for seed in (10**30, 10**30 + 1):
+        command.works(
+            "train", "rl.yaml", "--train.seed", str(seed), "--train.steps", "1", "--run", str(seed), "--quiet"
+        )
+    first, second = (RolloutStore(f"runs/{seed}/rollouts.db", read_only=True) for seed in (10**30, 10**30 + 1))
+    assert [r.completion for r in first.training()] != [r.completion for r in second.training()]
+
+
+# --- data ---
+
+
+@pytest.mark.parametrize("recipe", ["sft.yaml", "rl.yaml"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x", "answer": 1', "not JSON: Expecting ',' delimiter at column 28"),
+        ("[1]", "a line must be one JSON object; got [1] (list)"),
+        ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"),
+        ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"),
+        ('{"prompt": " ", "answer": "1"}', "'prompt' is empty"),
+        ('{"prompt": "x", "answer": ""}', "'answer' is empty"),
+        ('{"prompt": "x", "answer": "1", "solution": "  "}', "'solution' is empty"),
+        ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)"),
+    ],
+)  # fmt: skip
+def test_a_malformed_line_is_named(recipe: str, line: str, message: str, command: Command) -> None:
+    write_rows([*GOOD_ROWS[:3], "", line])  # a blank line is no row, and counts as a line
+    task = ["--task", "{name: jsonl, path: rows.jsonl}"]
+    assert f"rows.jsonl:5: {message}" in command.fails(2, "train", recipe, *task)
+    assert contents("runs") == {}
+
+
+def test_a_missing_file_and_one_without_rows(command: Command) -> None:
+    assert command.fails(2, "train", "sft.yaml", "--task.path", "row.jsonl").startswith(
+        "row.jsonl: no such file. Did you mean 'rows.jsonl'?"
+    )
+    write_rows(["", ""])
+    assert "rows.jsonl: no usable examples" in command.fails(2, "train", "sft.yaml")
+    evaluation = ["evaluate", "tiny", "--task", "jsonl", "--task.path", "rows.jsonl"]
+    assert "rows.jsonl: no usable examples" in command.fails(2, *evaluation)
+    assert contents("runs") == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [("sft.yaml", "longer than data.max_tokens=1024"), ("rl.yaml", "prompt longer than 1023 tokens")],
+)
+def test_rows_that_do_not_fit_are_dropped_and_counted(recipe: str, reason: str, command: Command) -> None:
+    task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}", "--train.steps", "1"]
+    write_rows([*GOOD_ROWS, *LONG_ROWS[:7]])
+    assert f"30 examples; dropped: 7 {reason}" in command.works("train", recipe, *task)
+    write_rows(LONG_ROWS)
+    message = command.fails(2, "train", recipe, *task, "--run", "none")
+    assert "task 'jsonl': no " in message
+    assert f"dropped: {{'{reason}': 30}}" in message
+    assert contents("runs/none") == {}
+
+
+def test_a_context_shorter_than_the_limit_counts_as_the_limit(command: Command) -> None:
+    """``data.max_tokens`` beyond the model's context must not train positions that the model never had."""
+    write_rows([*GOOD_ROWS, *LONG_ROWS[:7]])
+    options = ["--data.max_tokens", "4096", "--task.validation_share", "0.0", "--train.steps", "1"]
+    assert "dropped: 7 longer than the model's context=1024" in command.works("train", "sft.yaml", *options)
+
+
+@pytest.mark.parametrize(
+    ("module", "task", "message"),
+    [
+        ("reasoning_gym", "{name: reasoning_gym, dataset: chain_sum}", "'reasoning_gym', which is not installed"),
+        ("datasets", "{name: gsm8k}", "'datasets', which is not installed"),
+        ("pyarrow", "{name: jsonl, path: rows.parquet}", "'pyarrow', which is not installed"),
+    ],
+)
+def test_a_missing_extra_names_the_command_that_installs_it(
+    module: str, task: str, message: str, command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, module, None)
+    error = command.fails(2, "train", "rl.yaml", "--task", task)
+    assert message in error
+    assert "Install it with: pip install 'posttrain[tasks]'" in error
+    assert contents("runs") == {}
+
+
+# --- rewards ---
+
+
+BROKEN = {
+    "raise": "the function raised KeyError: 'no such column'",
+    "nan": "the function returned nan (float), which is not finite",
+    "text": "the function returned 'good' (str), which is no number",
+}
+
+
+def test_a_broken_reward_ends_the_run_which_goes_on_once_it_is_mended(
+    finished: Path, command: Command, place: Path
+) -> None:
+    command.works("train", "rl.yaml", "--run", "a", "--train.steps", "1", "--quiet")
+    saved = contents("runs/a/checkpoints")
+    resume = ["train", "rl.yaml", "--run", "a", "--resume", "--quiet"]
+    for how, message in BROKEN.items():
+        (place / "broken").write_text(how)
+        error = command.fails(1, *resume)
+        assert error.startswith("reward 'bad_input_rewards:share_of_digits', example 'stories/train/")
+        assert message in error
+        assert contents("runs/a/checkpoints") == saved
+        assert json.loads(Path("runs/a/status.json").read_text())["state"] == "failed"
+    (place / "broken").unlink()
+    command.works(*resume)
+    assert_same_run("runs/a", str(finished))
+
+
+def assert_same_run(left: str, right: str) -> None:
+    """Equal weights, records and metrics."""
+    ours, theirs = (load_file(Path(run) / "checkpoints/step-000003/model.safetensors") for run in (left, right))
+    assert ours.keys() == theirs.keys()
+    assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
+    rows = [[(r.step, r.metrics) for r in MetricsLog(Path(run) / "metrics.jsonl").read()] for run in (left, right)]
+    assert rows[0] == rows[1]
+    assert [step for step, _ in rows[0]] == [1, 2, 3]
+    stores = [RolloutStore(Path(run) / "rollouts.db", read_only=True).training() for run in (left, right)]
+    assert stores[0] == stores[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "message"),
+    [
+        ("--objective", "raises", "objective: the function raised RuntimeError: so it goes"),
+        ("--objective", "gives_none", "objective: the function returned NoneType; it must return a Loss"),
+        ("--advantage", "raises_too", "advantage: the function raised ValueError: not today"),
+    ],
+)
+def test_other_functions_of_the_users(option: str, word: str, message: str, command: Command, place: Path) -> None:
+    (place / "bad_input_words.py").write_text(
+        "def raises(outputs, batch):\n    raise RuntimeError('so it goes')\n"
+        "def gives_none(outputs, batch):\n    return None\n"
+        "def raises_too(rewards):\n    raise ValueError('not today')\n"
+    )
+    assert main(["train", "rl.yaml", option, f"bad_input_words:{word}"]) in (1, 2)
+    error = command.capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+# --- checkpoints, directories, disks ---
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of rl.yaml with three checkpoints, to be copied."""
+    root = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(sys, "path", list(sys.path))
+        (root / "rl.yaml").write_text(yaml.safe_dump(RL))
+        (root / "bad_input_rewards.py").write_text(REWARDS)
+        assert main(["train", "rl.yaml", "--run", "a", "--quiet"]) == 0
+    return root / "runs" / "a"
+
+
+@pytest.fixture
+def copied(finished: Path, place: Path) -> Path:
+    shutil.copytree(finished, place / "runs" / "a", symlinks=True)
+    return Path("runs/a")
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+def test_a_flipped_byte_falls_back_says_so_and_repeats_the_steps(
+    copied: Path, finished: Path, command: Command
+) -> None:
+    flip_byte(copied / "checkpoints/step-000003/model.safetensors")
+    output = command.works("train", "rl.yaml", "--run", "a", "--resume", "--quiet")
+    assert "step-000003: model.safetensors differs from its SHA-256 in the manifest" in output
+    assert (copied / "checkpoints/failed-step-000003").is_dir()  # kept, out of the way
+    assert_same_run(str(copied), str(finished))
+
+
+def test_no_checkpoint_that_verifies_is_a_failure_and_changes_nothing(copied: Path, command: Command) -> None:
+    for step in (1, 2, 3):
+        flip_byte(copied / f"checkpoints/step-00000{step}/optimizer.safetensors")
+    before = contents(copied / "checkpoints") | {"m": (copied / "metrics.jsonl").read_bytes()}
+    error = command.fails(1, "train", "rl.yaml", "--run", "a", "--resume", "--quiet")
+    assert "runs/a/checkpoints: no checkpoint verifies against its manifest" in error
+    assert all(f"step-00000{step}: optimizer.safetensors differs" in error for step in (1, 2, 3))
+    assert "Restore one of these folders from a copy, or start again under another name with --run NAME" in error
+    assert contents(copied / "checkpoints") | {"m": (copied / "metrics.jsonl").read_bytes()} == before
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_the_directory_of_another_recipe_is_refused(resume: list[str], copied: Path, command: Command) -> None:
+    before = contents(copied)
+    error = command.fails(2, "train", "rl.yaml", "--run", "a", "--train.lr", "2e-3", *resume)
+    assert "runs/a: this run belongs to another recipe" in error
+    assert "train.lr: 0.001 in the run, 0.002 now" in error
+    assert "--run NAME" in error
+    assert contents(copied) == before
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Like a disk that fills up: the system refuses to write a file beyond this size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(finished: Path, command: Command) -> None:
+    command.works("train", "rl.yaml", "--run", "a", "--train.steps", "1", "--quiet")
+    before = contents("runs/a/checkpoints")
+    resume = ["train", "rl.yaml", "--run", "a", "--resume", "--quiet"]
+    with files_of_at_most(2**20):  # metrics and rollouts fit, the weights do not
+        error = command.fails(1, *resume)
+    assert "runs/a/checkpoints: cannot write checkpoint step-000002: the disk is full" in error
+    assert "Free some space, then continue with --resume" in error
+    assert contents("runs/a/checkpoints") == before
+    assert json.loads(Path("runs/a/status.json").read_text())["state"] == "failed"
+    command.works(*resume)
+    assert_same_run("runs/a", str(finished))
+
+
+def test_a_full_disk_from_the_start(command: Command) -> None:
+    with files_of_at_most(1000):
+        error = command.fails(1, "train", "rl.yaml", "--run", "a", "--quiet")
+    assert "the disk is full" in error
+    assert "cannot write" in error
+
+
+def test_a_place_for_runs_that_is_a_file(command: Command, place: Path) -> None:
+    (place / "runs").write_text("mine")
+    error = command.fails(1, "train", "rl.yaml", "--quiet")
+    assert "runs" in error
+    assert (place / "runs").read_text() == "mine"
