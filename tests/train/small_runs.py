@@ -24,7 +24,8 @@ BASE: dict[str, dict[str, Any]] = {
         "task": TASK,
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "rewards": ["small_runs:digit_share"],
-        "rollout": {"prompts": 4, "group": 4, "max_tokens": 10},
+        # a temperature at which answers differ, however sure the embedded model is of what it says
+        "rollout": {"prompts": 4, "group": 4, "max_tokens": 10, "temperature": 1.5},
         "objective": {"name": "grpo"},
         "train": {"steps": 4, "lr": 1e-3},
     },

