@@ -123,6 +123,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
         (["--model.device", "cuda", "--model.name", "./nowhere"], "model.name: there is no folder './nowhere'"),
         (["--model.dtype", "bfloat16"], "model.dtype: "),
+        (["--prompt.template", "boxed", "--rewards", "[xml_format]"], "rewards.0: xml_format looks at the tags of the"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be_run_leave_nothing_behind(

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
+from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt
@@ -53,12 +54,22 @@ class Grader:
 
 
 def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
-    """Bind the rewards of a recipe; a name that stands twice gets a number behind it."""
+    """Bind the rewards of a recipe; a name that stands twice gets a number behind it.
+
+    Raises:
+        UsageError: a reward that cannot be computed from what there is, before anything is sampled.
+    """
     bound: list[tuple[str, float, BoundReward]] = []
     for index, word in enumerate(words):
         entry = registry.find("reward", word.name, f"rewards.{index}")
         name = entry.name if all(n != entry.name for n, _, _ in bound) else f"{entry.name}_{index}"
-        bound.append((name, word.weight, bind_reward(entry, word.options, f"rewards.{index}")))
+        reward = bind_reward(entry, word.options, f"rewards.{index}")
+        if not template.tags and ":" not in word.name and "tags" in reward.parameters:
+            raise UsageError(
+                f"rewards.{index}: {name} looks at the tags of the prompt template, and {template.name!r} has none; "
+                "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
+            )
+        bound.append((name, word.weight, reward))
     format_part = "xml_format" if template.tags else "is_number"
     for name in ("correct", format_part):
         if all(n != name for n, _, _ in bound):

@@ -109,6 +109,24 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert recorded(tmp_path) == rows
 
 
+def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path: Path) -> None:
+    """The first run goes on and finds a better one; silently, that would be another base and reference."""
+    first = make_recipe("sft", train={"steps": 2, "save_every": 1})
+    run(tmp_path / "first", first)
+    (tmp_path / "first" / "recipe.yaml").write_text(first.to_yaml())
+    best = tmp_path / "first" / "checkpoints" / "best"
+    best.symlink_to("step-000001")
+    recipe = make_recipe("grpo", model={"name": str(tmp_path / "first")} | LORA, train={"steps": 2})
+    run(tmp_path / "second", recipe, stop_after=1)
+    best.unlink()
+    best.symlink_to("step-000002")
+    with pytest.raises(UsageError, match="stood for step-000001 when this run began, and stands for step-000002 now"):
+        run(tmp_path / "second", recipe, resume=True)
+    best.unlink()
+    best.symlink_to("step-000001")
+    assert run(tmp_path / "second", recipe, resume=True).step == 2
+
+
 def test_the_reward_rises(tmp_path: Path) -> None:
     """Digits pay, and ten updates bring much of what there is to gain."""
     recipe = make_recipe("grpo", rollout={"prompts": 4, "group": 8, "max_tokens": 16}, train={"steps": 10, "lr": 1e-3})

@@ -10,25 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from posttrain.models.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
-
-# oneDNN's linear, which takes the parameter as it is. torch's own fp32 products go to MKL, which is
-# slower for these shapes on processors not by its maker (64 x 128 x 384: 60 against 39 microseconds
-# on an AMD EPYC). Its own overhead of some 10 microseconds pays from this many multiplications on.
-ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-ONEDNN_LEAST = 1_200_000
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b`` for x ``[N, in]``, weight ``[out, in]``: ``[N, out]``, a new tensor."""
-    if x.shape[0] * weight.numel() >= ONEDNN_LEAST and _takes_onednn(weight):
-        product: Tensor = ONEDNN_LINEAR(x, weight, bias, "none", [], "")  # type: ignore[misc]
-        return product
+    if x.shape[0] * weight.numel() >= ONEDNN_LEAST and takes_onednn(weight):
+        return onednn_product(x, weight, bias)
     return F.linear(x, weight, bias)
-
-
-def _takes_onednn(weight: Tensor) -> bool:
-    return ONEDNN_LINEAR is not None and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @dataclass(slots=True)
@@ -67,7 +57,7 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + projection(x)``, in place."""
-        if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and _takes_onednn(self.weight):
+        if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and takes_onednn(self.weight):
             residual.add_(multiply(x, self.weight, self.bias))
         else:
             residual.addmm_(x, self.weight.t())

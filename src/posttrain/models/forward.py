@@ -7,13 +7,14 @@ and only at trained positions; ``[tokens, V]`` never exists whole when it would 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.linear import fast_linear
 from posttrain.models.packing import Packing, install_packed_attention, pack, packed_attention
 from posttrain.types import Batch, Outputs
 
@@ -53,7 +54,7 @@ class Forward:
             packing = pack(batch).to(device)
             self.last_packing = packing
             self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
-            with packed_attention(packing):
+            with packed_attention(packing), fast_linear():
                 body = causal_lm(self.model).get_decoder()
                 hidden = body(
                     input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
@@ -75,8 +76,11 @@ class Forward:
     @contextmanager
     def backward_context(self) -> Iterator[None]:
         """Where backward runs: gradient checkpointing recomputes attention and needs the packing."""
-        with packed_attention(self.last_packing) if self.last_packing is not None else nullcontext():
+        if self.last_packing is None:
             yield
+        else:
+            with packed_attention(self.last_packing), fast_linear():
+                yield
 
     def _exceeds_window(self, batch: Batch) -> bool:
         """Whether a row is longer than the model's sliding attention window, which packing does not know."""
@@ -88,13 +92,17 @@ class Forward:
         vocabulary = head.weight.shape[0]
         chunk = max(1, MAX_LOGIT_ELEMENTS // vocabulary)
         if len(targets) <= chunk:
-            return score_logits(head(rows), targets, self.temperature, entropy)
+            with fast_linear():
+                logits = head(rows)
+            return score_logits(logits, targets, self.temperature, entropy)
         pieces = []
         for start in range(0, len(targets), chunk):
             part, target = rows[start : start + chunk], targets[start : start + chunk]
 
             def run(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-                return score_logits(head(part), target, self.temperature, entropy)
+                with fast_linear():
+                    logits = head(part)
+                return score_logits(logits, target, self.temperature, entropy)
 
             pieces.append(checkpoint(run, part, target, use_reentrant=False))
         logprobs = torch.cat([p[0] for p in pieces])
@@ -148,7 +156,7 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: s
     if entropy == "detached":
         table = table.detach()
     # 0 · (−inf) is a token that cannot occur: it adds nothing.
-    return logprobs, -(table.exp() * table.clamp(min=torch.finfo(table.dtype).min)).sum(dim=-1)
+    return logprobs, -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss, StorageError
+from posttrain.errors import NonFiniteLoss, StorageError, UsageError
 from posttrain.evals.generation import evaluate
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe
@@ -26,6 +26,7 @@ from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.checkpoint import (
+    Checkpoint,
     checkpoint_steps,
     load_checkpoint,
     mark_best,
@@ -72,6 +73,7 @@ class Loop:
         if found is not None:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
+            self._check_source(found)
             restore_model(self.parts.model, found.path)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
             self.parts.source.restore(found.pending)
@@ -101,6 +103,16 @@ class Loop:
         reason = "finished" if self.step >= steps else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
+
+    def _check_source(self, found: Checkpoint) -> None:
+        """Refuse if ``model.name`` is a run that has a better checkpoint by now: it is base and reference here."""
+        began = found.state.get("model", self.parts.model_source)
+        if began != self.parts.model_source:
+            raise UsageError(
+                f"model.name: {self.recipe.model.name!r} stood for {began} when this run began, and stands for "
+                f"{self.parts.model_source} now. Point `checkpoints/best` there back to {began}, or start again under "
+                "another name with --run NAME"
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -182,7 +194,12 @@ class Loop:
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
             optimizer=optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters]),
-            state={"recipe": self.recipe.fingerprint(), "best": self.best, "evaluations": self.evaluations},
+            state={
+                "recipe": self.recipe.fingerprint(),
+                "model": self.parts.model_source,
+                "best": self.best,
+                "evaluations": self.evaluations,
+            },
             pending=self.parts.source.pending(self.step),
         )
         self._tidy()

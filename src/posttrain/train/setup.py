@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,7 @@ class Parts:
     """Everything that one run's loop turns."""
 
     model: Any
+    model_source: str  # the last part of where the weights came from: a checkpoint's step, a folder, a hub name
     tokenizer: Any
     forward: Forward
     parameters: list[tuple[str, Parameter]]
@@ -110,6 +112,7 @@ def prepare(recipe: Recipe) -> Parts:
     optimizer = optimizer_entry.bind(recipe.optimizer.options, "optimizer")(named, recipe.train.lr)
     return Parts(
         model=model,
+        model_source=Path(loaded.source).name,
         tokenizer=tokenizer,
         forward=forward,
         parameters=named,
