@@ -61,6 +61,8 @@ class Forward:
                 ).last_hidden_state[0]
             rows = hidden[packing.predictors]
             logprobs, entropies = self._score(rows, packing.targets, entropy)
+            logprobs = logprobs[: packing.num_targets]
+            entropies = None if entropies is None else entropies[: packing.num_targets]
             mask = packing.where
         else:
             self.last_packing = None

@@ -25,6 +25,10 @@ from posttrain.types import Batch
 
 ATTENTION_NAME = "posttrain_packed"
 
+# Streams are filled up to a multiple of this, so that their sizes recur from batch to batch: kernels
+# that are prepared per shape are found again, and freed memory fits the next batch.
+ROUND_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -47,34 +51,32 @@ class Segments:
 class Packing:
     """The stream of a batch and how its parts attend.
 
-    tokens, positions ``int64 [N]``; prefixes: the distinct prompts; rows: each row's own tokens;
+    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; prefixes: the distinct prompts; rows: each row's own tokens;
     parent ``int64 [R]``: the prefix of each row; predictors ``int64 [M]``: stream index whose
-    output predicts the m-th trained token; targets ``int64 [M]``; where: ``bool [B, T]`` the
+    output predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the
     trained positions in row-major order; allowed ``bool [R, 1, W, P + W]``: which keys a row's
     slot sees (its prefix, then itself), or None when no row has a prefix.
     """
 
     tokens: Tensor
     positions: Tensor
+    num_tokens: int
     prefixes: Segments | None
     rows: Segments
     parent: Tensor | None
     allowed: Tensor | None
     predictors: Tensor
     targets: Tensor
+    num_targets: int
     where: Tensor
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
 
         def moved(part: Any) -> Any:
-            return None if part is None else part.to(device)
+            return part.to(device) if hasattr(part, "to") else part
 
         return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tokens.shape[0])
 
     @property
     def num_slots(self) -> int:
@@ -127,16 +129,23 @@ def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
     row_segments = _segments(row_offsets[:-1], own_lengths, device)
     prefix_segments = _segments(prefix_offsets[:-1], prefix_lengths, device) if has_prefix else None
     return Packing(
-        tokens=torch.from_numpy(np.concatenate(pieces)).to(device),
-        positions=torch.from_numpy(np.concatenate(places).astype(np.int64)).to(device),
+        tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
+        positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
+        num_tokens=int(row_offsets[-1]),
         prefixes=prefix_segments,
         rows=row_segments,
         parent=torch.from_numpy(np.maximum(parent, 0)).to(device) if has_prefix else None,
         allowed=_allowed(parent, prefix_lengths, row_segments) if has_prefix else None,
-        predictors=torch.from_numpy(predictors.astype(np.int64)).to(device),
-        targets=torch.from_numpy(tokens[rows_at, columns_at]).to(device),
+        predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
+        targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
+        num_targets=len(rows_at),
         where=batch.mask,
     )
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """``values`` with zeros behind, up to a multiple of ``ROUND_TOKENS``."""
+    return np.pad(values, (0, -len(values) % ROUND_TOKENS))
 
 
 def _segments(offsets: np.ndarray, lengths: np.ndarray, device: torch.device) -> Segments:
@@ -210,7 +219,7 @@ def _attention(
     row_q, row_k, row_v = (x[rows.gather].transpose(1, 2) for x in (q, k, v))  # [R, H, W, D]
     if packing.prefixes is None:
         own = _sdpa(row_q, row_k, row_v, None, scaling, dropout)
-        return own.transpose(1, 2).flatten(0, 1)[rows.scatter][None], None
+        return _filled([own.transpose(1, 2).flatten(0, 1)[rows.scatter]], q), None
     prefixes = packing.prefixes
     prefix_q, prefix_k, prefix_v = (x[prefixes.gather].transpose(1, 2) for x in (q, k, v))
     prompt = _sdpa(prefix_q, prefix_k, prefix_v, None, scaling, dropout)
@@ -218,7 +227,13 @@ def _attention(
     values = torch.cat([prefix_v[packing.parent], row_v], dim=2)
     own = _sdpa(row_q, keys, values, packing.allowed, scaling, dropout)
     flat = [part.transpose(1, 2).flatten(0, 1)[s.scatter] for part, s in ((prompt, prefixes), (own, rows))]
-    return torch.cat(flat, dim=0)[None], None
+    return _filled(flat, q), None
+
+
+def _filled(parts: list[Tensor], stream: Tensor) -> Tensor:
+    """The parts behind one another, with zeros up to the length of ``stream``: ``[1, N, H, D]``."""
+    missing = stream.shape[0] - sum(part.shape[0] for part in parts)
+    return torch.cat([*parts, stream.new_zeros((missing, *parts[0].shape[1:]))], dim=0)[None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
