@@ -51,11 +51,12 @@ class Segments:
 class Packing:
     """The stream of a batch and how its parts attend.
 
-    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; prefixes: the distinct prompts; rows: each row's own tokens;
-    parent ``int64 [R]``: the prefix of each row; predictors ``int64 [M]``: stream index whose
-    output predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the
-    trained positions in row-major order; allowed ``bool [R, 1, W, P + W]``: which keys a row's
-    slot sees (its prefix, then itself), or None when no row has a prefix.
+    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; prefixes: the distinct
+    prompts; rows: each row's own tokens; parent ``int64 [R]``: the prefix of each row; predictors
+    ``int64 [M]``: stream index whose output predicts the m-th trained token, the first ``num_targets``
+    real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions in row-major order;
+    allowed ``bool [R, 1, W, P + W]``: which keys a row's slot sees (its prefix, then itself), or None
+    when no row has a prefix.
     """
 
     tokens: Tensor
