@@ -269,8 +269,10 @@ def _show_end(
         console.print(_transcript_table(transcript))
     print_results(console, [(stage.label, stage.evaluation) for stage in stages])
     console.print(Text(f"\n{outcome(stages)} {show_duration(seconds)} in all."))
-    console.print(Text(f"report: {report}   curves: {plan.grpo / 'curves.png'}"))
-    console.print(Text.assemble("Now ask it yourself:  ", (f"posttrain generate {plan.grpo}", "bold cyan")))
+    # What is to be opened or typed stays on one line, however narrow the terminal.
+    console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
+    command = (f"posttrain generate {plan.grpo}", "bold cyan")
+    console.print(Text.assemble("Now ask it yourself:  ", command), soft_wrap=True)
 
 
 def _transcript_table(transcript: Transcript) -> Table:
