@@ -68,7 +68,14 @@ _PLANS: tuple[_Plan, ...] = (
     ),
     ("Entropy", "nats per token; near 0 nothing new is tried", False, (("entropy", "training"),), ()),
     ("Loss", "per trained token", False, (("nll", "training"),), ()),
-    ("KL", "nats per token", False, (("kl_ref", "to the reference"), ("kl_sampler", "to the sampler")), ()),
+    ("KL to the reference", "nats per token", False, (("kl_ref", "training"),), ()),
+    (
+        "KL from sampler to trainer",
+        "nats per token; rounding alone, unless samples are reused",
+        False,
+        (("kl_sampler", "training"),),
+        (),
+    ),
     ("Clipped tokens", "share whose ratio left the trust region", True, (("clip_share", "training"),), ()),
     (
         "Uniform groups",

@@ -89,7 +89,7 @@ def gspo(outputs: Outputs, batch: Batch, *, clip_low: float = 3e-4, clip_high: f
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
     ``s = exp(mean_t(log π(a_t | s_t) − log μ(a_t | s_t)))``, the geometric mean of the token ratios.
 
-    Zheng et al. (2025), "Group sequence policy optimization", eq. 5–7; the clip range is theirs
+    Zheng et al. (2025), "Group sequence policy optimization"; the clip range is theirs
     (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
     never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``.
 
@@ -111,7 +111,7 @@ def gspo_token(outputs: Outputs, batch: Batch, *, clip_low: float = 3e-4, clip_h
     sequence, value and gradient (under ``sequence_mean``) equal those of ``gspo``; it allows
     advantages that differ by token.
 
-    Zheng et al. (2025), eq. 13–14.
+    Zheng et al. (2025), "Group sequence policy optimization", the section on GSPO-token.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
@@ -129,7 +129,7 @@ def cispo(outputs: Outputs, batch: Batch, *, clip_low: float = 1.0, clip_high: f
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
 
-    MiniMax-M1 (2025), eq. 4–5: no lower bound (``clip_low: 1``) and a tuned upper one that the paper
+    MiniMax-M1 (2025): no lower bound (``clip_low: 1``) and a tuned upper one that the paper
     does not print; 1 + 4 is within the range that later studies found flat. As published:
     ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
 
@@ -150,7 +150,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_positive: float = 1.0, tau_negat
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
     the gradient is REINFORCE's; it falls off smoothly on both sides, faster for negative advantages.
 
-    Gao et al. (2025), "Soft adaptive policy optimization", eq. 5–6 (temperatures: section 4). As
+    Gao et al. (2025), "Soft adaptive policy optimization"; the temperatures are theirs. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``.
 
     Args:
@@ -172,7 +172,7 @@ def gmpo(outputs: Outputs, batch: Batch, *, clip: float = 0.4) -> Loss:
     ``c_t = min(log ρ_t, ε)`` for A > 0 and ``max(log ρ_t, −ε)`` for A < 0: the pessimistic side of
     clipping ρ_t to (e^−ε, e^ε).
 
-    Zhao et al. (2025), "Geometric-mean policy optimization", eq. 4–5; ε = 0.4 as in section 3.3. As
+    Zhao et al. (2025), "Geometric-mean policy optimization"; ε = 0.4 is theirs. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``.
 
     Args:
