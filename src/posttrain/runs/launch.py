@@ -275,6 +275,8 @@ class _Record:
             at = facts.get("resumed_from")
             self._update(step=at or 0)
             self.directory.log("started" if at is None else f"resumed after step {at}")
+            for reason, count in (facts.get("dropped") or {}).items():
+                self.directory.log(f"dropped {count} of the data: {reason}")
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":
