@@ -1,0 +1,23 @@
+"""The demo's promise, measured: minutes of training, so in the slow suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_turns_a_guesser_into_a_worker(seed: int, tmp_path: Path) -> None:
+    """At most 45 % right after SFT, at least 95 % after GRPO and 99 % in format, of 500 held-out problems."""
+    assert main(["demo", "--seed", str(seed), "--quiet", "--runs-dir", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "demo-grpo" / "demo.json").read_text())["results"]
+    assert results["after SFT"]["n"] == 500
+    assert results["after SFT"]["accuracy"] <= 0.45
+    assert results["after GRPO"]["accuracy"] >= 0.95
+    assert results["after GRPO"]["format"] >= 0.99
+    assert results["after GRPO"]["worked"] > results["after SFT"]["worked"] + 0.5
