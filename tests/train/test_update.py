@@ -22,6 +22,11 @@ OBJECTIVES = {
     "cross_entropy": {},
     "reinforce": {"entropy_bonus": 0.1},
     "grpo": {"kl": 0.05, "entropy_bonus": 0.1},
+    "gspo": {"clip_low": 0.9, "clip_high": 5.0},
+    "gspo_token": {"clip_low": 0.9, "clip_high": 5.0},
+    "cispo": {},
+    "sapo": {},
+    "gmpo": {},
 }
 AGGREGATIONS = {"token_mean": {}, "sequence_mean": {}, "constant": {"length": 12}}
 
