@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from posttrain.types import Example
 
@@ -22,3 +24,31 @@ class Task:
     examples: Sequence[Example]
     dropped: dict[str, int] = field(default_factory=dict)
     worked: Callable[[str], bool] | None = None
+
+
+class ExamplesOnDemand(Sequence[Example]):
+    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @abstractmethod
+    def make(self, item: int) -> Example:
+        """Example ``item`` (0 .. size - 1); the same item always gives the same example."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self.make(index % self.size)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self.make(item) for item in range(self.size))

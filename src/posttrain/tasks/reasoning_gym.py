@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
 from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import ExamplesOnDemand, Task
 from posttrain.tasks.splits import Split
 from posttrain.types import Example, Message
 
@@ -85,7 +85,7 @@ def split_of(question: str) -> Split:
     return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
 
 
-class GymExamples(Sequence[Example]):
+class GymExamples(ExamplesOnDemand):
     """A sequence whose item i is made when it is asked for.
 
     Item i is entry i of the first of an endless row of equally large data sets (``make_round``)
@@ -93,24 +93,13 @@ class GymExamples(Sequence[Example]):
     """
 
     def __init__(self, name: str, split: Split, size: int, first: Any, make_round: Callable[[int], Any]) -> None:
-        self.name, self.split, self.size = name, split, size
+        super().__init__(size)
+        self.name, self.split = name, split
         self.make_round = make_round
         self.rounds = [first]
         self.round_of: dict[int, int] = {}  # what earlier look-ups found, so that an item is searched for once
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        item = index % self.size
+    def make(self, item: int) -> Example:
         made, entry = self._find(item)
         answer = entry["answer"]
         return Example(

@@ -10,11 +10,10 @@ shown whole in training, in no wording; the facts of a pretraining document obey
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Annotated, Literal, overload
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,7 +21,7 @@ from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.registry import register
 from posttrain.tasks import story_text as text
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import ExamplesOnDemand, Task
 from posttrain.tasks.story_families import (
     FAMILIES,
     Equation,
@@ -101,32 +100,17 @@ class StoryOptions:
     style: str = "question"
 
 
-class StoryList(Sequence[Example]):
+class StoryList(ExamplesOnDemand):
     """A sequence whose item i is made when it is asked for."""
 
     def __init__(self, options: StoryOptions, size: int) -> None:
+        super().__init__(size)
         self.options = options
-        self.size = size
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        item = index % self.size
+    def make(self, item: int) -> Example:
         return (
             make_document(self.options, item) if self.options.style == "document" else make_question(self.options, item)
         )
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[i] for i in range(self.size))
 
 
 @lru_cache(maxsize=1 << 16)
