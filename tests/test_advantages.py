@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -45,6 +47,26 @@ def test_mean_scaled_by_hand():
     assert mean_scaled(REWARDS[:1] * 0).tolist() == [[0.0] * 4]
     with pytest.raises(ValueError, match="not negative"):
         mean_scaled(-REWARDS)
+
+
+def test_mean_scaled_is_the_published_estimator():
+    """Weights 1/K − 1/G for the K right ones of G and −1/G for the others (MaxRL, eq. 10), times G."""
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    weights = mean_scaled(rewards)[0] / 5
+    assert weights.tolist() == pytest.approx([1 / 2 - 1 / 5, -1 / 5, 1 / 2 - 1 / 5, -1 / 5, -1 / 5], abs=1e-15)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_mean_scaled_has_the_gradient_of_the_truncated_likelihood(group: int):
+    """Exactly, over all outcomes of a group of Bernoulli(p): Σ_{k<G} (1 − p)^(k − 1)."""
+    p = 0.3
+    expectation = 0.0
+    for right in range(group + 1):
+        rewards = torch.tensor([[1.0] * right + [0.0] * (group - right)], dtype=torch.float64)
+        score = rewards / p - (1 - rewards) / (1 - p)  # d log Bernoulli(p) / dp
+        probability = math.comb(group, right) * p**right * (1 - p) ** (group - right)
+        expectation += probability * float((mean_scaled(rewards) * score).mean())
+    assert expectation == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
 
 
 def test_mean_scaled_approaches_the_gradient_of_the_log_likelihood():

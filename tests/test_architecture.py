@@ -14,8 +14,18 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
 
 # Higher layers import lower ones, never the other way round.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "ground": ("__init__", "types", "errors", "registry", "sections", "recipe", "randomness"),
-    "words": ("objectives", "advantages", "aggregate", "correction", "rewards", "render"),
+    "ground": ("__init__", "types", "errors", "registry", "sections", "recipe", "recipe_files", "randomness"),
+    "words": (
+        "objectives",
+        "advantages",
+        "advantages_per_token",
+        "selection",
+        "kl_control",
+        "aggregate",
+        "correction",
+        "rewards",
+        "render",
+    ),
     "machines": ("tasks", "models", "engines", "store"),
     "procedures": ("rollout", "train", "evals", "interpret"),
     "operations": ("runs",),

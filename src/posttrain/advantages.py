@@ -20,7 +20,7 @@ Rewards = Float64[Tensor, "N G"]
 
 @register("advantage", min_group=1)
 def raw(rewards: Rewards) -> Rewards:
-    """``A_i = r_i``: REINFORCE without a baseline (Williams 1992)."""
+    """``A_i = r_i``: REINFORCE without a baseline (Williams 1992, "Simple statistical gradient-following")."""
     return rewards.clone()
 
 
@@ -28,8 +28,8 @@ def raw(rewards: Rewards) -> Rewards:
 def centered(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean(r)`` over the group.
 
-    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", eq. 4): no division by the
-    standard deviation.
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", section 3.2): no division by the
+    standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
     """
     return rewards - rewards.mean(dim=1, keepdim=True)
 
@@ -38,7 +38,8 @@ def centered(rewards: Rewards) -> Rewards:
 def leave_one_out(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean of the other G − 1 rewards``, which is ``G / (G − 1)`` × ``centered``.
 
-    RLOO (Ahmadian et al. 2024, "Back to basics", eq. 8; Kool et al. 2019).
+    RLOO (Ahmadian et al. 2024, "Back to basics"; Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+    baseline for free!").
     """
     group = rewards.shape[1]
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (group / (group - 1))
@@ -66,8 +67,11 @@ def mean_scaled(rewards: Rewards) -> Rewards:
     """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
 
     MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning"): for rewards in {0, 1}
-    dividing by the mean, not the standard deviation, makes the expected gradient approach that of
-    the log-likelihood of success as the group grows. Rewards must not be negative.
+    the mean of the score function over the K right samples of G (eq. 9), minus its mean over all G as
+    a control variate (eq. 10): weights ``1/K − 1/G`` and ``−1/G``, which are ``A_i / G`` here. Where
+    nothing was right both are dropped (algorithm 1). With success probability p the expected gradient
+    is ``∇p · Σ_{k<G} (1 − p)^(k − 1)``, which approaches ``∇ log p`` as the group grows. Rewards must
+    not be negative.
 
     Raises:
         ValueError: a negative reward.
@@ -86,8 +90,10 @@ def batch_normalized(
 ) -> Rewards:
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
-    REINFORCE++ (Hu et al. 2025): one mean and one standard deviation (ddof = 0) over the whole
-    rollout batch. ``center: group`` subtracts each group's mean first (REINFORCE++-baseline).
+    REINFORCE++ (Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global
+    normalization"): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
+    ``center: group`` subtracts each group's mean first (the paper's variant with baseline). The paper
+    subtracts a k1 penalty per token before normalizing; ``return_to_go`` with ``kl_in_reward`` does.
 
     Args:
         center: what the baseline is the mean of.

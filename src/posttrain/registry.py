@@ -26,9 +26,19 @@ from posttrain.errors import RecipeError, UnknownWord
 
 # Where the words of each kind live; imported when a word of that kind is first asked for.
 HOMES: dict[str, tuple[str, ...]] = {
-    "objective": ("posttrain.objectives.supervised", "posttrain.objectives.policy_gradient"),
-    "advantage": ("posttrain.advantages",),
+    "objective": (
+        "posttrain.objectives.supervised",
+        "posttrain.objectives.policy_gradient",
+        "posttrain.objectives.actor_critic",
+        "posttrain.objectives.preference",
+        "posttrain.objectives.preference_unpaired",
+        "posttrain.objectives.reward",
+        "posttrain.objectives.distillation",
+    ),
+    "advantage": ("posttrain.advantages", "posttrain.advantages_per_token"),
     "aggregation": ("posttrain.aggregate",),
+    "selection": ("posttrain.selection",),
+    "correction": ("posttrain.correction",),
     "reward": (
         "posttrain.rewards.format",
         "posttrain.rewards.numeric",

@@ -1,7 +1,7 @@
 """What flows through the laboratory, from a row of data to a gradient.
 
 Shape legend, everywhere: B rows, T tokens, G samples per prompt, V vocabulary, U units (rows or
-pairs).
+pairs), K candidate tokens, C classes.
 
 The one alignment rule, everywhere: ``x[b, t]`` describes the token *at* t. So
 ``logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`` and ``mask[b, 0]`` is False. A mask is
@@ -30,18 +30,37 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Response:
+    """A given answer to an example's messages, with what is known about its worth.
+
+    ``score``: higher is better; of a preference pair the chosen one has the higher score, of a
+    judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (one class index per
+    step) are for process supervision; ``text`` is then the steps joined. With an ``answer``, ``text`` is the
+    reasoning alone, and the template writes both as it writes a demonstration.
+    """
+
+    text: str
+    score: float
+    steps: tuple[str, ...] = ()
+    step_labels: tuple[int, ...] = ()
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
-    """One item of a task; serves SFT, reinforcement learning and evaluation alike.
+    """One item of a task; serves SFT, preferences, reinforcement learning and evaluation alike.
 
     ``id`` is unique and stable within its task (``stories/train/17``). ``answer`` is the gold
     answer as text; ``solution`` the worked reasoning that leads to it, without the answer line
-    (None: no working known; a demonstration then answers at once).
+    (None: no working known; a demonstration then answers at once). ``responses`` are given answers
+    with their worth: a pair's chosen and rejected, a judged answer, labelled solutions.
     """
 
     id: str
     messages: tuple[Message, ...]
     answer: str | None = None
     solution: str | None = None
+    responses: tuple[Response, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -101,8 +120,10 @@ class Batch:
     """Rows of equal padded length T.
 
     tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix
-    ``int64 [B]``; streams: ``float32 [B, T]`` or ``[B]``; weights (set by the aggregation over
-    the whole optimizer batch): ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones.
+    ``int64 [B]``; streams: ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the
+    aggregation over the whole optimizer batch): ``float32 [B, T]`` for token objectives, ``[U]``
+    for unit ones. ``rows_per_unit``: 1, or 2 where rows come in pairs, chosen (even rows) then
+    rejected (odd rows); the rows of a unit always stay together and in order.
     """
 
     tokens: Tensor
@@ -112,10 +133,16 @@ class Batch:
     prefix: Tensor
     streams: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
+    rows_per_unit: int = 1
 
     @property
     def num_rows(self) -> int:
         return int(self.tokens.shape[0])
+
+    @property
+    def unit_mask(self) -> Tensor:
+        """``bool [U, T]``: the trained positions of each unit, in any of its rows."""
+        return self.mask.unflatten(0, (-1, self.rows_per_unit)).any(dim=1)
 
     def stream(self, name: str) -> Tensor:
         """The stream ``name``; an objective that asks for it lists it in its ``needs``."""
@@ -123,15 +150,22 @@ class Batch:
         return self.streams[name]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """The given rows, in order, trimmed to their longest length. Weights must be per token."""
+        """The given rows, in order, trimmed to their longest length; units must be whole."""
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         width = int(lengths.max())
+        each = self.rows_per_unit
+        units = index[::each] // each
+        whole = units[:, None] * each + torch.arange(each, device=index.device)
+        assert each == 1 or torch.equal(index, whole.flatten()), "the rows of a unit stay together"
 
         def pick(x: Tensor) -> Tensor:
-            return x[index, :width] if x.ndim == 2 else x[index]
+            return x[index, :width] if x.ndim >= 2 else x[index]
+
+        def pick_weights(x: Tensor) -> Tensor:
+            return x[index, :width] if x.ndim == 2 else x[units]
 
         return replace(
             self,
@@ -141,7 +175,7 @@ class Batch:
             group=self.group[index],
             prefix=self.prefix[index],
             streams={name: pick(x) for name, x in self.streams.items()},
-            weights=None if self.weights is None else pick(self.weights),
+            weights=None if self.weights is None else pick_weights(self.weights),
         )
 
     def to(self, device: Any) -> Batch:
@@ -162,30 +196,34 @@ class Batch:
 class Outputs:
     """What the forward pass gives an objective.
 
-    logprobs ``float32 [B, T]``, zero where the mask is False; entropy ``float32 [B, T]`` of the
-    distribution that each token was drawn from (no gradient unless the objective asks for it);
-    scores: head outputs, where the model has such a head.
+    logprobs ``float32 [B, T]``, zero where the mask is False (everywhere, where the model is only a
+    scorer); entropy ``float32 [B, T]`` of the distribution that each token was drawn from (no
+    gradient unless the objective asks for it). scores ``float32 [B, T]`` (``[B, T, C]`` for C
+    classes), zero where the mask is False: of a value head, the value of the state *before* token
+    t; of a reward head, the score read *at* token t. candidate_logprobs ``float32 [B, T, K]``:
+    log-probabilities of the tokens in the stream ``teacher_ids`` at each position.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     scores: Tensor | None = None
+    candidate_logprobs: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Loss:
     """What an objective returns: it never reduces.
 
-    values: ``[B, T]`` for token objectives, ``[U]`` for unit objectives. metrics: tensors of the
-    shape of ``values`` (averaged by the loop over all trained tokens or units of the optimizer
-    batch, in float64, over all micro-batches).
+    values: ``[B, T]`` for token objectives, ``[U]`` for row (U = B) and pair (U = B / 2) objectives.
+    metrics: tensors of the shape of ``values`` (averaged by the loop over all trained tokens or
+    units of the optimizer batch, in float64, over all micro-batches).
     """
 
     values: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def collate(samples: Sequence[Sample], pad_id: int = 0) -> Batch:
+def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) -> Batch:
     """Rows side by side, padded on the right to the longest. Masks come from lengths.
 
     Streams are float32; a per-token stream is padded with 0.
@@ -193,6 +231,7 @@ def collate(samples: Sequence[Sample], pad_id: int = 0) -> Batch:
     import torch
 
     assert samples, "an empty batch is refused by the source"
+    assert len(samples) % rows_per_unit == 0, "units are whole"
     width = max(len(s.ids) for s in samples)
     rows = len(samples)
     tokens = torch.full((rows, width), pad_id, dtype=torch.long)
@@ -219,4 +258,5 @@ def collate(samples: Sequence[Sample], pad_id: int = 0) -> Batch:
         group=torch.tensor([s.group for s in samples]),
         prefix=torch.tensor([s.prefix for s in samples]),
         streams=streams,
+        rows_per_unit=rows_per_unit,
     )

@@ -7,8 +7,12 @@ import math
 import pytest
 import torch
 
+from posttrain import registry
+from posttrain.objectives import policy_gradient
 from posttrain.objectives.policy_gradient import grpo, reinforce
 from posttrain.types import Batch, Outputs
+
+ALL = ("reinforce", "grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
 
 
 def make_batch(mask: torch.Tensor, **streams: torch.Tensor) -> Batch:
@@ -108,12 +112,35 @@ def test_grpo_gradient_by_finite_differences():
     assert torch.autograd.gradcheck(value, (outputs.logprobs.detach().requires_grad_(),), eps=1e-6, atol=1e-8)
 
 
-def test_entropy_bonus_lowers_the_value_by_the_entropy():
+@pytest.mark.parametrize("name", ALL)
+def test_entropy_bonus_lowers_the_value_by_the_entropy(name: str):
     outputs, batch = one_token(-0.5, -0.5, 1.0)
-    outputs.entropy = torch.tensor([[0.0, 1.5]], dtype=torch.float64)
-    for objective in (reinforce, grpo):
-        plain = objective(outputs, batch).values[0, 1].item()
-        assert objective(outputs, batch, entropy_bonus=0.2).values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
+    outputs.entropy = torch.tensor([[0.0, 1.5]], dtype=torch.float64, requires_grad=True)
+    objective = getattr(policy_gradient, name)
+    plain = objective(outputs, batch).values[0, 1].item()
+    loss = objective(outputs, batch, entropy_bonus=0.2)
+    assert loss.values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
+    assert loss.metrics["entropy"].tolist() == [[0.0, 1.5]]
+    assert not loss.metrics["entropy"].requires_grad
+    assert torch.autograd.grad(loss.values[0, 1], outputs.entropy)[0].tolist() == [[0.0, -0.2]]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_objective_takes_the_same_kl(name: str, estimator: str):
+    """What the option adds is β · k(r), with its own gradient, whatever the objective is."""
+    outputs, batch = one_token(math.log(0.5), math.log(0.4), 1.5, ref_logprobs=math.log(0.25))
+    objective = getattr(policy_gradient, name)
+    plain, with_kl = objective(outputs, batch), objective(outputs, batch, kl=0.1, kl_estimator=estimator)
+    r = math.log(2.0)
+    value = {"k1": r, "k2": r * r / 2, "k3": 0.5 - 1 + r}[estimator]
+    slope = {"k1": 1.0, "k2": r, "k3": 1 - 0.5}[estimator]  # dk/dr
+    assert (with_kl.values - plain.values)[0, 1].item() == pytest.approx(0.1 * value, abs=1e-12)
+    added = torch.autograd.grad((with_kl.values - plain.values)[0, 1], outputs.logprobs)[0][0, 1].item()
+    assert added == pytest.approx(0.1 * slope, abs=1e-12)
+    assert with_kl.metrics["kl_ref"][0, 1].item() == pytest.approx(0.5 - 1 + r, abs=1e-12)
+    assert "kl_ref" not in plain.metrics
+    assert registry.find("objective", name).traits["optional_needs"] == {"kl": "ref_logprobs"}
 
 
 @pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])

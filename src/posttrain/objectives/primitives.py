@@ -30,6 +30,11 @@ def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
     )
 
 
+def row_sum(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
+    """The sum of each row over its trained tokens; what lies elsewhere (NaN too) does not count."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)
+
+
 def row_mean(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
     """The mean of each row over its trained tokens; 0 for a row without any (it has no weight either)."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -60,3 +65,51 @@ def kl_k3(log_ratio_to_reference: Tokens) -> Tokens:
 
 
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def row_last(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
+    """The value at the last trained token of each row; NaN for a row without any."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, torch.full_like(positions, -1)).amax(dim=1)
+    picked = values.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
+    return torch.where(last >= 0, picked, torch.full_like(picked, math.nan))
+
+
+def nan_unless_finite(values: Tensor) -> Tensor:
+    """Infinite becomes NaN, which the loop refuses.
+
+    A bounded or one-sided loss of an infinite reward is finite, so that a broken row (a token of
+    probability 0, an overflow) would pass as a row that has nothing left to learn.
+    """
+    return torch.where(values.isfinite(), values, torch.full_like(values, math.nan))
+
+
+# Log-probabilities of one answer from two forward passes differ by rounding, relative to their size, by less.
+TIE = 1e-6
+
+
+def wins(margin: Tensor, size: Tensor | None = None) -> Tensor:
+    """1 where the margin is positive, 0 where it is negative, 1/2 at a tie; NaN stays NaN. Detached.
+
+    ``size``: that of the numbers whose difference the margin is. A margin below a millionth of it is
+    rounding and counts as a tie, so that a policy that is its own reference is right half the time.
+    """
+    margin = margin.detach()
+    tie = torch.zeros_like(margin, dtype=torch.bool) if size is None else margin.abs() <= TIE * size.detach()
+    return torch.where(margin.isnan(), margin, 0.5 + 0.5 * margin.masked_fill(tie, 0.0).sign())
+
+
+# The largest argument of log1mexp: a log-probability closer to 0 than this is rounding (1 − p ≈ 1e-6).
+MAX_LOGPROB = -1e-6
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """``log(1 − e^x)`` for x < 0: the log-probability of "not this"; x is clamped to at most −1e-6.
+
+    Mächler (2012), "Accurately computing log(1 − exp(−|a|))": expm1 near 0, log1p far from it. The
+    clamp keeps the branch that is not taken finite too (in fp32 as well), and with it the gradient.
+    """
+    x = x.clamp(max=MAX_LOGPROB)
+    near = torch.log(-torch.expm1(x))
+    far = torch.log1p(-torch.exp(x))
+    return torch.where(x > -math.log(2.0), near, far)

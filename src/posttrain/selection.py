@@ -1,0 +1,104 @@
+"""Selections: which of the sampled completions are trained on, and in what units. Pure.
+
+Each word takes the rewards of one rollout batch as ``float64 [N, G]`` (N prompts, G samples each)
+and returns units: tuples of places ``(prompt, sample)``, one place per row, or two per pair, the
+chosen one first. Units come in order of their prompt. Rejection sampling, expert iteration and
+preference data from the model's own samples are nothing but such a choice.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jaxtyping import Float64
+from pydantic import Field
+from torch import Tensor
+
+from posttrain.registry import register
+
+Rewards = Float64[Tensor, "N G"]
+Place = tuple[int, int]
+Units = list[tuple[Place, ...]]
+
+
+@register("selection", level="row")
+def every(rewards: Rewards) -> Units:
+    """Every completion that was sampled, in order."""
+    prompts, group = rewards.shape
+    return [((n, g),) for n in range(prompts) for g in range(group)]
+
+
+@register("selection", level="row")
+def best_of(rewards: Rewards, *, keep: Annotated[int, Field(ge=1)] = 1, above: float | None = None) -> Units:
+    """The ``keep`` completions of highest reward of each prompt; of equal ones those sampled first.
+
+    Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", section 3.2.3).
+
+    Args:
+        keep: completions per prompt.
+        above: if given, only those whose reward is higher than this; a prompt may then give none.
+    """
+    units: Units = []
+    for n, row in enumerate(rewards.tolist()):
+        order = sorted(range(len(row)), key=lambda g: (-row[g], g))[:keep]
+        units += [((n, g),) for g in sorted(order) if above is None or row[g] > above]
+    return units
+
+
+@register("selection", level="row")
+def above(rewards: Rewards, *, threshold: float) -> Units:
+    """Every completion whose reward is higher than ``threshold``.
+
+    Expert iteration (Anthony et al. 2017; for language models STaR, Zelikman et al. 2022, and ReST-EM,
+    Singh et al. 2023): keep what was right, imitate it, sample again.
+
+    Args:
+        threshold: in units of the reward.
+    """
+    return [((n, g),) for n, row in enumerate(rewards.tolist()) for g, r in enumerate(row) if r > threshold]
+
+
+@register("selection", level="row")
+def balanced(rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Field(ge=1)] = 1) -> Units:
+    """As many completions with a reward above ``threshold`` as without, at most ``keep`` of each a prompt.
+
+    The rows of ``right_and_wrong``, unpaired: for objectives that read labels, such as ``kto``.
+
+    Args:
+        threshold: a reward above it is right; in units of the reward.
+        keep: right completions per prompt at most, and as many wrong ones.
+    """
+    return [(place,) for pair in right_and_wrong(rewards, threshold=threshold, num_pairs=keep) for place in pair]
+
+
+@register("selection", level="pair")
+def best_and_worst(rewards: Rewards) -> Units:
+    """One pair per prompt: the completion of highest reward and that of lowest.
+
+    Of equal ones those sampled first. A prompt whose rewards are all equal gives no pair.
+    """
+    units: Units = []
+    for n, row in enumerate(rewards.tolist()):
+        best, worst = row.index(max(row)), row.index(min(row))
+        if row[best] > row[worst]:
+            units.append(((n, best), (n, worst)))
+    return units
+
+
+@register("selection", level="pair")
+def right_and_wrong(rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Field(ge=1)] = 1) -> Units:
+    """Pairs of a completion with a reward above ``threshold`` and one without, at most ``num_pairs`` a prompt.
+
+    Each completion is in at most one pair; the i-th right one meets the i-th wrong one, in the order
+    in which they were sampled.
+
+    Args:
+        threshold: a reward above it is right; in units of the reward.
+        num_pairs: pairs per prompt at most.
+    """
+    units: Units = []
+    for n, row in enumerate(rewards.tolist()):
+        right = [g for g, r in enumerate(row) if r > threshold]
+        wrong = [g for g, r in enumerate(row) if r <= threshold]
+        units += [((n, a), (n, b)) for a, b in zip(right, wrong, strict=False)][:num_pairs]
+    return units
