@@ -100,7 +100,10 @@ class RolloutSection(Section):
     ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
     the batch has both higher and lower rewards, at most ``max_rounds`` times.
     ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
-    again by the trainer.
+    again by the trainer. ``select`` says which completions are trained on and in what units (a word;
+    by default every one, or the best and the worst of each prompt for an objective over pairs); with
+    it, ``drop_uniform_groups`` draws until every group gives something. A completion whose reward is
+    above ``label_above`` counts as desirable for objectives that read labels.
     """
 
     engine: Word = Word(name="native")
@@ -113,6 +116,48 @@ class RolloutSection(Section):
     drop_uniform_groups: bool = False
     max_rounds: int = Field(default=4, ge=1)
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    select: Word | None = None
+    label_above: float = 0.5
+
+
+class KLInRewardSection(Section):
+    """A penalty inside the reward: −weight · KL to the reference, at every token.
+
+    Advantages of whole completions see the sum over the tokens; advantages per token see each. With
+    a ``target`` (nats per completion) the weight adapts to it over ``horizon`` completions (Ziegler
+    et al. 2019, section 2.2).
+    """
+
+    weight: float = Field(ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    target: float | None = Field(default=None, gt=0)
+    horizon: int = Field(default=10_000, ge=1)
+
+
+class HeadSection(Section):
+    """The head of a value or reward model: one linear layer, fp32, normal init with ``init_std``.
+
+    A value head stands on a model of its own (``trunk: separate``, which starts as a copy of the
+    policy) or on the policy's (``shared``); a reward head always stands on the model that is
+    trained. ``lr_ratio`` multiplies the learning rate of the head and of a separate trunk.
+    """
+
+    trunk: Literal["separate", "shared"] = "separate"
+    init_std: float = Field(default=0.02, ge=0)
+    lr_ratio: float = Field(default=1.0, gt=0)
+
+
+class TeacherSection(Section):
+    """Who teaches, for objectives that read a teacher: a model, or ``self``.
+
+    ``self`` is the model that is trained, given feedback that the student does not see: a right
+    answer of another sample to the same prompt. ``top_k``: candidates whose probabilities are kept
+    for each token.
+    """
+
+    name: str
+    top_k: int = Field(default=64, ge=1)
+    trust_remote_code: bool = False
 
 
 class DataSection(Section):
@@ -145,6 +190,8 @@ class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
+    ``drift_prompts``: with so many of the prompts, one answer each is sampled at the training
+    temperature to measure entropy and the KL from the model that the run started with.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -152,3 +199,4 @@ class EvalSection(Section):
     n: int = Field(default=256, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0)
+    drift_prompts: int = Field(default=0, ge=0)

@@ -4,63 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from small_models import CONFIGS, SHAPE, gradients, ragged_batch, random_model, relative_difference, unshared
+from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.forward import MAX_LOGIT_ELEMENTS, Forward, score_logits
+from posttrain.models.forward import MAX_LOGIT_ELEMENTS, Forward
+from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.models.packing import pack
 from posttrain.types import Batch, Sample, collate
-
-SHAPE = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None,
-}  # fmt: skip
-CONFIGS = {
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**SHAPE),
-    "llama": lambda: LlamaConfig(**SHAPE),
-    "olmo2": lambda: Olmo2Config(**SHAPE),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
-    ),
-}
-
-
-def random_model(family: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval().to(dtype)
-    with torch.no_grad():  # the default init gives nearly uniform outputs, which would hide errors
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)
-    return model
-
-
-def ragged_batch(seed: int = 0, groups: int = 3) -> Batch:
-    """Groups that share prompts of different lengths, answers of 1 to 9 tokens, and rows without a prefix."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(n: int) -> list[int]:
-        return torch.randint(0, 97, (n,), generator=generator).tolist()
-
-    samples = []
-    for group in range(groups):
-        prompt = draw(3 + 4 * group)
-        for _ in range(3):
-            answer = draw(int(torch.randint(1, 10, (1,), generator=generator)))
-            n = len(answer)
-            samples.append(Sample(prompt + answer, [False] * len(prompt) + [True] * n, group=group, prefix=len(prompt)))
-    samples.append(Sample(draw(8), [False, False, True, False, True, True, False, True], group=99))
-    samples.append(Sample(draw(2), [False, True], group=100, prefix=1))
-    return collate(samples)
 
 
 def reference_logprobs(
@@ -114,6 +64,43 @@ def test_a_shared_prompt_is_computed_once():
     assert pack(batch, share_prefixes=False).num_tokens == int((batch.lengths - 1).sum())
 
 
+def test_where_heads_read_worked_by_hand():
+    """A shared prompt 5 6 7 with answers 1 and 2 3, and a row 9 8 of its own: one token to train in each kind."""
+    batch = collate(
+        [
+            Sample([5, 6, 7, 1], [False, False, False, True], group=0, prefix=3),
+            Sample([5, 6, 7, 2, 3], [False, False, False, True, True], group=0, prefix=3),
+            Sample([9, 8], [False, True], group=1, prefix=1),
+        ]
+    )
+    before, at = pack(batch), pack(batch, reads="at")
+    assert before.tokens[: before.num_tokens].tolist() == [5, 6, 7, 2, 9]
+    assert before.positions[: before.num_tokens].tolist() == [0, 1, 2, 3, 0]
+    assert before.predictors[:4].tolist() == [2, 2, 3, 4]
+    assert before.readers is None
+    assert at.tokens[: at.num_tokens].tolist() == [5, 6, 7, 1, 2, 3, 9, 8]
+    assert at.positions[: at.num_tokens].tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
+    assert at.predictors[:4].tolist() == [2, 2, 4, 6]
+    assert at.readers is not None
+    assert at.readers[:4].tolist() == [3, 4, 5, 7]
+    alone = pack(batch, share_prefixes=False, reads="at")
+    assert alone.num_tokens == 4 + 5 + 2
+    assert alone.readers is not None
+    assert alone.tokens[alone.readers[: alone.num_targets]].tolist() == alone.targets[:4].tolist() == [1, 2, 3, 8]
+
+
+def test_what_is_read_at_a_token_is_that_token():
+    batch = ragged_batch()
+    for rows in (batch, unshared(batch)):
+        packing = pack(rows, reads="at")
+        assert packing.readers is not None
+        count = int(batch.mask.sum())
+        assert packing.tokens[packing.readers[:count]].tolist() == batch.tokens[batch.mask].tolist()
+        columns = batch.mask.nonzero()[:, 1]
+        assert packing.positions[packing.readers[:count]].tolist() == columns.tolist()
+        assert packing.positions[packing.predictors[:count]].tolist() == (columns - 1).tolist()
+
+
 def gradient(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     forward = Forward(model)
     weights = torch.linspace(0.5, 2.0, batch.num_rows, dtype=torch.float64)[:, None]
@@ -156,7 +143,7 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
 
 def test_logprobs_are_fp32_for_bf16_weights():
     logits = torch.tensor([[300.0, 299.0, 0.0]], dtype=torch.bfloat16)
-    logprobs, _ = score_logits(logits, torch.tensor([0]), 1.0, "none")
+    logprobs, _, _ = score_logits(logits, torch.tensor([0]), 1.0, "none")
     assert logprobs.dtype == torch.float32
     gap = 300.0 - float(logits[0, 1])  # what bf16 made of 299
     assert logprobs.item() == pytest.approx(-torch.tensor(-gap).exp().log1p().item(), abs=1e-7)
@@ -198,4 +185,137 @@ def test_slots_and_tokens_of_the_last_pass():
     assert (forward.last_slots, forward.last_tokens) == (2 * 8, 8 + 3)  # the last token of a row predicts nothing
     forward.path = "padded"
     forward(batch)
-    assert (forward.last_slots, forward.last_tokens) == (2 * 9, 9 + 4)
+    assert (forward.last_slots, forward.last_tokens) == (2 * 8, 8 + 4)  # only the last column is left out
+
+
+def with_teacher(batch: Batch, k: int = 5) -> Batch:
+    generator = torch.Generator().manual_seed(7)
+    batch.streams["teacher_ids"] = torch.randint(0, 97, (*batch.tokens.shape, k), generator=generator)
+    return batch
+
+
+def reference_tables(model: torch.nn.Module, batch: Batch, temperature: float) -> torch.Tensor:
+    """``[B, T, V]``: the log-distribution that each trained token was drawn from, each row alone; 0 elsewhere."""
+    tables = torch.zeros((*batch.tokens.shape, 97), dtype=torch.float64)
+    for b, n in enumerate(batch.lengths.tolist()):
+        table = (model(batch.tokens[b : b + 1, :n], use_cache=False).logits[0].double() / temperature).log_softmax(-1)
+        for t in range(1, n):
+            if batch.mask[b, t]:
+                tables[b, t] = table[t - 1]
+    return tables
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("family", "path"), [("qwen3", "packed"), ("gpt2", "packed"), ("granite", "padded")])
+@torch.no_grad()
+def test_candidates_are_of_the_same_distribution(
+    family: str, path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model = random_model(family)
+    batch = with_teacher(ragged_batch())
+    tables = reference_tables(model, batch, 0.7)
+    expected = tables.gather(-1, batch.streams["teacher_ids"])
+    forward = Forward(model, temperature=0.7)
+    assert forward.path == path
+    if chunked:
+        monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+    for route in {path, "padded"}:
+        forward.path = route
+        outputs = forward(batch, with_candidates=True)
+        assert outputs.candidate_logprobs.shape == (*batch.tokens.shape, 5)
+        assert outputs.candidate_logprobs.dtype == torch.float32
+        assert float((outputs.candidate_logprobs - expected).abs().max()) < 1e-5
+        assert not outputs.candidate_logprobs[~batch.mask].any()
+        plain = forward(batch)
+        assert torch.equal(plain.logprobs, outputs.logprobs)
+        assert torch.equal(plain.entropy, outputs.entropy)
+        assert plain.candidate_logprobs is None
+        ids, logprobs = forward.top_candidates(batch, 4)
+        best = tables.topk(4, dim=-1)
+        assert torch.equal(ids[batch.mask], best.indices[batch.mask])
+        assert float((logprobs - best.values).abs().max()) < 1e-5
+        assert not ids[~batch.mask].any()
+        assert not logprobs[~batch.mask].any()
+
+
+@torch.no_grad()
+def test_more_candidates_than_the_vocabulary_has():
+    batch = ragged_batch()
+    ids, logprobs = Forward(random_model("gpt2")).top_candidates(batch, 1000)
+    assert ids.shape == logprobs.shape == (*batch.tokens.shape, 97)
+    assert ids.dtype == torch.int64
+    assert logprobs.dtype == torch.float32
+    assert torch.equal(ids[batch.mask].sort(-1).values, torch.arange(97).expand(int(batch.mask.sum()), -1))
+    assert torch.allclose(logprobs[batch.mask].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
+    assert not logprobs.requires_grad
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "granite"])
+def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Packed and padded, prompts shared and not, whole and in chunks, against each row alone."""
+    model = random_model(family, torch.float64)
+    batch = with_teacher(ragged_batch())
+    weights = torch.randn(batch.streams["teacher_ids"].shape, generator=torch.Generator().manual_seed(1)).double()
+    alone = unshared(batch)
+    alone.streams = batch.streams
+    (reference_tables(model, batch, 0.7).gather(-1, batch.streams["teacher_ids"]) * weights).sum().backward()
+    expected = gradients(model)
+    forward = Forward(model, temperature=0.7)
+    tolerance = 1e-12 if family == "gpt2" else 1e-5  # the others' norms and rotary embedding compute in fp32
+    for limit in (MAX_LOGIT_ELEMENTS, 97 * 6):
+        monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", limit)
+        for rows in (batch, alone):
+            for path in {forward.path, "padded"}:
+                model.zero_grad()
+                route = Forward(model, temperature=0.7)
+                route.path = path
+                (route(rows, "none", with_candidates=True).candidate_logprobs * weights).sum().backward()
+                assert relative_difference(gradients(model), expected) < tolerance
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPatch):
+    model = random_model("qwen3")
+    batch = with_teacher(ragged_batch())
+    forward = Forward(model)
+    forward.path = path
+    monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+    sizes = []
+    softmax = torch.Tensor.log_softmax
+
+    def record(logits: torch.Tensor, dim: int) -> torch.Tensor:
+        sizes.append(len(logits))
+        return softmax(logits, dim=dim)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", record)
+    forward(batch, with_candidates=True).candidate_logprobs.sum().backward()
+    forward.top_candidates(batch, 3)
+    assert max(sizes) == 6
+    assert sum(sizes) >= 3 * int(batch.mask.sum())  # forward, recomputed in backward, and the teacher's
+
+
+def test_the_attention_window_with_and_without_the_last_token():
+    """Of 7 tokens a row's last one predicts nothing, so 6 are computed; a head that reads at tokens needs all."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=6)).eval()
+    batch = collate([Sample(list(range(7)), [False] + [True] * 6)])
+    head = ScalarHead(32)
+    before, at = Forward(model, head=head), Forward(model, head=head, reads="at", scores_only=True)
+    assert before.packs(batch)
+    assert not at.packs(batch)
+    shorter = collate([Sample(list(range(6)), [False] + [True] * 5)])
+    assert at.packs(shorter)
+    assert at(shorter).scores is not None
+    assert at(batch).scores is not None
+
+
+@torch.no_grad()
+def test_a_row_that_fills_the_context_on_the_padded_path():
+    """The 65th token of a model with 64 positions predicts nothing and needs none."""
+    model = random_model("gpt2")
+    tokens = torch.randint(0, 97, (65,), generator=torch.Generator().manual_seed(3)).tolist()
+    batch = collate([Sample(tokens, [False] + [True] * 64)])
+    forward = Forward(model)
+    packed = forward(batch).logprobs
+    forward.path = "padded"
+    assert float((forward(batch).logprobs - packed).abs().max()) < 1e-5

@@ -21,14 +21,17 @@ from transformers import (
 )
 
 from posttrain.errors import CheckpointError, StorageError
+from posttrain.models.heads import ScalarHead
 from posttrain.train.checkpoint import (
     Checkpoint,
     best_step,
     checkpoint_steps,
     clean_leftovers,
+    companion_tensors,
     load_checkpoint,
     mark_best,
     prune_checkpoints,
+    restore_companions,
     restore_model,
     save_checkpoint,
 )
@@ -159,12 +162,13 @@ def test_no_checkpoints_is_none(tmp_path: Path) -> None:
         "tokenizer.json",
         "optimizer.safetensors",
         "pending.safetensors",
+        "companions.safetensors",
         "state.json",
     ],
 )
 def test_a_flipped_byte_in_any_file_falls_back_and_says_so(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 10)
-    save(tmp_path, 20)
+    save(tmp_path, 10, companions={"value.weight": torch.ones(1, 32)})
+    save(tmp_path, 20, companions={"value.weight": torch.zeros(1, 32)})
     size = (tmp_path / "step-000020" / name).stat().st_size
     for position in (0, size // 2, size - 1):
         flip_byte(tmp_path / "step-000020" / name, position)
@@ -172,6 +176,7 @@ def test_a_flipped_byte_in_any_file_falls_back_and_says_so(tmp_path: Path, name:
         assert found.step == 10
         assert found.skipped == [f"step-000020: {name} differs from its SHA-256 in the manifest"]
         assert found.optimizer["step"].item() == 10.0
+        assert found.companions["value.weight"].tolist() == [[1.0] * 32]
         flip_byte(tmp_path / "step-000020" / name, position)
     assert load(tmp_path).step == 20
 
@@ -249,7 +254,8 @@ def test_failed_ones_are_set_aside_so_that_pruning_keeps_the_good_one(tmp_path: 
 
 def test_leftovers_of_a_killed_write_are_not_checkpoints_and_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    whole = contents(save(tmp_path / "elsewhere", 20))
+    whole = contents(save(tmp_path / "elsewhere", 20, companions={"value.weight": torch.ones(1, 32)}))
+    assert "companions.safetensors" in whole
     names = sorted(whole)
     for count in range(len(names) + 1):  # killed after each file
         aside = tmp_path / ".tmp-step-000020-4711"
@@ -333,6 +339,23 @@ def test_a_real_write_error_of_the_system(tmp_path: Path, limit: int) -> None:
     assert contents(tmp_path) == before
     assert os.listdir(tmp_path) == ["step-000010"]
     assert load(save(tmp_path, 20, model=model).parent).step == 20
+
+
+def test_a_disk_that_fills_up_while_companions_are_written(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    before = contents(tmp_path)
+    model, large = make_model(3), {"critic.weight": torch.ones(200_000)}
+    limit, old_limit = 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert max(file.stat().st_size for file in (tmp_path / "step-000010").iterdir()) < limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(StorageError, match=r"the disk is full.*What had been saved before is untouched"):
+            save(tmp_path, 20, model=model, companions=large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+    assert contents(tmp_path) == before
+    save(tmp_path, 20, model=model, companions=large)
+    assert torch.equal(load(tmp_path).companions["critic.weight"], large["critic.weight"])
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
@@ -423,3 +446,89 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
     other = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     with pytest.raises(CheckpointError, match="this checkpoint is of another model"):
         restore_model(other, path)
+
+
+def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Path) -> None:
+    awkward = torch.tensor([0.1, 1e-45, -0.0, 3.4e38, 1 / 3])
+    modules = {"value": ScalarHead(32, seed=1, bias=True), "critic": make_model(1)}
+    with torch.no_grad():
+        modules["value"].weight[0, :5] = awkward
+    path = save(tmp_path, 1, companions=companion_tensors(modules))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert "companions.safetensors" in manifest["files"]
+    found = load(tmp_path).companions
+    assert found["value.weight"][0, :5].view(torch.int32).tolist() == awkward.view(torch.int32).tolist()
+    assert {"value.weight", "value.bias", "critic.model.norm.weight"} <= found.keys()
+    other = {"value": ScalarHead(32, seed=2, bias=True), "critic": make_model(2)}
+    before = [p.data_ptr() for module in other.values() for p in module.parameters()]
+    restore_companions(other, found)
+    for name, module in modules.items():
+        assert_same_weights(other[name], module)
+    assert [p.data_ptr() for module in other.values() for p in module.parameters()] == before
+    assert all(p.requires_grad for module in other.values() for p in module.parameters())
+
+
+def test_tied_weights_of_a_critic_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    critic, other = make_model(1), make_model(2)
+    assert critic.lm_head.weight is critic.model.embed_tokens.weight
+    save(tmp_path, 1, companions=companion_tensors({"critic": critic, "again": critic}))
+    found = load(tmp_path).companions
+    assert "critic.model.embed_tokens.weight" in found
+    assert not [name for name in found if name.startswith("again.") or "lm_head" in name]
+    restore_companions({"critic": other}, found)
+    assert_same_weights(other, critic)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    untied = make_model(1, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"critic\.lm_head\.weight is not in the checkpoint"):
+        restore_companions({"critic": untied}, found)
+
+
+def test_of_an_adapted_critic_only_what_is_trained_is_saved(tmp_path: Path) -> None:
+    make_model(1).save_pretrained(tmp_path / "base")
+    critic, other = make_adapter(tmp_path / "base", 1), make_adapter(tmp_path / "base", 2)
+    companions = companion_tensors({"critic": critic, "value": ScalarHead(32)})
+    trained = {f"critic.{name}" for name, p in critic.named_parameters() if p.requires_grad}
+    assert companions.keys() == trained | {"value.weight"}
+    assert 0 < len(trained) < len(list(critic.parameters()))
+    save(tmp_path / "run", 1, companions=companions)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if not parameter.requires_grad:
+                parameter.zero_()  # what is frozen is none of the checkpoint's business
+    restore_companions({"critic": other, "value": ScalarHead(32, seed=9)}, load(tmp_path / "run").companions)
+    theirs = dict(critic.named_parameters())
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, theirs[name]) if parameter.requires_grad else not parameter.any(), name
+
+
+def test_no_companions(tmp_path: Path) -> None:
+    for companions in (None, {}):
+        path = save(tmp_path, 1, companions=companions)
+        assert not (path / "companions.safetensors").exists()
+        assert load(tmp_path).companions == {}
+    restore_companions({}, {})
+    assert contents(save(tmp_path / "a", 1)) == contents(path), "a run without heads writes what it wrote before"
+
+
+@pytest.mark.parametrize(
+    ("modules", "what"),
+    [
+        ({"value": ScalarHead(32, bias=True)}, r"value\.bias is not in the checkpoint"),
+        ({"value": ScalarHead(16)}, r"value\.weight is torch\.float32 \[1, 32\] in the checkpoint and .* \[1, 16\]"),
+        ({"value": ScalarHead(32, 3)}, r"\[1, 32\] in the checkpoint and torch\.float32 \[3, 32\] in the model"),
+        ({"value": ScalarHead(32).double()}, r"torch\.float32 .* in the checkpoint and torch\.float64"),
+        ({"reward": ScalarHead(32)}, r"reward\.weight is not in the checkpoint; value\.weight is not in the model"),
+        ({}, r"value\.weight is not in the model"),
+    ],
+)
+def test_other_companions_are_refused_and_nothing_copied(
+    tmp_path: Path, modules: dict[str, torch.nn.Module], what: str
+) -> None:
+    save(tmp_path, 1, companions=companion_tensors({"value": ScalarHead(32, seed=1)}))
+    found = load(tmp_path).companions
+    before = {name: tensor.clone() for name, tensor in companion_tensors(modules).items()}
+    with pytest.raises(CheckpointError, match=what):
+        restore_companions(modules, found)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in companion_tensors(modules).items())
+    with pytest.raises(CheckpointError, match=r"value\.weight is not in the checkpoint"):
+        restore_companions({"value": ScalarHead(32)}, {})

@@ -15,6 +15,7 @@ from posttrain.apps import words
 from posttrain.apps.console import open_console
 from posttrain.errors import UnknownWord, UsageError
 from posttrain.recipe import load_recipe, recipe_names, recipe_text
+from posttrain.runs.compare import comparison_names, describe_comparison, training_recipe_names
 
 
 def run_recipes(arguments: argparse.Namespace) -> int:
@@ -28,12 +29,16 @@ def run_recipes(arguments: argparse.Namespace) -> int:
     table.add_column("recipe", no_wrap=True)
     table.add_column("model", no_wrap=True)
     table.add_column("what it does")
-    for name in recipe_names():
+    for name in training_recipe_names():
         recipe = load_recipe(name)
-        table.add_row(Text(name, style="bold"), Text(recipe.model.name), Text(recipe.description))
+        table.add_row(Text(name, style="bold"), Text(recipe.model.name), Text(_what_it_does(recipe.description)))
+    for name in comparison_names():
+        table.add_row(Text(name, style="bold"), Text("several"), Text(describe_comparison(name)))
     console = open_console()
     console.print(table)
     console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME", markup=False)
+    if comparison_names():
+        console.print("Run a comparison: posttrain compare compare/NAME", markup=False)
     return 0
 
 
@@ -46,10 +51,13 @@ def run_explain(arguments: argparse.Namespace) -> int:
     name = arguments.name
     sections = words.sections()
     kinds = {kind for kind, (key, _) in words.KINDS.items() if name in (kind, key, kind + "s")}
-    found = _entries_named(name)
-    if not found and not kinds and name not in sections:
+    found, recipes = _entries_named(name), recipes_called(name)
+    if not found and not kinds and not recipes and name not in sections:
         known = sorted(
-            {word for group in words.all_words().values() for word in group} | set(sections) | set(words.KINDS)
+            {word for group in words.all_words().values() for word in group}
+            | set(sections)
+            | set(words.KINDS)
+            | {recipe.rpartition("/")[2] for recipe in training_recipe_names()}
         )
         raise UnknownWord(
             f"nothing is called {name!r}.{registry.suggest(name, known)} `posttrain explain` lists everything"
@@ -60,7 +68,19 @@ def run_explain(arguments: argparse.Namespace) -> int:
         _print_kind(console, kind)
     if name in sections:
         _print_section(console, name, sections[name])
+    for recipe in recipes:
+        _print_recipe(console, recipe)
     return 0
+
+
+def recipes_called(name: str) -> list[str]:
+    """Shipped recipes of this name, with or without their folder: many a method is words put together."""
+    wanted = name.replace("_", "-")
+    return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
+
+
+def _what_it_does(description: str) -> str:
+    return description.partition("What to watch:")[0].strip()
 
 
 def _entries_named(name: str) -> list[registry.Entry]:
@@ -97,6 +117,32 @@ def _print_entry(console: Console, entry: registry.Entry) -> None:
     _print_options(console, words.word_options(entry), words.KINDS[entry.kind][0])
     users = words.recipes_by_word().get((entry.kind, entry.name), [])
     console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
+    console.print()
+
+
+def _print_recipe(console: Console, name: str) -> None:
+    recipe = load_recipe(name)
+    console.print(Text.assemble((name, "bold cyan"), "  recipe"))
+    console.print()
+    console.print(Text(recipe.description.strip()), soft_wrap=True)
+    console.print()
+    resolved = recipe.resolve()
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for kind, key in (("objective", "objective"), ("advantage", "advantage"), ("aggregation", "aggregate")):
+        word = getattr(resolved, key)
+        if word is not None:
+            entry = registry.find(kind, word.name)
+            given = ", ".join(f"{option} {value}" for option, value in word.options.items())
+            table.add_row(key, Text(word.name, style="cyan"), Text(f"{words.summary(entry.doc)} {given}".strip()))
+    select = resolved.rollout.select if resolved.rollout is not None else None
+    if select is not None and select.name != "every":
+        doc = registry.find("selection", select.name).doc
+        table.add_row("select", Text(select.name, style="cyan"), Text(words.summary(doc)))
+    console.print(table)
+    console.print(Text(f"\nread it: posttrain recipes show {name}    train: posttrain train {name}", style="dim"))
     console.print()
 
 

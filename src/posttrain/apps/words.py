@@ -14,14 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from posttrain.recipe import Recipe, Section, Word, load_recipe, recipe_names
+from posttrain.recipe import Recipe, Section, Word, load_recipe
 from posttrain.registry import HOMES, Entry, entries
+from posttrain.runs.compare import training_recipe_names
 
 # What a kind is for and where it stands in a recipe.
 KINDS: dict[str, tuple[str, str]] = {
     "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
     "advantage": ("advantage", "what a completion's reward is worth beside its group"),
     "aggregation": ("aggregate", "the weights of the sum that is the loss"),
+    "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
+    "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
     "reward": ("rewards", "a number for one completion"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
     "task": ("task", "examples with answers"),
@@ -125,23 +128,28 @@ def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, t
 
 
 def words_of(recipe: Recipe) -> set[tuple[str, str]]:
-    """(kind, name) of every word that a recipe uses, its defaults included."""
-    used = {("task", recipe.task.name), ("objective", recipe.objective.name), ("aggregation", recipe.aggregate.name)}
+    """(kind, name) of every word that a resolved recipe uses, its defaults included."""
+    used = {("task", recipe.task.name), ("objective", recipe.objective.name)}
     used |= {("optimizer", recipe.optimizer.name), ("template", recipe.prompt.template.name)}
     used |= {("reward", word.name) for word in recipe.rewards}
     used |= {("task", word.name) for word in recipe.eval.tasks}
-    if recipe.advantage is not None:
-        used.add(("advantage", recipe.advantage.name))
-    if recipe.rollout is not None:
-        used.add(("engine", recipe.rollout.engine.name))
+    for kind, word in (
+        ("aggregation", recipe.aggregate),
+        ("advantage", recipe.advantage),
+        ("correction", recipe.correction),
+        ("engine", recipe.rollout.engine if recipe.rollout is not None else None),
+        ("selection", recipe.rollout.select if recipe.rollout is not None else None),
+    ):
+        if word is not None:
+            used.add((kind, word.name))
     return used
 
 
 def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     """The shipped recipes that use each word."""
     found: dict[tuple[str, str], list[str]] = {}
-    for name in recipe_names():
-        for word in words_of(load_recipe(name)):
+    for name in training_recipe_names():
+        for word in words_of(load_recipe(name).resolve()):
             found.setdefault(word, []).append(name)
     return found
 

@@ -10,8 +10,9 @@ of every architecture that uses the interface run unchanged.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from transformers.masking_utils import sdpa_mask
 from posttrain.types import Batch
 
 ATTENTION_NAME = "posttrain_packed"
+
+# Where a head reads for the trained token t: the state before it (token t - 1), or at t itself.
+Reads = Literal["before", "at"]
 
 # Streams are filled up to a multiple of this, so that their sizes recur from batch to batch: kernels
 # that are prepared per shape are found again, and freed memory fits the next batch.
@@ -67,6 +71,7 @@ class Packing:
     parent: Tensor | None
     allowed: Tensor | None
     predictors: Tensor
+    readers: Tensor | None
     targets: Tensor
     num_targets: int
     where: Tensor
@@ -85,35 +90,24 @@ class Packing:
         return self.rows.gather.numel() + (0 if self.prefixes is None else self.prefixes.gather.numel())
 
 
-def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
-    """Plan the stream of ``batch``. The last token of a row predicts nothing and is left out.
+def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> Packing:
+    """Plan the stream of ``batch``.
+
+    With ``reads="before"`` the last token of a row is left out: it predicts nothing, and the state
+    before it is its predecessor's. With ``"at"`` it is kept, and ``readers`` says where every trained
+    token itself stands.
 
     The plan is made from values, so a batch on a GPU costs a wait per tensor: pack on the CPU, then
     move the plan.
     """
     device = batch.tokens.device
     tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
-    lengths, groups, prefixes = (x.cpu().numpy() for x in (batch.lengths, batch.group, batch.prefix))
-    shared: dict[tuple[int, int], int] = {}
-    prefix_rows: list[int] = []
-    parent = np.full(len(lengths), -1)
-    counts: dict[tuple[int, int], int] = {}
-    for group, prefix in zip(groups, prefixes, strict=True):
-        counts[int(group), int(prefix)] = counts.get((int(group), int(prefix)), 0) + 1
-    for b in range(len(lengths)):
-        key = (int(groups[b]), int(prefixes[b]))
-        if not share_prefixes or prefixes[b] < 1 or prefixes[b] >= lengths[b] or counts[key] < 2:
-            continue
-        if key not in shared:
-            shared[key] = len(prefix_rows)
-            prefix_rows.append(b)
-        parent[b] = shared[key]
-        assert not mask[b, 1 : prefixes[b]].any(), (
-            "a shared prompt cannot be trained on: it would count once, not G times"
-        )
+    lengths, prefixes = batch.lengths.cpu().numpy(), batch.prefix.cpu().numpy()
+    prefix_rows, parent = _shared_prompts(batch) if share_prefixes else ([], np.full(len(lengths), -1))
     own_start = np.where(parent >= 0, prefixes, 0)
     prefix_lengths = prefixes[prefix_rows].astype(np.int64)
-    own_lengths = (lengths - 1 - own_start).astype(np.int64)  # a one-token answer has no input of its own
+    unread = 1 if reads == "before" else 0
+    own_lengths = (lengths - unread - own_start).astype(np.int64)  # may be 0: a one-token answer
     prefix_offsets = np.concatenate([[0], np.cumsum(prefix_lengths)])
     row_offsets = prefix_offsets[-1] + np.concatenate([[0], np.cumsum(own_lengths)])
     pieces = [tokens[r, :n] for r, n in zip(prefix_rows, prefix_lengths, strict=True)]
@@ -122,7 +116,8 @@ def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
     places += [np.arange(s, s + n) for s, n in zip(own_start, own_lengths, strict=True)]
     rows_at, columns_at = np.nonzero(mask)
     first = columns_at == own_start[rows_at]
-    predictors = row_offsets[:-1][rows_at] + columns_at - 1 - own_start[rows_at]
+    readers = row_offsets[:-1][rows_at] + columns_at - own_start[rows_at]
+    predictors = readers - 1
     if len(prefix_rows):
         last_of_prefix = prefix_offsets[1:][parent[rows_at]] - 1
         predictors = np.where(first & (parent[rows_at] >= 0), last_of_prefix, predictors)
@@ -138,10 +133,33 @@ def pack(batch: Batch, share_prefixes: bool = True) -> Packing:
         parent=torch.from_numpy(np.maximum(parent, 0)).to(device) if has_prefix else None,
         allowed=_allowed(parent, prefix_lengths, row_segments) if has_prefix else None,
         predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
+        readers=None if reads == "before" else torch.from_numpy(_rounded(readers.astype(np.int64))).to(device),
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
     )
+
+
+def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
+    """One row of each prompt that several rows share, and for each row which of these it has (-1: none)."""
+    mask = batch.mask.cpu().numpy()
+    lengths, groups, prefixes = (x.tolist() for x in (batch.lengths, batch.group, batch.prefix))
+    keys = list(zip(groups, prefixes, strict=True))
+    counts = Counter(keys)
+    shared: dict[tuple[int, int], int] = {}
+    prefix_rows: list[int] = []
+    parent = np.full(len(lengths), -1)
+    for b, key in enumerate(keys):
+        if prefixes[b] < 1 or prefixes[b] >= lengths[b] or counts[key] < 2:
+            continue
+        if key not in shared:
+            shared[key] = len(prefix_rows)
+            prefix_rows.append(b)
+        parent[b] = shared[key]
+        assert not mask[b, 1 : prefixes[b]].any(), (
+            "a shared prompt cannot be trained on: it would count once, not G times"
+        )
+    return prefix_rows, parent
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

@@ -4,12 +4,13 @@ Nothing here reads a file. A prompt is a list of pieces, trusted (written by us 
 untrusted (from the data); only trusted pieces can become special tokens.
 """
 
-from posttrain.render.encoding import Piece
+from posttrain.render.encoding import Piece, encode_plain
 from posttrain.render.template import (
     Template,
     decode_response,
     encode_prompt,
     encode_response,
+    end_id,
     stop_ids,
 )
 from posttrain.render.words import boxed, chat, document, plain, r1_zero, xml_reasoning
@@ -21,8 +22,10 @@ __all__ = [
     "chat",
     "decode_response",
     "document",
+    "encode_plain",
     "encode_prompt",
     "encode_response",
+    "end_id",
     "plain",
     "r1_zero",
     "stop_ids",

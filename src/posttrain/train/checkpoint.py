@@ -2,8 +2,9 @@
 
 ``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an
 adapter), the tokenizer, ``optimizer.safetensors``, ``pending.safetensors`` (a rollout batch that
-still has optimizer steps to serve, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of
-every file. A checkpoint is written aside as ``.tmp-*``, fsynced and renamed, so a folder with a
+still has optimizer steps to serve, if any), ``companions.safetensors`` (heads and critics that are
+trained beside the model, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of every
+file. A checkpoint is written aside as ``.tmp-*``, fsynced and renamed, so a folder with a
 final name is complete; on load the manifest is verified. No pickles anywhere.
 """
 
@@ -46,9 +47,11 @@ __all__ = [
     "best_step",
     "checkpoint_steps",
     "clean_leftovers",
+    "companion_tensors",
     "load_checkpoint",
     "mark_best",
     "prune_checkpoints",
+    "restore_companions",
     "restore_model",
     "save_checkpoint",
     "step_folder",
@@ -59,8 +62,9 @@ __all__ = [
 class Checkpoint:
     """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
 
-    ``optimizer`` and ``pending`` are CPU tensors by name. ``skipped`` says, newest first, which
-    newer checkpoints did not verify and why.
+    ``optimizer``, ``pending`` and ``companions`` (for ``restore_companions``; empty if there were
+    none) are CPU tensors by name. ``skipped`` says, newest first, which newer checkpoints did not
+    verify and why.
     """
 
     path: Path
@@ -68,6 +72,7 @@ class Checkpoint:
     state: dict[str, Any]
     optimizer: dict[str, Tensor]
     pending: dict[str, Tensor] | None
+    companions: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -80,6 +85,7 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
     pending: Mapping[str, Tensor] | None = None,
+    companions: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
 
@@ -90,6 +96,7 @@ def save_checkpoint(
         optimizer: the optimizer's tensors by name.
         state: whatever else the loop needs, as plain data for JSON.
         pending: tensors of a rollout batch that later optimizer steps still use.
+        companions: what ``companion_tensors`` gives for the heads and critics.
 
     Raises:
         StorageError: the disk is full or not writable. Nothing new stands under a final name;
@@ -108,6 +115,8 @@ def save_checkpoint(
             save_file(_storable(optimizer), aside / "optimizer.safetensors")
             if pending is not None:
                 save_file(_storable(pending), aside / "pending.safetensors")
+            if companions:
+                save_file(_storable(companions), aside / "companions.safetensors")
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -185,15 +194,43 @@ def restore_model(model: Any, path: str | Path) -> None:
     _copy_tensors(stored, live, folder)
 
 
+def companion_tensors(modules: Mapping[str, torch.nn.Module]) -> dict[str, Tensor]:
+    """The trained parameters of heads and critics as ``<module>.<parameter>``, in the modules' own memory.
+
+    Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
+    A parameter with several names (tied weights) is there once, under its first name.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{module_name}.{name}"] = parameter.detach()
+    return found
+
+
+def restore_companions(modules: Mapping[str, torch.nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint's ``companions`` into live modules of the same shape, bit for bit, in place.
+
+    Raises:
+        CheckpointError: they are not what ``companion_tensors(modules)`` would save (names, shapes,
+            types); nothing was copied.
+    """
+    _copy_tensors(tensors, companion_tensors(modules), Path("companions.safetensors"))
+
+
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
     files = verify(path, step)
     pending = load_file(path / "pending.safetensors") if "pending.safetensors" in files else None
+    companions = load_file(path / "companions.safetensors") if "companions.safetensors" in files else {}
     return Checkpoint(
         path=path,
         step=step,
         state=json.loads((path / "state.json").read_text(encoding="utf-8")),
         optimizer=load_file(path / "optimizer.safetensors"),
         pending=pending,
+        companions=companions,
         skipped=list(skipped),
     )
 

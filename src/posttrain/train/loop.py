@@ -19,18 +19,23 @@ import torch
 from safetensors.torch import save as serialize
 
 from posttrain.errors import NonFiniteLoss, StorageError, UsageError
-from posttrain.evals.generation import evaluate
+from posttrain.evals.drift import measure_drift
+from posttrain.evals.generation import Evaluation, evaluate, task_label
+from posttrain.evals.held_out import evaluate_objective
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
+from posttrain.tasks.base import Task
 from posttrain.train.checkpoint import (
     Checkpoint,
     checkpoint_steps,
+    companion_tensors,
     load_checkpoint,
     mark_best,
     prune_checkpoints,
+    restore_companions,
     restore_model,
     save_checkpoint,
 )
@@ -39,6 +44,7 @@ from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.setup import Parts, prepare
 from posttrain.train.sources import Draw
 from posttrain.train.update import accumulate, apply_update, learning_rate
+from posttrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,9 @@ class Loop:
                 self.observer("notice", {"message": reason})
             self._check_source(found)
             restore_model(self.parts.model, found.path)
+            restore_companions(self.parts.companions, found.companions)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
-            self.parts.source.restore(found.pending)
+            self.parts.source.restore(found.pending, found.state.get("source", {}))
             self.step = found.step
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
@@ -133,45 +140,42 @@ class Loop:
         if draw.rollouts:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
-        options = self.recipe.train
+        tokens, metrics = self._descend(draw, step)
+        self.step = step
+        timing = _timing(draw, tokens, started, updating, time.perf_counter())
+        metrics = draw.metrics | metrics | {"tokens": tokens}
+        self.metrics.append(step, metrics, timing)
+        self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+
+    def _descend(self, draw: Draw, step: int) -> tuple[float, dict[str, float]]:
+        """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""
+        options, batch = self.recipe.train, draw.batch
+        lr = learning_rate(options, step)
+        if batch is None:
+            return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
         torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
         loss, metrics = accumulate(
             self.parts.forward,
             self.parts.objective,
             self.parts.aggregate,
-            draw.batch,
+            batch,
             options,
+            level=self.parts.level,
             entropy=self.parts.entropy,
         )
-        lr = learning_rate(options, step)
         try:
             parameters = [p for _, p in self.parts.parameters]
             norm = apply_update(self.parts.optimizer, parameters, lr, options.max_grad_norm, loss, step)
         except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"{error}. {self._save_batch(draw, step)}") from None
-        self.step = step
-        finished = time.perf_counter()
-        tokens = float(draw.batch.mask.sum())
-        metrics = draw.metrics | metrics | {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens}
-        timing = _timing(draw, tokens, started, updating, finished)
-        self.metrics.append(step, metrics, timing)
-        self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+        return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
         """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved."""
         results: dict[str, dict[str, float]] = {}
         for task in self.parts.eval_tasks:
-            evaluation = evaluate(
-                self.parts.engine,
-                self.parts.tokenizer,
-                self.parts.grader,
-                task,
-                n=self.recipe.eval.n,
-                sampling=self.parts.eval_sampling,
-                context_tokens=self.parts.context_tokens,
-                seed=self.recipe.train.seed,
-                step=self.step,
-            )
+            evaluation = self._evaluate_on(task)
+            self._add_drift(evaluation, task)
             results[evaluation.name] = evaluation.results
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
@@ -183,6 +187,48 @@ class Loop:
         accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
         if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
+
+    def _evaluate_on(self, task: Task) -> Evaluation:
+        """By the objective, where the task's units are such as are trained on; else by graded answers."""
+        parts = self.parts
+        held_out = parts.held_out.get(task_label(task))
+        if held_out is not None:
+            return evaluate_objective(
+                held_out, task, parts.forward, parts.objective, parts.aggregate, self.recipe.train, level=parts.level
+            )
+        return evaluate(
+            parts.engine,
+            parts.tokenizer,
+            parts.grader,
+            task,
+            n=self.recipe.eval.n,
+            sampling=parts.eval_sampling,
+            context_tokens=parts.context_tokens,
+            seed=self.recipe.train.seed,
+            step=self.step,
+        )
+
+    def _add_drift(self, evaluation: Evaluation, task: Task) -> None:
+        """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
+        if self.parts.drift_sampling is None:
+            return
+        assert self.parts.reference is not None, "the setup makes a reference for whoever needs one"
+        started = time.perf_counter()
+        drift = measure_drift(
+            self.parts.engine,
+            self.parts.tokenizer,
+            self.parts.grader,
+            task,
+            policy=self.parts.policy,
+            start=self.parts.reference,
+            n=self.recipe.eval.drift_prompts,
+            sampling=self.parts.drift_sampling,
+            context_tokens=self.parts.context_tokens,
+            seed=self.recipe.train.seed,
+            tokens_per_micro=self.recipe.train.tokens_per_micro,
+        )
+        evaluation.results.update(drift)
+        evaluation.results["seconds"] += time.perf_counter() - started
 
     def save(self) -> None:
         """Write a checkpoint; records are durable before it appears under its name."""
@@ -199,7 +245,9 @@ class Loop:
                 "model": self.parts.model_source,
                 "best": self.best,
                 "evaluations": self.evaluations,
+                "source": self.parts.source.state(),
             },
+            companions=companion_tensors(self.parts.companions),
             pending=self.parts.source.pending(self.step),
         )
         self._tidy()
@@ -212,10 +260,9 @@ class Loop:
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
 
-    def _save_batch(self, draw: Draw, step: int) -> str:
+    def _save_batch(self, batch: Batch, step: int) -> str:
         """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        batch = draw.batch
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
         try:
@@ -239,7 +286,7 @@ def train(
         UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
         RunFailure: the work failed; the newest checkpoint is intact.
     """
-    parts = prepare(recipe)
+    parts = prepare(recipe, files.folder)
     metrics = MetricsLog(files.metrics)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:

@@ -9,26 +9,36 @@ def split_rows(batch: Batch, tokens_per_micro: int, rows_per_micro: int | None =
     """Row indices of each piece; every row is in exactly one.
 
     A row costs its own tokens, and its prompt's unless the prompt is already in the piece (rows of
-    a group share it). Groups stay together where the budget allows. A row longer than the budget
-    is a piece of its own. The gradient does not depend on the split: weights come from the whole
-    optimizer batch.
+    a group share it). The rows of a unit always stay together, in order; groups do where the budget
+    allows. A unit larger than the budget is a piece of its own. The gradient does not depend on the
+    split: weights come from the whole optimizer batch.
     """
     lengths, groups, prefixes = batch.lengths.tolist(), batch.group.tolist(), batch.prefix.tolist()
-    order = sorted(range(len(lengths)), key=lambda b: (groups[b], b))
+    each = batch.rows_per_unit
+    order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))
     pieces: list[list[int]] = []
     current: list[int] = []
     seen: set[int] = set()
     used = 0
-    for b in order:
-        own = lengths[b] - prefixes[b]
-        cost = own if groups[b] in seen else lengths[b]
-        full = used + cost > tokens_per_micro or (rows_per_micro is not None and len(current) >= rows_per_micro)
-        if current and full:
+
+    def cost_of(unit: range) -> int:
+        met = set(seen)
+        cost = 0
+        for b in unit:
+            cost += lengths[b] - prefixes[b] if groups[b] in met else lengths[b]
+            met.add(groups[b])
+        return cost
+
+    for first in order:
+        unit = range(first, first + each)
+        cost = cost_of(unit)
+        too_many = rows_per_micro is not None and len(current) + each > rows_per_micro
+        if current and (used + cost > tokens_per_micro or too_many):
             pieces.append(current)
             current, seen, used = [], set(), 0
-            cost = lengths[b]
-        current.append(b)
-        seen.add(groups[b])
+            cost = cost_of(unit)
+        current += unit
+        seen.update(groups[b] for b in unit)
         used += cost
     pieces.append(current)
     return pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -14,19 +15,32 @@ from torch.nn import Parameter
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
 from posttrain.evals.generation import task_label
-from posttrain.models.forward import Forward, causal_lm
-from posttrain.models.load import load_model
+from posttrain.evals.held_out import HeldOut, choose_held_out
+from posttrain.models.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe, Word
+from posttrain.registry import Entry
 from posttrain.render import Template, stop_ids
 from posttrain.rollout import Grader, build_grader
 from posttrain.tasks.base import Task
-from posttrain.train.annotate import Annotator, needed_streams
-from posttrain.train.sources import RolloutSource, SupervisedSource
-from posttrain.train.update import Objective
+from posttrain.train.annotate import TEACHER_STREAMS, needed_streams
+from posttrain.train.assemble import (
+    add_companions,
+    build_annotator,
+    build_rollout_source,
+    forward_with_head,
+    supervised_shape,
+)
+from posttrain.train.reference import Reference
+from posttrain.train.rollout_source import RolloutSource
+from posttrain.train.sources import SupervisedSource
+from posttrain.train.update import Level, Objective
+
+REFERENCE_CACHE = "reference_logprobs.safetensors"
 
 
 @dataclass(slots=True)
@@ -36,18 +50,24 @@ class Parts:
     model: Any
     model_source: str  # the last part of where the weights came from: a checkpoint's step, a folder, a hub name
     tokenizer: Any
-    forward: Forward
+    policy: Forward  # the language model's forward pass
+    forward: Forward | ActorCritic  # what the objective reads: the policy's, with a head where there is one
+    companions: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource
     objective: Objective
     aggregate: Callable[[Tensor], Tensor]
+    level: Level
     entropy: Literal["none", "detached", "differentiable"]
     grader: Grader
     engine: Engine
     eval_tasks: list[Task]
+    held_out: dict[str, HeldOut]  # by a task's label: those on which the objective itself is evaluated
     eval_sampling: Sampling
     context_tokens: int
+    reference: Reference | None = None  # the model as it was when training began, where something needs it
+    drift_sampling: Sampling | None = None
 
 
 def build_task(word: Word, where: str = "task") -> Task:
@@ -75,8 +95,8 @@ def context_length(model: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 0) or 1 << 20)
 
 
-def prepare(recipe: Recipe) -> Parts:
-    """Build all parts from a resolved recipe.
+def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
+    """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
@@ -87,84 +107,136 @@ def prepare(recipe: Recipe) -> Parts:
     entry = registry.find("objective", recipe.objective.name, "objective")
     needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None)
     level = entry.traits.get("level", "token")
+    assert recipe.aggregate is not None, "resolved"
     aggregation = registry.find("aggregation", recipe.aggregate.name, "aggregate")
-    if aggregation.traits.get("level", level) != level:
-        raise RecipeError(
-            f"aggregate: {aggregation.name!r} weighs {aggregation.traits['level']}s, "
-            f"but objective {entry.name!r} gives one value per {level}"
-        )
-    loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
+    _check_words(recipe, entry, needs, level, aggregation)
+    loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
-    if recipe.model.adapter is not None:
-        if recipe.model.init is not None:
-            raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
-        model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
-    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     temperature = recipe.rollout.temperature if recipe.rollout is not None else 1.0
-    forward = Forward(model, temperature)
+    policy = Forward(model, temperature)
+    forward, companions = forward_with_head(recipe, entry, policy)
     grader = build_grader(recipe.rewards, template)
-    engine_word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
-    engine = registry.find("engine", engine_word.name).bind(engine_word.options, "rollout.engine")(model, tokenizer)
-    source = _source(recipe, task, template, grader, tokenizer, engine, forward, needs)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    _check_precision(named)
-    optimizer_entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    optimizer = optimizer_entry.bind(recipe.optimizer.options, "optimizer")(named, recipe.train.lr)
+    engine = _build_engine(recipe, model, tokenizer)
+    context = context_length(model)
+    needs_reference = bool(needs & {"ref_logprobs", "kl_baseline"}) or recipe.kl_in_reward or recipe.eval.drift_prompts
+    reference = Reference(policy) if needs_reference else None
+    annotate = build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
+    source: SupervisedSource | RolloutSource
+    held_out: dict[str, HeldOut] = {}
+    if recipe.rollout is None:
+        read = partial(
+            SupervisedSource, recipe, template=template, tokenizer=tokenizer, context_tokens=context, annotate=annotate
+        )
+        source, held_out = _supervised(recipe, entry, read, task, eval_tasks, folder)
+    else:
+        source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, level)
+    named, optimizer = _build_optimizer(recipe, model, companions)
+    stops = stop_ids(tokenizer, template)
     return Parts(
         model=model,
         model_source=Path(loaded.source).name,
         tokenizer=tokenizer,
+        policy=policy,
         forward=forward,
+        companions=companions,
         parameters=named,
         optimizer=optimizer,
         source=source,
         objective=entry.bind(recipe.objective.options, "objective"),
         aggregate=aggregation.bind(recipe.aggregate.options, "aggregate"),
+        level=level,
         entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
         grader=grader,
         engine=engine,
         eval_tasks=eval_tasks,
-        eval_sampling=Sampling(
-            max_tokens=recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256),
-            temperature=recipe.eval.temperature,
-            stop_ids=stop_ids(tokenizer, template),
-        ),
-        context_tokens=context_length(model),
+        held_out=held_out,
+        eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, stops),
+        context_tokens=context,
+        reference=reference,
+        drift_sampling=_eval_sampling(recipe, temperature, stops) if recipe.eval.drift_prompts else None,
     )
 
 
-def _source(
+def _supervised(
     recipe: Recipe,
+    entry: Entry,
+    read: Callable[..., SupervisedSource],
     task: Task,
-    template: Template,
-    grader: Grader,
-    tokenizer: Any,
-    engine: Engine,
-    forward: Forward,
-    needs: frozenset[str],
-) -> SupervisedSource | RolloutSource:
-    if recipe.rollout is None:
-        return SupervisedSource(recipe, task, template, tokenizer, context_length(forward.model))
-    assert recipe.advantage is not None
-    entry = registry.find("advantage", recipe.advantage.name, "advantage")
-    smallest = entry.traits.get("min_group", 1)
-    if recipe.rollout.group < smallest:
-        raise UsageError(
-            f"rollout.group={recipe.rollout.group}: advantage {entry.name!r} compares completions of one prompt "
-            f"and needs at least {smallest}"
-        )
-    if recipe.rollout.drop_uniform_groups and recipe.rollout.group < 2:
-        raise UsageError("rollout.drop_uniform_groups: a group of one completion is always uniform; give rollout.group")
-    annotate = Annotator(
-        forward,
-        needs,
-        old_from=recipe.rollout.old_logprobs,
-        tokens_per_micro=recipe.train.tokens_per_micro,
-        rows_per_micro=recipe.train.rows_per_micro,
+    eval_tasks: list[Task],
+    folder: Path | None,
+) -> tuple[SupervisedSource, dict[str, HeldOut]]:
+    """What a recipe with ``data`` learns from, and what its objective is evaluated on."""
+    needs = needed_streams(entry, recipe.objective.options, has_rollouts=False)
+    shape = supervised_shape(needs, entry.traits.get("level", "token"))
+    source = read(task, shape=shape, cache=None if folder is None else folder / REFERENCE_CACHE)
+    only_scores = entry.traits.get("head") == "score"
+    return source, choose_held_out(
+        partial(read, shape=shape), eval_tasks, shape, recipe.eval.n, only_scores=only_scores
     )
-    context = context_length(forward.model)
-    advantage = entry.bind(recipe.advantage.options, "advantage")
-    return RolloutSource(recipe, task, grader, tokenizer, engine, context, advantage, annotate)
+
+
+def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
+    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
+    word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
+    built: Engine = registry.find("engine", word.name).bind(word.options, "rollout.engine")(model, tokenizer)
+    return built
+
+
+def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
+    """The model to train, with a new adapter where the recipe asks for one."""
+    loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
+    model = loaded.model
+    if recipe.model.adapter is not None:
+        if recipe.model.init is not None:
+            raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
+        model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
+    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
+    return replace(loaded, model=model)
+
+
+def _build_optimizer(
+    recipe: Recipe, model: Any, companions: dict[str, torch.nn.Module]
+) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
+    """The trained parameters by name, those of heads and critics included, and their optimizer."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    _check_precision(named)
+    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
+    build = entry.bind(recipe.optimizer.options, "optimizer")
+    optimizer = build(named, recipe.train.lr)
+    named += add_companions(optimizer, build, companions, recipe)
+    return named, optimizer
+
+
+def _eval_sampling(recipe: Recipe, temperature: float, stops: frozenset[int]) -> Sampling:
+    max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
+    return Sampling(max_tokens=max_tokens, temperature=temperature, stop_ids=stops)
+
+
+def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str, aggregation: Entry) -> None:
+    """Refuse words that do not fit one another, and options that would do nothing."""
+    weighs = "token" if level == "token" else "unit"
+    if aggregation.traits.get("level", weighs) != weighs:
+        raise RecipeError(
+            f"aggregate: {aggregation.name!r} weighs {aggregation.traits['level']}s, "
+            f"but objective {entry.name!r} gives one value per {level}"
+        )
+    if recipe.advantage is not None and "advantages" not in needs:
+        raise RecipeError(f"advantage: objective {entry.name!r} reads no advantages; leave 'advantage' out")
+    if recipe.kl_in_reward is not None and "advantages" not in needs:
+        raise RecipeError(f"kl_in_reward: objective {entry.name!r} reads no advantages, so it would see no penalty")
+    if recipe.correction is not None and level != "token":
+        raise RecipeError(f"correction: it weighs tokens, but objective {entry.name!r} gives one value per {level}")
+    if recipe.head is not None and entry.traits.get("head") is None:
+        raise RecipeError(f"head: objective {entry.name!r} reads no scores or values; leave 'head' out")
+    if recipe.eval.drift_prompts and entry.traits.get("head") == "score":
+        raise RecipeError(f"eval.drift_prompts: objective {entry.name!r} trains no policy that could drift; leave it out")
+    if bool(needs & TEACHER_STREAMS) != (recipe.teacher is not None):
+        missing = recipe.teacher is None
+        raise RecipeError(
+            f"teacher: objective {entry.name!r} learns from a teacher; give teacher.name"
+            if missing
+            else f"teacher: objective {entry.name!r} reads no teacher; leave 'teacher' out"
+        )
 
 
 def _eval_tasks(recipe: Recipe) -> list[Task]:

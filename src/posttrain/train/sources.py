@@ -1,41 +1,46 @@
 """Sources: what one optimizer step trains on, as a function of the step.
 
 A source owns no state that would have to be saved: rows and random numbers are functions of
-(seed, step). The rollout source keeps the batch that it is in the middle of (several optimizer
-steps per rollout batch); a checkpoint saves that batch, because its samples came from weights that
-no longer exist.
+(seed, step). The source of rollouts (``rollout_source``) keeps the batch that it is in the middle of.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.errors import RunFailure, UsageError
-from posttrain.randomness import draw_indices, permutation
+from posttrain.errors import RecipeError, UsageError
+from posttrain.randomness import draw_indices
 from posttrain.recipe import Recipe
-from posttrain.render import Template, encode_prompt, encode_response, stop_ids
-from posttrain.rollout import Grader, collect, encode_prompts
+from posttrain.render import Template
+from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task
-from posttrain.train.rollout_metrics import describe_rollouts
+from posttrain.train.annotate import Annotator
+from posttrain.train.rows import Row, Shape, rows_of
 from posttrain.types import Batch, Rollout, Sample, collate
+
+REFERENCE_CHUNK = 256
 
 
 @dataclass(slots=True)
 class Draw:
     """What a source gives for one step.
 
-    ``fresh``: the batch was made for this step (and not kept from an earlier one). ``rollouts``
-    are those to record, ``metrics`` facts about them, ``timing`` seconds by phase.
+    ``batch`` is None where nothing is to be trained on. ``fresh``: the batch was made for this step
+    (and not kept from an earlier one). ``rollouts`` are those to record, ``metrics`` facts about them,
+    ``timing`` seconds by phase.
     """
 
-    batch: Batch
+    batch: Batch | None
     fresh: bool = True
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,225 +48,137 @@ class Draw:
 
 
 class SupervisedSource:
-    """Rows of a task: prompt and demonstration, in an order that is a function of (seed, epoch)."""
+    """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
 
-    def __init__(self, recipe: Recipe, task: Task, template: Template, tokenizer: Any, context_tokens: int) -> None:
-        assert recipe.data is not None
-        self.seed, self.batch = recipe.train.seed, recipe.data.batch
-        self.dropped = dict(task.dropped)
-        self.rows: list[tuple[list[int], int]] = []
-        limit, train_all = min(recipe.data.max_tokens, context_tokens), recipe.data.train_on == "all"
-        named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
-        prompt_limit = recipe.prompt.max_prompt_tokens or limit
-        for example in task.examples:
-            prompt = encode_prompt(tokenizer, template, example.messages)
-            ids = prompt + encode_response(tokenizer, template, example)
-            if len(ids) > limit:
-                reason = f"longer than {named}={limit}"
-            elif len(prompt) > prompt_limit:
-                reason = f"prompt longer than {prompt_limit} tokens"
-            else:
-                self.rows.append((ids, 1 if train_all else len(prompt)))
-                continue
-            self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        if not self.rows:
-            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
-        self.num_examples = len(self.rows)
-
-    def __call__(self, step: int) -> Draw:
-        """The rows of update number ``step`` (1-based)."""
-        chosen = draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.rows))
-        samples = []
-        for slot, index in enumerate(chosen):
-            ids, start = self.rows[index]
-            samples.append(Sample(ids=ids, mask=[False] * start + [True] * (len(ids) - start), group=slot))
-        return Draw(collate(samples))
-
-    def pending(self, step: int) -> dict[str, Tensor] | None:
-        """Nothing: the next batch follows from the step."""
-        return None
-
-    def restore(self, pending: dict[str, Tensor] | None) -> None:
-        """Nothing to restore."""
-        assert pending is None
-
-
-class RolloutSource:
-    """Samples and grades completions with the current weights; one batch serves U updates.
-
-    U = ``train.epochs`` × ``train.minibatches``; prompts are split into minibatches by an order
-    that is a function of (seed, rollout batch, epoch).
+    ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
+    steps. Reference log-probabilities, where the objective reads them, are computed once for the whole
+    data set and kept in ``cache`` with a hash of the rows and of the reference.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         task: Task,
-        grader: Grader,
+        template: Template,
         tokenizer: Any,
-        engine: Engine,
         context_tokens: int,
-        advantage: Callable[[Tensor], Tensor],
-        annotate: Callable[[Batch], Batch],
+        *,
+        shape: Shape = "demonstration",
+        annotate: Annotator | None = None,
+        cache: Path | None = None,
     ) -> None:
-        assert recipe.rollout is not None
-        self.options, self.seed = recipe.rollout, recipe.train.seed
-        self.minibatches = recipe.train.minibatches
-        self.updates = recipe.train.epochs * recipe.train.minibatches
-        if self.options.prompts % self.minibatches:
-            raise UsageError(
-                f"train.minibatches={self.minibatches} does not divide rollout.prompts={self.options.prompts}"
+        assert recipe.data is not None
+        self.seed, self.batch, self.shape, self.annotate = recipe.train.seed, recipe.data.batch, shape, annotate
+        self.train_all = recipe.data.train_on == "all"
+        if self.train_all and shape != "demonstration":
+            raise RecipeError(
+                f"data.train_on: 'all' is for demonstrations; objective {recipe.objective.name!r} judges answers, so "
+                "leave it out"
             )
-        self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
-        self.advantage, self.annotate = advantage, annotate
-        limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
-        self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
+        self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped = dict(task.dropped)
-        if too_long:
-            self.dropped[f"prompt longer than {limit} tokens"] = too_long
-        if not self.kept:
-            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {self.dropped}")
-        self.num_examples = len(self.kept)
-        self.sampling = Sampling(
-            max_tokens=self.options.max_tokens,
-            temperature=self.options.temperature,
-            top_k=self.options.top_k,
-            top_p=self.options.top_p,
-            stop_ids=stop_ids(tokenizer, grader.template),
-        )
-        self._batch: Batch | None = None
+        self.units: list[tuple[Row, ...]] = []
+        limit = min(recipe.data.max_tokens, context_tokens)
+        named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
+        prompt_limit = recipe.prompt.max_prompt_tokens or limit
+        for example in task.examples:
+            for unit in rows_of(tokenizer, template, example, shape):
+                if isinstance(unit, str):
+                    reason = unit
+                elif any(len(row.ids) > limit for row in unit):
+                    reason = f"longer than {named}={limit}"
+                elif unit[0].prompt_length > prompt_limit:
+                    reason = f"prompt longer than {prompt_limit} tokens"
+                else:
+                    self.units.append(unit)
+                    continue
+                self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if not self.units:
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
+        self.num_examples = len(self.units)
+        self._reference: list[Tensor] | None = None
+        if annotate is not None and "ref_logprobs" in annotate.needs:
+            self._reference = self._reference_logprobs(annotate, cache)
 
     def __call__(self, step: int) -> Draw:
-        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
-        cycle, update = divmod(step - 1, self.updates)
-        if update == 0:
-            draw = self._collect(step, cycle)
-            self._batch = draw.batch
-        else:
-            assert self._batch is not None, "a checkpoint inside a rollout batch carries the batch"
-            draw = Draw(self._batch, fresh=False)
-        if self.minibatches > 1:
-            draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
-        return draw
+        """The rows of update number ``step`` (1-based)."""
+        return Draw(
+            self.batch_of(draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.units)))
+        )
+
+    def batch_of(self, chosen: Sequence[int]) -> Batch:
+        """The given units, with the streams that the objective reads."""
+        batch = self._collated(chosen)
+        if self.annotate is not None:
+            if self._reference is not None:
+                rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
+                batch.streams["ref_logprobs"] = torch.zeros(batch.mask.shape).masked_scatter(
+                    batch.mask, torch.cat([self._reference[row] for row in rows])
+                )
+            batch = self.annotate.before_step(batch)
+            batch = self.annotate.ask_teacher(batch)
+        return batch
 
     def pending(self, step: int) -> dict[str, Tensor] | None:
-        """The rollout batch that updates after ``step`` still train on, as tensors to save."""
-        if step % self.updates == 0 or self._batch is None:
-            return None
-        b = self._batch
-        fixed = {"tokens": b.tokens, "lengths": b.lengths, "mask": b.mask, "group": b.group, "prefix": b.prefix}
-        return fixed | {f"stream.{name}": x for name, x in b.streams.items()}
+        """Nothing: the next batch follows from the step."""
+        return None
 
-    def restore(self, pending: dict[str, Tensor] | None) -> None:
-        """Take back what ``pending`` gave."""
-        if pending is None:
-            return
-        streams = {name.removeprefix("stream."): x for name, x in pending.items() if name.startswith("stream.")}
-        fixed = {name: x for name, x in pending.items() if not name.startswith("stream.")}
-        self._batch = Batch(**fixed, streams=streams)
+    def state(self) -> dict[str, float]:
+        """Nothing beside the step."""
+        return {}
 
-    def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch:
-        prompts = self.options.prompts
-        order = permutation(self.seed, f"minibatch {epoch}", cycle, prompts)
-        size = prompts // self.minibatches
-        chosen = sorted(int(i) for i in order[part * size : (part + 1) * size])
-        group = self.options.group
-        return batch.select([g * group + i for g in chosen for i in range(group)])
+    def restore(self, pending: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+        """Nothing to restore."""
+        assert pending is None
+        assert not state
 
-    def _collect(self, step: int, cycle: int) -> Draw:
-        options = self.options
-        started = time.perf_counter()
-        sampled: list[list[Rollout]] = []
-        chosen: list[list[Rollout]] = []
-        grading = 0.0
-        rounds = options.max_rounds if options.drop_uniform_groups else 1
-        for attempt in range(rounds):
-            start = (cycle * rounds + attempt) * options.prompts
-            groups, seconds = self._sample(start, step, attempt)
-            grading += seconds
-            sampled += groups
-            fitting = [g for g in groups if not options.drop_uniform_groups or _varies(g)]
-            chosen += fitting[: options.prompts - len(chosen)]
-            if len(chosen) == options.prompts:
-                break
-        generating = time.perf_counter() - started - grading
-        accepted = len(chosen) / len(sampled)
-        if len(chosen) < options.prompts:  # the bound is reached: fill up with uniform groups, which add no gradient
-            rest = [g for g in sampled if not _varies(g)]
-            chosen += rest[: options.prompts - len(chosen)]
-        scored = time.perf_counter()
-        self._set_advantages(chosen)
-        batch = self._batch_of(chosen)
-        grading += time.perf_counter() - scored
-        scored = time.perf_counter()
-        batch = self.annotate(batch)
-        metrics = describe_rollouts(sampled, self.grader.format_part)
-        metrics["advantage_std"] = float(torch.tensor([r.advantage for g in chosen for r in g]).std(correction=0))
-        if options.drop_uniform_groups:
-            metrics["accepted_groups"] = accepted
-        timing = {
-            "generate_seconds": generating,
-            "score_seconds": grading,
-            "annotate_seconds": time.perf_counter() - scored,
-            "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
-        }
-        return Draw(batch, True, [r for g in sampled for r in g], metrics, timing)
+    def _collated(self, indices: Sequence[int]) -> Batch:
+        samples = [
+            self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
+        ]
+        return collate(samples, rows_per_unit=self.rows_per_unit)
 
-    def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
-        places = draw_indices(self.seed, "prompts", start, self.options.prompts, len(self.kept))
-        groups, seconds = collect(
-            self.engine,
-            self.tokenizer,
-            self.grader,
-            [self.task.examples[self.kept[p]] for p in places],
-            [self.prompts[p] for p in places],
-            self.options.group,
-            self.sampling,
-            key=(self.seed, f"rollout {attempt}", step),
-            step=step,
-            prompt_indices=[self.kept[p] for p in places],
-        )
-        for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
-            for rollout in group:
-                rollout.epoch = position // len(self.kept)
-        return groups, seconds
+    def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
+        n = len(row.ids)
+        if self.shape == "steps":
+            mask = [t in row.step_labels for t in range(n)]
+            streams: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
+        else:
+            start = 1 if self.train_all else row.prompt_length
+            mask = [False] * start + [True] * (n - start)
+            streams = {"labels": float(row.score > 0.5), "margins": unit[0].score - unit[-1].score}
+        if self.shape == "demonstration":
+            streams = {}
+        # a prompt that is trained on itself cannot be shared
+        prefix = 0 if self.train_all else row.prompt_length
+        return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
 
-    def _set_advantages(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        rewards = torch.tensor([[r.reward for r in g] for g in groups], dtype=torch.float64)
-        try:
-            advantages = self.advantage(rewards)
-        except Exception as error:  # a user's function may raise anything; the cause is kept
-            raise RunFailure(f"advantage: the function raised {type(error).__name__}: {error}") from error
-        if advantages.shape != rewards.shape:
-            raise UsageError(
-                f"advantage: the function returned shape {tuple(advantages.shape)} for rewards of shape "
-                f"{tuple(rewards.shape)}; it must give one number per completion"
-            )
-        for group, row in zip(groups, advantages.tolist(), strict=True):
-            for rollout, value in zip(group, row, strict=True):
-                rollout.advantage = value
-
-    def _batch_of(self, groups: Sequence[Sequence[Rollout]]) -> Batch:
-        samples = []
-        for index, group in enumerate(groups):
-            for r in group:
-                prompt, answer = list(r.prompt_ids), list(r.completion.ids)
-                before = [0.0] * len(prompt)
-                assert r.advantage is not None
-                samples.append(
-                    Sample(
-                        ids=prompt + answer,
-                        mask=[False] * len(prompt) + [True] * len(answer),
-                        group=index,
-                        prefix=len(prompt),
-                        streams={
-                            "advantages": before + [r.advantage] * len(answer),
-                            "sampler_logprobs": before + list(r.completion.logprobs),
-                        },
-                    )
-                )
-        return collate(samples)
+    def _reference_logprobs(self, annotate: Annotator, cache: Path | None) -> list[Tensor]:
+        """Of each row, those of its trained tokens."""
+        assert annotate.reference is not None, "the setup makes a reference for whoever needs one"
+        digest = hashlib.sha256(f"{annotate.reference.fingerprint()} {self.shape} {self.train_all}".encode())
+        for unit in self.units:
+            for row in unit:
+                digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
+        key = f"rows-{digest.hexdigest()[:32]}"
+        known = None if cache is None else _read_cache(cache, key)
+        if known is not None:
+            return known
+        pieces: list[Tensor] = []
+        for start in range(0, len(self.units), REFERENCE_CHUNK):
+            batch = self._collated(range(start, min(start + REFERENCE_CHUNK, len(self.units))))
+            scored = annotate.reference_logprobs(batch)
+            pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
+        if cache is not None:
+            counts = torch.tensor([len(piece) for piece in pieces])
+            replace_file(cache, serialize({"logprobs": torch.cat(pieces), key: counts}))
+        return pieces
 
 
-def _varies(group: Sequence[Rollout]) -> bool:
-    return len({r.reward for r in group}) > 1
+def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
+    """What was kept under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    try:
+        stored = load_file(cache) if cache.is_file() else {}
+    except SafetensorError:
+        return None
+    return list(stored["logprobs"].split(stored[key].tolist())) if key in stored else None

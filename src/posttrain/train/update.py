@@ -6,19 +6,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
-from posttrain.models.forward import Forward
-from posttrain.objectives.primitives import kl_k3
+from posttrain.models.forward import ActorCritic, Forward
+from posttrain.objectives.primitives import kl_k3, log_ratio
 from posttrain.recipe import TrainSection
 from posttrain.train.micro import split_rows
 from posttrain.types import Batch, Loss, Outputs
 
 Objective = Callable[[Outputs, Batch], Loss]
+Level = Literal["token", "row", "pair"]
 
 
 @dataclass(slots=True)
@@ -28,16 +29,43 @@ class MeanOverBatch:
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, values: Tensor, mask: Tensor, count: float) -> None:
-        """Add a metric of shape ``[B, T]`` over ``mask``, which holds ``count`` tokens; waits for no device."""
-        kept = torch.where(mask, values.detach(), torch.zeros_like(values))
+    def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
+        """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
+        values = values.detach()
+        kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
         total = kept.to(torch.float64).sum()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self) -> dict[str, float]:
         """All means; the one place that waits for the device."""
-        return {name: float(total) / self.counts[name] for name, total in self.sums.items()}
+        return _derive({name: float(total) / self.counts[name] for name, total in self.sums.items()})
+
+
+def _derive(means: dict[str, float]) -> dict[str, float]:
+    """Metrics that are functions of several means: they are no means themselves.
+
+    ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave,
+    E[w]² / E[w²]. ``value_explained_variance``: 1 − Var(R − V) / Var(R). ``desirable_reward`` and
+    ``undesirable_reward``: means over the rows of either kind, with ``margin`` between them.
+    ``final_accuracy``: of outcome scores at the last token.
+    """
+    if "desirable_reward_part" in means:
+        share, right = means["desirable"], means.pop("desirable_reward_part")
+        wrong = means.pop("undesirable_reward_part")
+        if 0.0 < share < 1.0:
+            means["desirable_reward"], means["undesirable_reward"] = right / share, wrong / (1.0 - share)
+            means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
+    if "final_token_right" in means:
+        means["final_accuracy"] = means.pop("final_token_right") / means.pop("final_token")
+    if "weight_squared" in means:
+        means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
+    if "value_error_squared" in means:
+        error = means.pop("value_error_squared") - means.pop("value_error") ** 2
+        spread = means.pop("returns_squared") - means.pop("returns") ** 2
+        if spread > 0:
+            means["value_explained_variance"] = 1.0 - error / spread
+    return means
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -56,47 +84,73 @@ def learning_rate(options: TrainSection, step: int) -> float:
 
 
 def accumulate(
-    forward: Forward,
+    forward: Forward | ActorCritic,
     objective: Objective,
     aggregate: Callable[[Tensor], Tensor],
     batch: Batch,
     options: TrainSection,
     *,
+    level: Level = "token",
     entropy: Any = "detached",
+    learns: bool = True,
 ) -> tuple[float, dict[str, float]]:
     """Gradients of ``(values * weights).sum()`` over the whole batch, added to ``.grad``.
 
     Returns the loss and the means of all metrics. The gradient does not depend on how the batch is
-    split into micro-batches, on row order or on padding.
+    split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
+    values of token objectives. Without ``learns`` it only measures: no gradients, no dropout.
     """
-    batch.weights = aggregate(batch.mask)
+    batch.weights = aggregate(batch.mask if level == "token" else batch.unit_mask)
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
     slots = used = 0
     for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
         planned = batch.select(rows)
-        count = float(planned.mask.sum())
         part = planned.to(device)
-        with adapter_dropout(forward.model):
-            outputs = forward(planned, entropy)
-            result = _apply(objective, outputs, part)
+        with adapter_dropout(forward.model) if learns else torch.no_grad():
+            outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
+            result = _apply(objective, outputs, part, level)
             assert part.weights is not None
-            masked = torch.where(part.mask, result.values, torch.zeros_like(result.values))
-            loss = (masked * part.weights.to(masked.dtype)).sum()
-            with forward.backward_context():
-                loss.backward()
+            loss = (_kept(result.values, part, level) * part.weights.to(result.values.dtype)).sum()
+            if learns:
+                with forward.backward_context():
+                    loss.backward()
         total += loss.detach().to(torch.float64)
-        for name, values in result.metrics.items():
-            means.add(name, values, part.mask, count)
-        if outputs.entropy is not None and "entropy" not in result.metrics:
-            means.add("entropy", outputs.entropy, part.mask, count)
-        if "sampler_logprobs" in part.streams:  # samples are from the sampler μ: this estimates KL(μ‖π)
-            mismatch = kl_k3(part.streams["sampler_logprobs"] - outputs.logprobs.detach())
-            means.add("kl_sampler", mismatch, part.mask, count)
+        _measure(means, result, outputs, part, level, float(planned.mask.sum()))
         slots += forward.last_slots
         used += forward.last_tokens
     return float(total), means.means() | {"padding_share": 1.0 - used / slots}
+
+
+def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
+    """The values that count: of trained tokens, with the mismatch correction where there is one."""
+    if level != "token":
+        return values
+    values = torch.where(part.mask, values, torch.zeros_like(values))
+    if "correction" in part.streams:
+        values = values * part.streams["correction"].to(values.dtype)
+    return values
+
+
+def _measure(
+    means: MeanOverBatch, result: Loss, outputs: Outputs, part: Batch, level: Level, num_tokens: float
+) -> None:
+    """Add the metrics of one micro-batch: the objective's own, and those that every method has."""
+    over_tokens = (part.mask, num_tokens)
+    over = over_tokens if level == "token" else (None, float(part.num_rows // part.rows_per_unit))
+    for name, values in result.metrics.items():
+        means.add(name, values, *over)
+    if outputs.entropy is not None and "entropy" not in result.metrics:
+        means.add("entropy", outputs.entropy, *over_tokens)
+    if "sampler_logprobs" in part.streams and outputs.entropy is not None:
+        # samples are from the sampler μ: this estimates KL(μ‖π)
+        log_weight = log_ratio(outputs.logprobs.detach(), part.streams["sampler_logprobs"], part.mask)
+        means.add("kl_sampler", kl_k3(-log_weight), *over_tokens)
+        means.add("weight", log_weight.exp(), *over_tokens)
+        means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
+    if "correction" in part.streams:
+        means.add("correction", part.streams["correction"], *over_tokens)
 
 
 @contextmanager
@@ -115,17 +169,18 @@ def adapter_dropout(model: Any) -> Iterator[None]:
             layer.eval()
 
 
-def _apply(objective: Objective, outputs: Outputs, batch: Batch) -> Loss:
+def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
     try:
         result: Any = objective(outputs, batch)
     except Exception as error:  # a user's function may raise anything; the cause is kept
         raise RunFailure(f"objective: the function raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
-    if result.values.shape != batch.mask.shape:
+    expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
+    if tuple(result.values.shape) != expected:
         raise UsageError(
             f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
-            f"{tuple(batch.mask.shape)}. It must give one value per token and leave the sum to the loop"
+            f"{tuple(batch.mask.shape)}. It must give one value per {level} and leave the sum to the loop"
         )
     return result
 

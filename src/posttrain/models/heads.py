@@ -1,0 +1,78 @@
+"""What is read from the last hidden states: numbers (values, rewards, classes of steps) and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from posttrain.randomness import derive_key
+
+
+def hidden_size(model: Any) -> int:
+    """The width of the hidden states that the language-model head of ``model`` (plain or peft) reads."""
+    return int(model.get_output_embeddings().weight.shape[1])
+
+
+class ScalarHead(nn.Module):
+    """One linear layer from a hidden state to ``outputs`` numbers: ``W h (+ b)``.
+
+    ``weight`` is ``float32 [outputs, hidden]`` whatever the model's type is, so that small updates
+    are not rounded away; ``bias`` is ``float32 [outputs]`` or None.
+
+    Args:
+        hidden: the width of the hidden states, d.
+        outputs: 1 for a value or a reward, C for classes.
+        seed: the weights are a function of ``seed`` alone, the same on every device.
+        init_std: they are drawn from N(0, init_std²); 0 gives zeros. A bias begins at 0.
+        bias: whether to add one.
+    """
+
+    def __init__(
+        self, hidden: int, outputs: int = 1, *, seed: int = 0, init_std: float = 0.02, bias: bool = False
+    ) -> None:
+        super().__init__()
+        assert outputs >= 1, "a head gives at least one number"
+        generator = torch.Generator().manual_seed(derive_key(seed, "scalar head") >> 1)
+        self.weight = nn.Parameter(torch.randn(outputs, hidden, generator=generator, dtype=torch.float32) * init_std)
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[M]`` for one output, else ``[M, C]``, from ``hidden [M, d]`` of any type.
+
+        In fp32, or in float64 where the hidden states are.
+        """
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        bias = None if self.bias is None else self.bias.to(dtype)
+        numbers = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        return numbers[:, 0] if self.weight.shape[0] == 1 else numbers
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities ``[M, V]``: fp32, or float64 where the logits are."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits.log_softmax(dim=-1)  # subtracts the maximum first: exact where logits are large
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: str, candidates: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and
+    log-probabilities ``[M, K]`` of ``candidates [M, K]``; None where not asked for.
+
+    fp32, or float64 where the logits are.
+    """
+    table = log_softmax(logits, temperature)
+    logprobs = table.gather(-1, targets[:, None])[:, 0]
+    of_candidates = None if candidates is None else table.gather(-1, candidates)
+    if entropy == "none":
+        return logprobs, None, of_candidates
+    if entropy == "detached":
+        table = table.detach()
+    # 0 · (−inf) is a token that cannot occur: it adds nothing.
+    least = torch.finfo(table.dtype).min
+    return logprobs, -torch.linalg.vecdot(table.exp(), table.clamp(min=least)), of_candidates

@@ -1,0 +1,245 @@
+"""The parts of a run that follow from the objective: head, critic, annotator, source of rollouts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from posttrain import registry
+from posttrain.engines.base import Engine
+from posttrain.errors import RecipeError, UsageError
+from posttrain.kl_control import MAX_ERROR
+from posttrain.models.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.heads import ScalarHead, hidden_size
+from posttrain.models.load import load_model
+from posttrain.recipe import ModelSection, Recipe
+from posttrain.registry import Entry
+from posttrain.rollout import Grader
+from posttrain.tasks.base import Task
+from posttrain.train.annotate import Annotator
+from posttrain.train.credit import Credit
+from posttrain.train.feedback import Feedback
+from posttrain.train.reference import Reference
+from posttrain.train.rollout_source import RolloutSource
+from posttrain.train.rows import Shape
+from posttrain.train.update import Level
+
+OWN_TEACHER = "self"
+
+
+def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
+    """The trainer's forward pass, with the head that the objective reads, and what is trained beside the model."""
+    kind = entry.traits.get("head")
+    if kind is None:
+        return policy, {}
+    model, temperature = policy.model, policy.temperature
+    assert recipe.head is not None, "resolved"
+    option = entry.traits.get("head_outputs")
+    classes = int(recipe.objective.options[option]) if option is not None else 1
+    head = ScalarHead(
+        hidden_size(model),
+        outputs=1 if classes <= 2 else classes,
+        init_std=recipe.head.init_std,
+        seed=recipe.train.seed,
+    ).to(next(model.parameters()).device)
+    if kind == "score":
+        if recipe.head.trunk == "shared":
+            raise RecipeError("head.trunk: a reward head always stands on the model that is trained; leave it out")
+        return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
+    if recipe.head.trunk == "shared":
+        return Forward(model, temperature, head=head), {"head": head}
+    trunk = copy.deepcopy(model)
+    base = causal_lm(trunk)
+    if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
+        base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
+    critic = Forward(trunk, head=head, scores_only=True)
+    return ActorCritic(policy, critic), {"head": head, "critic": trunk}
+
+
+def add_companions(
+    optimizer: Optimizer,
+    build_optimizer: Callable[..., Optimizer],
+    companions: dict[str, Module],
+    recipe: Recipe,
+) -> list[tuple[str, Parameter]]:
+    """Let the optimizer train heads and critics too; returns their parameters by name."""
+    if not companions:
+        return []
+    assert recipe.head is not None
+    named = [
+        (f"{name}.{n}", p)
+        for name, module in companions.items()
+        for n, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    of_parameter = {id(p): n for n, p in named}
+    for group in build_optimizer(named, recipe.train.lr).param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
+        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
+    return named
+
+
+def build_annotator(
+    recipe: Recipe,
+    needs: frozenset[str],
+    forward: Forward | ActorCritic,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+) -> Annotator:
+    """What fills the streams; loads the teacher where another model teaches."""
+    correct = None
+    if recipe.correction is not None:
+        entry = registry.find("correction", recipe.correction.name, "correction")
+        correct = entry.bind(recipe.correction.options, "correction")
+    teacher: Forward | None = None
+    if recipe.teacher is not None:
+        if recipe.teacher.name == OWN_TEACHER:
+            if recipe.rollout is None:
+                raise RecipeError("teacher.name: 'self' learns from its own samples; give 'rollout', not 'data'")
+            teacher = policy
+        else:
+            teacher = _load_teacher(recipe, tokenizer, policy.temperature)
+    return Annotator(
+        forward,
+        needs,
+        tokens_per_micro=recipe.train.tokens_per_micro,
+        rows_per_micro=recipe.train.rows_per_micro,
+        old_from=recipe.rollout.old_logprobs if recipe.rollout is not None else "sampler",
+        reference=reference,
+        teacher=teacher,
+        top_k=recipe.teacher.top_k if recipe.teacher is not None else 1,
+        context_tokens=context_tokens,
+        correct=correct,
+    )
+
+
+def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
+    assert recipe.teacher is not None
+    section = ModelSection(
+        name=recipe.teacher.name,
+        dtype=recipe.model.dtype,
+        device=recipe.model.device,
+        trust_remote_code=recipe.teacher.trust_remote_code,
+    )
+    loaded = load_model(section, seed=0)
+    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
+            "can only be compared within one. Choose a teacher of the same family"
+        )
+    return Forward(loaded.model.eval().requires_grad_(False), temperature)
+
+
+def supervised_shape(needs: frozenset[str], level: Level) -> Shape:
+    """What a unit of the data is for an objective."""
+    if "step_labels" in needs:
+        return "steps"
+    if level == "pair":
+        return "pair"
+    return "judged" if "labels" in needs else "demonstration"
+
+
+def build_rollout_source(
+    recipe: Recipe,
+    task: Task,
+    grader: Grader,
+    tokenizer: Any,
+    engine: Engine,
+    context_tokens: int,
+    annotate: Annotator,
+    level: Level,
+) -> RolloutSource:
+    """The source of a recipe with ``rollout``.
+
+    Raises:
+        UsageError: words that do not fit the group, or one another.
+    """
+    options = recipe.rollout
+    assert options is not None
+    assert options.select is not None, "resolved"
+    if "step_labels" in annotate.needs:
+        raise RecipeError("objective: labels of steps come with data, not from rollouts; give 'data'")
+    selection = registry.find("selection", options.select.name, "rollout.select")
+    unit = selection.traits.get("level", "row")
+    if (unit == "pair") != (level == "pair"):
+        raise RecipeError(
+            f"rollout.select: {selection.name!r} gives {unit}s, but objective {recipe.objective.name!r} wants "
+            + ("pairs of answers" if level == "pair" else "single answers")
+        )
+    credit = _build_credit(recipe, annotate.needs)
+    if credit.needs_batch and selection.name != "every":
+        raise RecipeError(
+            "rollout.select: advantages per token and kl_in_reward are computed over every completion; "
+            "leave rollout.select out"
+        )
+    smallest = 2 if unit == "pair" or options.drop_uniform_groups else 1
+    if options.group < smallest:
+        what = "a pair needs two answers" if unit == "pair" else "a group of one completion is always uniform"
+        key = "rollout.select" if unit == "pair" else "rollout.drop_uniform_groups"
+        raise UsageError(f"{key}: {what}; give rollout.group")
+    feedback = None
+    if recipe.teacher is not None and recipe.teacher.name == OWN_TEACHER:
+        feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
+    elif "has_feedback" in annotate.needs:
+        raise RecipeError(
+            f"teacher.name: objective {recipe.objective.name!r} learns from feedback, which only the model itself is "
+            f"shown; set teacher.name to {OWN_TEACHER}"
+        )
+    return RolloutSource(
+        recipe,
+        task,
+        grader,
+        tokenizer,
+        engine,
+        context_tokens,
+        select=selection.bind(options.select.options, "rollout.select"),
+        rows_per_unit=2 if unit == "pair" else 1,
+        credit=credit,
+        annotate=annotate,
+        feedback=feedback,
+    )
+
+
+def _build_credit(recipe: Recipe, needs: frozenset[str]) -> Credit:
+    if recipe.advantage is None:
+        return Credit(None)
+    assert recipe.rollout is not None
+    entry = registry.find("advantage", recipe.advantage.name, "advantage")
+    smallest = entry.traits.get("min_group", 1)
+    if recipe.rollout.group < smallest:
+        raise UsageError(
+            f"rollout.group={recipe.rollout.group}: advantage {entry.name!r} compares completions of one prompt "
+            f"and needs at least {smallest}"
+        )
+    if "old_values" in entry.traits.get("needs", ()) and "old_values" not in needs:
+        raise RecipeError(
+            f"advantage: {entry.name!r} needs values, which objective {recipe.objective.name!r} does not learn; "
+            "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+        )
+    per_token = entry.traits.get("level") == "token"
+    if "returns" in needs and not per_token:
+        raise RecipeError(
+            f"advantage: objective {recipe.objective.name!r} learns returns, and {entry.name!r} gives none; use gae"
+        )
+    _check_horizon(recipe)
+    bound = entry.bind(recipe.advantage.options, "advantage")
+    return Credit(bound, per_token=per_token, kl=recipe.kl_in_reward)
+
+
+def _check_horizon(recipe: Recipe) -> None:
+    """Refuse a controller so fast that one batch could take its weight to 0."""
+    kl, rollout = recipe.kl_in_reward, recipe.rollout
+    assert rollout is not None
+    batch = rollout.prompts * rollout.group
+    if kl is not None and kl.target is not None and kl.horizon <= MAX_ERROR * batch:
+        raise RecipeError(
+            f"kl_in_reward.horizon={kl.horizon} is too short for batches of {batch} completions: it must be more than "
+            f"{MAX_ERROR * batch:g}, and is usually many batches"
+        )

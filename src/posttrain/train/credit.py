@@ -1,0 +1,128 @@
+"""Credit: from the rewards of completions, and the KL that they cost, to an advantage at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import RunFailure, UsageError
+from posttrain.kl_control import adapt_kl_weight
+from posttrain.objectives.primitives import KL_ESTIMATORS, log_ratio
+from posttrain.recipe import KLInRewardSection
+from posttrain.train.annotate import Annotator
+from posttrain.types import Batch
+
+
+def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *given: Tensor) -> Any:
+    """What an advantage word returns, checked: one tensor of the expected shape, or a tuple of ``num_results``.
+
+    Raises:
+        RunFailure: the function raised.
+        UsageError: it returned something else.
+    """
+    try:
+        found = advantage(*given)
+    except Exception as error:  # a user's function may raise anything; the cause is kept
+        raise RunFailure(f"advantage: the function raised {type(error).__name__}: {error}") from error
+    results = found if isinstance(found, tuple) else (found,)
+    shapes = [f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in results]
+    if isinstance(found, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
+        wanted = f"advantages and returns, both of shape {expected}" if num_results > 1 else "one number per completion"
+        raise UsageError(
+            f"advantage: the function returned {', '.join(shapes) or 'nothing'} for rewards of shape {expected}; "
+            f"it must give {wanted}"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Credit:
+    """How a recipe turns rewards into advantages.
+
+    advantage: the word, or None where the objective reads no advantages. per_token: it takes rewards
+    and values per token. kl: the penalty in the reward; ``kl_weight`` is its weight now, which adapts
+    where there is a target.
+    """
+
+    advantage: Callable[..., Any] | None
+    per_token: bool = False
+    kl: KLInRewardSection | None = None
+    kl_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.kl_weight = self.kl.weight if self.kl is not None else 0.0
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether advantages follow only from an annotated batch, not from the rewards alone."""
+        return self.per_token or self.kl is not None
+
+    def from_rewards(self, rewards: Tensor) -> Tensor | None:
+        """``[N, G]`` advantages of ``float64 [N, G]`` rewards."""
+        if self.advantage is None:
+            return None
+        found: Tensor = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
+        return found
+
+    def from_batch(
+        self, batch: Batch, rewards: Tensor, truncated: Tensor, annotate: Annotator
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
+
+        rewards ``float64 [N, G]``, rows of the batch in that order; truncated ``bool [B]``. Sets the
+        streams ``advantages``, and ``returns`` and ``old_values`` where the objective reads them.
+        """
+        assert self.advantage is not None
+        penalty, metrics = self._penalty(batch, annotate)
+        if not self.per_token:
+            adjusted = rewards - penalty.sum(dim=1).view_as(rewards)
+            found = call_advantage(self.advantage, tuple(rewards.shape), 1, adjusted)
+            advantages = torch.where(batch.mask, found.reshape(-1, 1), torch.zeros_like(penalty))
+        else:
+            paid = pay_at_the_end(rewards.reshape(-1), batch.mask) - penalty
+            values = torch.zeros_like(paid)
+            final = torch.zeros(batch.num_rows, dtype=paid.dtype)
+            if "old_values" in annotate.needs:
+                found_values, found_final = annotate.values(batch)
+                batch.streams["old_values"] = found_values
+                values = found_values.to(paid.dtype)
+                # an answer that ended has no future; one that was cut off would have gone on
+                final = torch.where(truncated, found_final.to(paid.dtype), final)
+            advantages, returns = call_advantage(
+                self.advantage, tuple(batch.mask.shape), 2, paid, batch.mask, values, final
+            )
+            if "returns" in annotate.needs:
+                batch.streams["returns"] = returns.to(torch.float32)
+        batch.streams["advantages"] = advantages.to(torch.float32)
+        return advantages, metrics
+
+    def _penalty(self, batch: Batch, annotate: Annotator) -> tuple[Tensor, dict[str, float]]:
+        """``weight · KL`` at each token, float64; the weight adapts after it was used."""
+        if self.kl is None:
+            return torch.zeros(batch.mask.shape, dtype=torch.float64), {}
+        if "ref_logprobs" not in batch.streams:
+            batch.streams["ref_logprobs"] = annotate.reference_logprobs(batch)
+        ratio = log_ratio(batch.stream("sampler_logprobs").double(), batch.stream("ref_logprobs").double(), batch.mask)
+        kl = torch.where(batch.mask, KL_ESTIMATORS[self.kl.estimator](ratio), torch.zeros_like(ratio))
+        observed = float(kl.sum(dim=1).mean())
+        metrics = {"kl_in_reward": observed, "kl_weight": self.kl_weight}
+        penalty = self.kl_weight * kl
+        if self.kl.target is not None:
+            try:
+                self.kl_weight = adapt_kl_weight(
+                    self.kl_weight, observed, self.kl.target, num_samples=batch.num_rows, horizon=self.kl.horizon
+                )
+            except ValueError as error:  # a KL that is no number
+                raise RunFailure(f"kl_in_reward: {error}") from error
+        return penalty, metrics
+
+
+def pay_at_the_end(rewards: Tensor, mask: Tensor) -> Tensor:
+    """``[B]`` rewards as ``[B, T]``: each at the last trained token of its row, 0 elsewhere."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, columns, torch.full_like(columns, -1)).amax(dim=1)
+    return torch.where(columns == last[:, None], rewards[:, None], torch.zeros_like(rewards)[:, None])
