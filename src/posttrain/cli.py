@@ -1,4 +1,4 @@
-"""The command line: ``posttrain demo | train | evaluate | generate | recipes | explain | runs``.
+"""The command line: ``posttrain demo | train | compare | evaluate | generate | recipes | explain | runs``.
 
 Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
 each command lives in ``apps`` and is imported when it runs.
@@ -27,6 +27,7 @@ from posttrain.errors import PosttrainError, UsageError
 BODIES = {
     "demo": ("posttrain.apps.demo", "run_demo"),
     "train": ("posttrain.apps.training", "run_train"),
+    "compare": ("posttrain.apps.compare", "run_compare"),
     "evaluate": ("posttrain.apps.sampling", "run_evaluate"),
     "generate": ("posttrain.apps.sampling", "run_generate"),
     "recipes": ("posttrain.apps.catalogue", "run_recipes"),
@@ -36,6 +37,7 @@ BODIES = {
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
+    "compare": None,
     "evaluate": ("task", "template"),
     "generate": ("template",),
 }
@@ -86,6 +88,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     demo.add_argument("--seed", type=_natural, default=0, help="seed of both training runs (default: 0)")
     demo.add_argument("--quiet", action="store_true", help="no live progress")
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
+    _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
     _add_evaluate_options(
         add("evaluate", "measure a model or a run on a held-out task", places, epilog=EVALUATE_EPILOG)
     )
@@ -108,6 +111,12 @@ any key of the recipe is an option:
   posttrain train my-recipe.yaml --dry-run
 """
 
+COMPARE_EPILOG = """\
+the same command again goes on where it stopped; finished runs are kept:
+  posttrain compare compare/ppo-grpo-dpo --seeds 3
+  posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
+"""
+
 EVALUATE_EPILOG = """\
 options of the task and of the template go behind their names:
   posttrain evaluate runs/tiny-grpo
@@ -122,6 +131,17 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
+    parser.add_argument("recipe", metavar="RECIPE", help="a compare/ name that `posttrain recipes` lists, or a file")
+    parser.add_argument("--methods", type=_names, metavar="A,B", help="only these rows (default: all of the recipe)")
+    parser.add_argument("--seeds", type=_positive, metavar="N", help="runs of each method (default: the recipe's)")
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="runs at a time (default: cores; 1 on a GPU)")
+    parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; train nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
 
 
 def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +168,10 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=_nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling and of the story (default: 0)")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _positive(text: str) -> int:
@@ -269,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
+        remedy = "; continue with the same command" if "compare" in arguments else remedy
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -1,0 +1,135 @@
+"""From the cells of a comparison to its results and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from posttrain.evals.compare_page import render_comparison
+from posttrain.evals.compare_results import (
+    CellResult,
+    CellState,
+    Comparison,
+    find_baseline,
+    rank_methods,
+    read_cell,
+)
+from posttrain.evals.compare_table import to_data, to_markdown
+from posttrain.evals.report_compare import draw_comparison
+from posttrain.recipe import Recipe
+from posttrain.runs.compare import Cell, Plan
+from posttrain.runs.compare_cells import Outcome
+from posttrain.runs.directory import RunDirectory
+from posttrain.store.durable import replace_file
+from posttrain.store.metrics import MetricsLog
+
+
+def collect_results(plan: Plan, outcome: Outcome, command: str) -> Comparison:
+    """Read every cell's records.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    cells = [read_result(cell, outcome.failures.get(cell.name)) for cell in plan.cells]
+    differs = {
+        method.name: [_show_change(key, old, new) for key, (old, new) in sorted(method.differs.items())]
+        for method in plan.methods
+    }
+    return Comparison(
+        title=plan.folder.name,
+        description=" ".join(plan.description.split()),
+        rows=rank_methods(cells, [method.name for method in plan.methods]),
+        baseline=find_baseline(cells, plan.start_source),
+        common=describe_common(plan, cells, outcome),
+        differs=differs,
+        sources={method.name: method.source for method in plan.methods},
+        command=command,
+        environment=_environment(plan),
+    )
+
+
+def read_result(cell: Cell, problem: str | None) -> CellResult:
+    """One cell from its run directory; ``problem`` is what it said when it failed just now."""
+    run = RunDirectory(cell.folder)
+    status = run.read_status()
+    if problem is None and status is not None and status.state == "failed":
+        problem = status.message or "no reason was recorded"
+    finished = status is not None and status.state == "finished"
+    state: CellState = "finished" if finished else "failed" if problem is not None else "unfinished"
+    rows = MetricsLog(cell.folder / "metrics.jsonl").read()
+    return read_cell(rows, cell.method, cell.seed, state, None if finished else problem)
+
+
+def _show_change(key: str, old: Any, new: Any) -> str:
+    def shown(value: Any) -> str:
+        return "nothing" if value is None else str(value)
+
+    return f"{key} = {shown(new)} (base: {shown(old)})"
+
+
+def describe_common(plan: Plan, cells: list[CellResult], outcome: Outcome) -> list[tuple[str, str]]:
+    """What the cells have in common, as (what, value)."""
+    base = plan.base
+    facts = [("model", base.model.name if plan.start is None else _describe_start(plan.start, plan.start_source))]
+    facts.append(("task", _describe_word(base.task.name, base.task.options)))
+    measured = next((cell for cell in cells if cell.start), None)
+    how = "greedy" if base.eval.temperature == 0 else f"temperature {base.eval.temperature:g}"
+    if measured is not None:
+        facts.append(("held-out evaluation", f"{measured.evaluation}, {measured.start['n']:.0f} problems, {how}"))
+    facts += _describe_training(base)
+    facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
+    threads = f"{outcome.num_threads} thread{'s' if outcome.num_threads > 1 else ''} each"
+    facts.append(("ran", f"{outcome.num_jobs} at a time, {threads}"))
+    return facts
+
+
+def _describe_start(start: Cell, source: str) -> str:
+    return f"{start.recipe.model.name} after {source}, {start.recipe.train.steps} steps"
+
+
+def _describe_word(name: str, options: dict[str, Any]) -> str:
+    chosen = ", ".join(f"{key} {value}" for key, value in options.items() if value is not None)
+    return f"{name} ({chosen})" if chosen else name
+
+
+def _describe_training(base: Recipe) -> list[tuple[str, str]]:
+    facts = [("steps", f"{base.train.steps}, learning rate {base.train.lr:g} ({base.train.schedule})")]
+    if base.rollout is not None:
+        r = base.rollout
+        updates = base.train.epochs * base.train.minibatches
+        batch = f"{r.prompts} prompts × {r.group} answers of at most {r.max_tokens} tokens"
+        facts.append(("rollouts", batch + (f", for {updates} steps" if updates > 1 else ", for each step")))
+        facts.append(("rewards", ", ".join(f"{word.weight:g} × {word.name}" for word in base.rewards)))
+    elif base.data is not None:
+        facts.append(("data", f"{base.data.batch} rows in each step"))
+    return facts
+
+
+def _environment(plan: Plan) -> dict[str, Any]:
+    for cell in plan.cells:
+        starts = RunDirectory(cell.folder).read_environment().get("starts", [])
+        if starts:
+            newest = starts[-1]
+            return {key: newest[key] for key in ("started", "versions", "hardware", "git") if newest.get(key)}
+    return {}
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> Path:
+    """``results.json``, ``table.md``, ``comparison.png`` (once a cell has finished) and ``report.html``.
+
+    Returns the report's path.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    content = json.dumps(to_data(comparison), indent=1, allow_nan=False)
+    replace_file(folder / "results.json", content.encode() + b"\n", durable=False)
+    replace_file(folder / "table.md", to_markdown(comparison).encode(), durable=False)
+    picture = None
+    if any(cell.curve for row in comparison.rows for cell in row.finished):
+        picture = draw_comparison(comparison, folder / "comparison.png")
+    report = folder / "report.html"
+    page = render_comparison(comparison, picture.read_bytes() if picture is not None else None)
+    replace_file(report, page.encode(), durable=False)
+    return report
