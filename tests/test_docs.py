@@ -76,12 +76,18 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
     written = blocks("yaml")
     assert len(written) >= 1
     for number, (page, text) in enumerate(written):
+        if page == "CONTRIBUTING.md":  # its recipes use a toy word; see the next test
+            continue
         path = tmp_path / f"{page}-{number}.yaml"
         path.write_text(text, encoding="utf-8")
         assert load_recipe(str(path)).resolve().train.steps > 0
 
 
-def test_the_toy_words_of_contributing_compute_what_they_say() -> None:
+def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:
+    recipe, comparison = (text for page, text in blocks("yaml") if page == "CONTRIBUTING.md")
+    (tmp_path / "surprised.yaml").write_text(recipe, encoding="utf-8")
+    mine = comparison.replace("rl/surprised", str(tmp_path / "surprised.yaml"))
+    (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
     objective, reward = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
     # A process of its own: the toy words must not join the registry that other tests enumerate.
     code = f"""
@@ -100,11 +106,23 @@ assert find("objective", "surprised").traits["needs"] == ("advantages",)
 print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
+from posttrain.recipe import load_recipe
+from posttrain.runs.compare import load_comparison
+resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
+print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
+plan = load_comparison({str(tmp_path / "mine.yaml")!r}, folder="unused")
+print(len(plan.cells), sorted({{cell.recipe.objective.name for cell in plan.cells}}), plan.base.train.steps)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     # −A · (−log π) · log π: −2·0.5·(−0.5), 1·2·(−2), −3·1·(−1)
-    assert done.stdout.splitlines() == ["[[0.5, -4.0, 3.0]]", "True", "1.0 0.0 {'limit': 50}"]
+    assert done.stdout.splitlines() == [
+        "[[0.5, -4.0, 3.0]]",
+        "True",
+        "1.0 0.0 {'limit': 50}",
+        "{'power': 1.0} centered stories",
+        "9 ['grpo', 'reinforce', 'surprised'] 60",
+    ]
 
 
 def test_generated_page_matches_the_code() -> None:

@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import posttrain
-from posttrain.recipe import Recipe, load_recipe, recipe_names
+from posttrain.recipe import Recipe, load_recipe, recipe_names, validate_recipe
+from posttrain.runs.compare import comparison_names, training_recipe_names
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 PACKAGE = Path(posttrain.__file__).parent
-FILES = sorted((PACKAGE / "recipes").rglob("*.yaml"))
-NAMES = [str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES]
+FILES = sorted(path for path in (PACKAGE / "recipes").rglob("*.yaml") if path.parent.name != "compare")
+NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES)
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
 FAMILIES = {"tiny": "qwen3", "Qwen/Qwen3-14B": "qwen3", "Qwen/Qwen2.5-Math-1.5B": "qwen2"}
 NUM_STEPS = 2
+# A random model is never right. This reward is above every threshold that a recipe names, or 0.
+COIN = {"name": "test_recipes:coin", "weight": 2.0}
+# At its own reference the log-ratios of a policy are 0, so the first loss of a preference method is a constant.
+LOSS_AT_THE_REFERENCE = {
+    "preference/dpo": math.log(2),
+    "preference/cdpo": math.log(2),
+    "preference/dpo-normalized": math.log(2),
+    "preference/robust-dpo": math.log(2),
+    "preference/ipo": 5.0**2,  # (0 - 1 / (2 beta))² with beta = 0.1
+    "preference/hinge": 1.0,
+    "preference/exo": 0.5 * math.log(0.5 / 0.999) + 0.5 * math.log(0.5 / 0.001),
+    "preference/nca": 2 * math.log(2),
+    "preference/apo-zero": 1.0,
+    "preference/apo-down": 1.0,
+    "preference/kto": 0.5,
+}
+
+
+def coin(text: str) -> float:
+    """0 or 1, a function of the text alone; it is 1 for about half of all texts."""
+    return float(zlib.crc32(text.encode()) % 2)
 
 
 def test_the_package_finds_every_file() -> None:
-    assert recipe_names() == NAMES
+    assert training_recipe_names() == NAMES
+    assert set(recipe_names()) == {*NAMES, *comparison_names()}
     assert {"grpo-gsm8k", "grpo-math", "sft-math", "tiny/pretrain", "tiny/sft", "tiny/grpo"} <= set(NAMES)
 
 
@@ -59,15 +83,15 @@ def test_recipes_of_the_issue_say_what_was_asked() -> None:
 
 @pytest.fixture(scope="module")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with a small random model of each family, with tiny's tokenizer."""
+    """A folder with a small random model of each family, and of a teacher, with tiny's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "models" / "tiny")
     folders = {}
-    for family in sorted(set(FAMILIES.values())):
+    for family in ("teacher", *sorted(set(FAMILIES.values()))):
         config = AutoConfig.for_model(
-            family,
+            "qwen3" if family == "teacher" else family,
             vocab_size=len(tokenizer),
             hidden_size=32,
             intermediate_size=64,
@@ -81,7 +105,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        torch.manual_seed(0)
+        torch.manual_seed(int(family == "teacher"))
         folder = tmp_path_factory.mktemp(family)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -122,6 +146,8 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
         changes += [("task.path", str(data[recipe.task.name])), ("task.validation_share", 0.3)]
     else:
         changes.append(("task.size", 200))
+    if recipe.teacher is not None and recipe.teacher.name != "self":
+        changes.append(("teacher.name", str(models["teacher"])))
     if recipe.rollout is not None:
         changes += [("rollout.prompts", 2 * recipe.train.minibatches), ("rollout.max_tokens", 6)]
         changes += [("prompt.max_prompt_tokens", 1500)]
@@ -131,30 +157,84 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
     return load_recipe(name, [(key, json.dumps(value)) for key, value in changes])
 
 
+def with_coin(recipe: Recipe) -> Recipe:
+    """The recipe with one more reward, which a random model sometimes gets."""
+    data = recipe.dump()
+    if recipe.rollout is not None:
+        data["rewards"] = [*data["rewards"], COIN]
+    return validate_recipe(data)
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    rows = [row for row in MetricsLog(folder / "metrics.jsonl").read() if "loss" in row.metrics]
+    assert [row.step for row in rows] == [1, 2]
+    return [row.metrics for row in rows]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_trains_two_steps(
     name: str, random_models: dict[str, Path], local_data: dict[str, Path], tmp_path: Path
 ) -> None:
-    recipe = small(name, random_models, local_data)
+    recipe = with_coin(small(name, random_models, local_data))
     result = launch(recipe, root=tmp_path, name="run")
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
-    rows = [row for row in MetricsLog(result.folder / "metrics.jsonl").read() if "loss" in row.metrics]
-    assert [row.step for row in rows] == [1, 2]
-    assert all(math.isfinite(value) for row in rows for value in row.metrics.values())
-    assert all(r["n"] == 3.0 for r in result.evaluations.values())
-    assert len(result.evaluations) == 1
+    steps = steps_of(result.folder)
+    assert all(math.isfinite(value) for metrics in steps for value in metrics.values())
+    assert all(metrics["grad_norm"] > 0 and metrics["tokens"] > 0 for metrics in steps)
+    assert [r["n"] for r in result.evaluations.values()] == [3.0]
     store = RolloutStore(result.folder / "rollouts.db", read_only=True)
     if recipe.rollout is None:
-        # A random model knows nothing: its loss is the logarithm of the vocabulary's size.
-        assert rows[0].metrics["nll"] == pytest.approx(math.log(_vocab_size(result.folder)), rel=0.05)
         assert store.count_training() == {}
+        if "nll" in steps[0]:  # a random model knows nothing: its loss is the logarithm of the vocabulary's size
+            assert steps[0]["nll"] == pytest.approx(math.log(_vocab_size(result.folder)), rel=0.05)
+        else:  # and a random head hardly prefers one answer
+            assert steps[0]["loss"] == pytest.approx(math.log(2), abs=0.1)
     else:
-        assert sum(store.count_training().values()) == NUM_STEPS * recipe.rollout.prompts * recipe.rollout.group
+        fresh = 1 if recipe.train.epochs * recipe.train.minibatches >= NUM_STEPS else NUM_STEPS
+        assert sum(store.count_training().values()) == fresh * recipe.rollout.prompts * recipe.rollout.group
         assert {word.name for word in recipe.rewards} <= set(store.training(step=1, limit=1)[0].parts)
-        assert abs(rows[0].metrics["kl_sampler"]) < 1e-8  # the trainer scores what the sampler sampled
+        check_first_step(name, recipe, steps[0])
     saved = result.folder / "checkpoints" / f"step-{NUM_STEPS:06d}"
     weights = "model.safetensors" if recipe.model.adapter is None else "adapter_model.safetensors"
     assert (saved / weights).is_file()
+
+
+def check_first_step(name: str, recipe: Recipe, metrics: dict[str, float]) -> None:
+    """What must hold before any weight has moved."""
+    assert abs(metrics["kl_sampler"]) < 1e-8  # the trainer scores what the sampler sampled
+    assert metrics.get("effective_sample_size", 1.0) == pytest.approx(1.0, abs=1e-6)
+    assert metrics.get("ratio", 1.0) == pytest.approx(1.0, abs=1e-4)
+    assert metrics.get("clip_share", 0.0) == 0.0
+    assert metrics.get("accepted_groups", 1.0) == 1.0
+    assert metrics.get("kl_in_reward", 0.0) == pytest.approx(0.0, abs=1e-4)
+    if name in LOSS_AT_THE_REFERENCE:
+        assert metrics["loss"] == pytest.approx(LOSS_AT_THE_REFERENCE[name], rel=1e-4)
+    every = recipe.rollout is not None and recipe.resolve().rollout.select.name == "every"
+    assert 0.0 < metrics["selected"] <= 1.0
+    assert (metrics["selected"] == 1.0) == every
+
+
+def test_the_table_of_losses_names_recipes() -> None:
+    assert set(LOSS_AT_THE_REFERENCE) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["rl/expert-iteration", "rl/rejection-sampling", "preference/dpo", "preference/kto"])
+def test_where_nothing_is_right_nothing_is_updated(
+    name: str, random_models: dict[str, Path], local_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A random model is never right, so these select nothing: the steps pass and the weights stay."""
+    from safetensors.torch import load_file
+
+    recipe = small(name, random_models, local_data)
+    result = launch(recipe, root=tmp_path, name="run")
+    assert (result.step, result.reason) == (NUM_STEPS, "finished")
+    for metrics in steps_of(result.folder):
+        assert (metrics["loss"], metrics["grad_norm"], metrics["tokens"]) == (0.0, 0.0, 0.0)
+    assert steps_of(result.folder)[0]["selected"] == 0.0
+    before = load_file(Path(recipe.model.name) / "model.safetensors")
+    after = load_file(result.folder / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(bool((before[key] == after[key]).all()) for key in before)
 
 
 def _vocab_size(folder: Path) -> int:

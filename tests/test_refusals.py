@@ -1,6 +1,7 @@
 """Bad input through the command line: one message with place, cause and remedy; nothing lost or overwritten.
 
-Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``; here are data, rewards, checkpoints and disks.
+Keys, types and names are in ``test_cli.py`` and ``test_recipe.py``, words that do not fit one another in
+``test_words_that_do_not_fit.py``; here are data, rewards, checkpoints and disks.
 """
 
 from __future__ import annotations
@@ -270,6 +271,14 @@ def assert_same_run(left: str, right: str) -> None:
         ("--objective", "raises", "objective: the function raised RuntimeError: so it goes"),
         ("--objective", "gives_none", "objective: the function returned NoneType; it must return a Loss"),
         ("--advantage", "raises_too", "advantage: the function raised ValueError: not today"),
+        ("--advantage", "gives_text", "advantage: the function returned str for rewards of shape (2, 4)"),
+        ("--rollout.select", "raises_too", "rollout.select: the function raised ValueError: not today"),
+        ("--rollout.select", "gives_text", "rollout.select: the function returned 'all of them'"),
+        ("--rollout.select", "too_far", "rollout.select: the function returned '[((0, 9),)]'"),
+        ("--aggregate", "raises_too", "aggregate: the function raised ValueError: not today"),
+        ("--aggregate", "gives_text", "aggregate: the function returned str"),
+        ("--correction", "raises_too", "correction: the function raised TypeError: raises_too() takes 1 positional"),
+        ("--correction", "gives_none", "correction: the function returned NoneType for log-ratios of shape"),
     ],
 )
 def test_other_functions_of_the_users(option: str, word: str, message: str, command: Command, place: Path) -> None:
@@ -277,8 +286,11 @@ def test_other_functions_of_the_users(option: str, word: str, message: str, comm
         "def raises(outputs, batch):\n    raise RuntimeError('so it goes')\n"
         "def gives_none(outputs, batch):\n    return None\n"
         "def raises_too(rewards):\n    raise ValueError('not today')\n"
+        "def gives_text(rewards):\n    return 'all of them'\n"
+        "def too_far(rewards):\n    return [((0, 9),)]\n"
     )
-    assert main(["train", "rl.yaml", option, f"bad_input_words:{word}"]) in (1, 2)
+    trainer = ["--rollout.old_logprobs", "trainer"]
+    assert main(["train", "rl.yaml", option, f"bad_input_words:{word}", *trainer]) in (1, 2)
     error = command.capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

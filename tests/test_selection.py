@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import registry
-from posttrain.errors import RecipeError
-from posttrain.selection import Units, above, balanced, best_and_worst, best_of, every, right_and_wrong
+from posttrain.errors import RecipeError, RunFailure, UsageError
+from posttrain.selection import (
+    Units,
+    above,
+    balanced,
+    best_and_worst,
+    best_of,
+    choose_units,
+    every,
+    right_and_wrong,
+)
 
 
 def rewards(*rows: list[float]) -> torch.Tensor:
@@ -122,3 +131,25 @@ def test_levels_say_how_many_rows_a_unit_has() -> None:
 def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         registry.find("selection", name).bind(options, "rollout.select")
+
+
+def test_choices_of_a_users_function_are_checked() -> None:
+    two = rewards([0.0, 1.0], [2.0, 3.0])
+    assert choose_units(every, two, 1) == every(two)
+    assert choose_units(best_and_worst, two, 2) == [((0, 1), (0, 0)), ((1, 1), (1, 0))]
+    assert choose_units(lambda given: [], two, 2) == []
+    wrong: list[tuple[Any, int]] = [
+        (None, 1),
+        ("all", 1),
+        ([(0, 0)], 1),  # a place is no unit
+        ([((0, 2),)], 1),  # nor is there a third sample
+        ([((0, -1),)], 1),
+        ([([0, 1],)], 1),
+        ([((0, 0),)], 2),
+        ([((0, 0), (0, 1))], 1),
+    ]
+    for units, rows_per_unit in wrong:
+        with pytest.raises(UsageError, match=rf"rollout\.select: .* each a tuple of {rows_per_unit} place"):
+            choose_units(lambda given, units=units: units, two, rows_per_unit)
+    with pytest.raises(RunFailure, match=r"rollout\.select: the function raised ZeroDivisionError"):
+        choose_units(lambda given: 1 / 0, two, 1)

@@ -133,14 +133,18 @@ def _list_item(target: list[Any], part: str, path: str) -> Any:
     return target[index]
 
 
+# Sections that have a key called name, and yet are no words: what is not given stays as it was below.
+_NAMED_SECTIONS = ("model", "teacher")
+
+
 def extend(
     data: Mapping[str, Any], place: str, lines: Mapping[str, int], above: Sequence[str] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """``data`` laid over the recipe that its key ``extends`` names, and where each key of that recipe stands.
 
-    ``place`` is the file that ``data`` is from, with its ``lines``; places are ``file:line`` by dotted key. Sections
-    are merged key by key; a word replaces the word below it with all its options; ``null`` takes a key away. A
-    description is not inherited.
+    ``place`` is the file that ``data`` is from, with its ``lines``; places are ``file:line`` by dotted key. A file is
+    looked for beside the one that names it, then from the working directory. Sections are merged key by key; a
+    word replaces the word below it with all its options; ``null`` takes a key away. A description is not inherited.
 
     Raises:
         RecipeError: no such recipe, or recipes that extend one another in a circle.
@@ -157,8 +161,9 @@ def extend(
         raise RecipeError(
             f"{where}: {what} {'extends itself' if len(above) == 1 else 'extend one another in a circle'}"
         )
+    beside = Path(place).parent / name
     try:
-        below_place, text = recipe_text(name)
+        below_place, text = recipe_text(str(beside) if beside.is_file() else name)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     below_data, below_lines = parse_yaml(text, below_place)
@@ -175,10 +180,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
             known = {"name": known}  # a bare word, which may gain options
-        if isinstance(value, Mapping) and isinstance(known, Mapping) and "name" not in value:
+        joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
+        if joins and isinstance(known, Mapping):
             merged[key] = merge(known, value)
-        elif key == "model" and isinstance(value, Mapping) and isinstance(known, Mapping):
-            merged[key] = merge(known, value)  # a section that happens to have a key called name
         elif value is None:
             merged.pop(key, None)
         else:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
 
 # Where the words of each kind live; imported when a word of that kind is first asked for.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -51,6 +51,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "posttrain.tasks.gsm8k",
         "posttrain.tasks.math",
         "posttrain.tasks.jsonl",
+        "posttrain.tasks.preferences",
         "posttrain.tasks.reasoning_gym",
     ),
     "engine": ("posttrain.engines.native", "posttrain.engines.scripted"),
@@ -190,6 +191,25 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
             f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}"
         )
     return Entry(kind, path, function, {})
+
+
+def call(where: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What a word returns; ``where`` is its key in the recipe.
+
+    Raises:
+        RunFailure: it raised something that is none of our errors; these pass as they are.
+    """
+    try:
+        return function(*given)
+    except PosttrainError:
+        raise
+    except Exception as error:  # a user's function may raise anything; the cause is kept
+        raise RunFailure(f"{where}: the function raised {type(error).__name__}: {error}") from error
+
+
+def describe_result(value: Any) -> str:
+    """``shape (2, 4)`` of a tensor, the name of the type of anything else."""
+    return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

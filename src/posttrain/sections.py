@@ -7,7 +7,7 @@ name is their schema (``registry``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -132,6 +132,12 @@ class KLInRewardSection(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"
     target: float | None = Field(default=None, gt=0)
     horizon: int = Field(default=10_000, ge=1)
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target is not None and self.weight == 0:
+            raise ValueError("a weight of 0 cannot move towards 'target', for it is multiplied; start from 0.01 or so")
+        return self
 
 
 class HeadSection(Section):

@@ -8,17 +8,43 @@ preference data from the model's own samples are nothing but such a choice.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from jaxtyping import Float64
 from pydantic import Field
 from torch import Tensor
 
+from posttrain import registry
+from posttrain.errors import UsageError
 from posttrain.registry import register
 
 Rewards = Float64[Tensor, "N G"]
 Place = tuple[int, int]
 Units = list[tuple[Place, ...]]
+
+
+def choose_units(select: Callable[[Tensor], Any], rewards: Rewards, rows_per_unit: int) -> Units:
+    """What a selection word chose, checked: places of these rewards, so many in each unit.
+
+    Raises:
+        RunFailure: the function raised.
+        UsageError: it returned something else.
+    """
+    units = registry.call("rollout.select", select, rewards)
+    prompts, group = rewards.shape
+    known = {(n, g) for n in range(prompts) for g in range(group)}
+    if not isinstance(units, list) or not all(
+        isinstance(unit, tuple)
+        and len(unit) == rows_per_unit
+        and all(isinstance(place, tuple) and place in known for place in unit)
+        for unit in units
+    ):
+        raise UsageError(
+            f"rollout.select: the function returned {str(units)[:80]!r} for rewards of shape {(prompts, group)}; it "
+            f"must give a list of units, each a tuple of {rows_per_unit} place(s) (prompt, sample)"
+        )
+    return units
 
 
 @register("selection", level="row")

@@ -35,14 +35,19 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("truncated", "truncated", ".1%"),
     ("loss", "loss", ".4f"),
     ("nll", "nll", ".4f"),
+    ("margin", "margin", ".3f"),
+    ("pair_accuracy", "pairs right", ".1%"),
+    ("divergence", "divergence", ".4f"),
+    ("value_explained_variance", "critic explains", ".1%"),
     ("entropy", "entropy", ".3f"),
     ("kl_ref", "KL to reference", ".4f"),
     ("kl_sampler", "KL to sampler", ".1e"),
+    ("effective_sample_size", "effective samples", ".1%"),
     ("clip_share", "clipped", ".2%"),
     ("uniform_groups", "uniform groups", ".1%"),
     ("grad_norm", "gradient norm", ".3f"),
 )
-PLAIN = ("reward", "accuracy", "num_tokens", "loss", "entropy", "kl_ref", "clip_share")
+PLAIN = ("reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "entropy", "kl_ref", "clip_share")
 PHASES = (
     ("generate_seconds", "generate"),
     ("score_seconds", "score"),

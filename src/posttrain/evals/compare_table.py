@@ -109,8 +109,8 @@ def _baseline_line(baseline: Baseline, columns: Sequence[Column]) -> list[str]:
 def make_notes(comparison: Comparison) -> list[str]:
     """How the numbers were made, and what went wrong."""
     notes = [
-        "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
-        "learning curve, so that who learns faster stands higher."
+        "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of "
+        "the learning curve, so that who learns faster stands higher."
     ]
     counts = sorted({len(row.finished) for row in comparison.rows if len(row.finished) > 1})
     if counts:

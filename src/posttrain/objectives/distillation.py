@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.objectives.primitives import log_ratio
+from posttrain.objectives.primitives import categorical_kl, log_ratio, with_tail
 from posttrain.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
@@ -146,14 +146,14 @@ def _divergence(
     assert outputs.candidate_logprobs is not None, "the candidates' log-probabilities were not asked for"
     student = _finite(outputs.candidate_logprobs, mask)
     teacher = _finite(batch.stream("teacher_candidate_logprobs").detach(), mask).to(student.dtype)
-    q, p = (_with_tail(x) if tail else x.log_softmax(dim=-1) for x in (student, teacher))
+    q, p = (with_tail(x) if tail else x.log_softmax(dim=-1) for x in (student, teacher))
     if divergence == "forward_kl":
-        values = _kl(p, q)
+        values = categorical_kl(p, q)
     elif divergence == "reverse_kl":
-        values = _kl(q, p)
+        values = categorical_kl(q, p)
     else:
         mixture = torch.logaddexp(p + math.log(jsd_weight), q + math.log(1.0 - jsd_weight))
-        values = jsd_weight * _kl(p, mixture) + (1.0 - jsd_weight) * _kl(q, mixture)
+        values = jsd_weight * categorical_kl(p, mixture) + (1.0 - jsd_weight) * categorical_kl(q, mixture)
     values = torch.where(mask, values, torch.zeros_like(values))  # of equal constants, 0 up to rounding
     metrics = {
         "divergence": values.detach(),
@@ -163,24 +163,7 @@ def _divergence(
     return Loss(values, metrics)
 
 
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """``Σ_k p (log p − log q)`` of log-probabilities ``[B, T, K]`` → ``[B, T]``."""
-    return (p.exp() * (p - q)).sum(dim=-1)
-
-
 def _finite(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log-probabilities with −inf replaced, and a constant outside of the mask; NaN stays NaN."""
     trained = torch.where(mask[..., None], logprobs, torch.zeros_like(logprobs))
     return trained.nan_to_num(nan=math.nan, neginf=LOG_ZERO)
-
-
-def _with_tail(logprobs: Tensor) -> Tensor:
-    """``[B, T, K]`` → ``[B, T, K + 1]``: the last is the log-probability of any other token.
-
-    ``log(1 − Σ)`` as ``log(−expm1(log Σ))``. Where the candidates are the whole vocabulary, the rest is 0
-    up to rounding, of either sign: it is then set to the smallest that the precision can tell from 0, as
-    a constant, so that it adds nothing and has no gradient.
-    """
-    smallest = torch.finfo(logprobs.dtype).eps
-    total = logprobs.logsumexp(dim=-1, keepdim=True).clamp(max=-smallest)
-    return torch.cat([logprobs, torch.log(-torch.expm1(total))], dim=-1)

@@ -113,3 +113,20 @@ def log1mexp(x: Tensor) -> Tensor:
     near = torch.log(-torch.expm1(x))
     far = torch.log1p(-torch.exp(x))
     return torch.where(x > -math.log(2.0), near, far)
+
+
+def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
+    """``Σ_k p (log p − log q)`` of log-probabilities ``[B, T, K]`` → ``[B, T]``."""
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+def with_tail(logprobs: Tensor) -> Tensor:
+    """``[B, T, K]`` → ``[B, T, K + 1]``: the last is the log-probability of any other token.
+
+    ``log(1 − Σ)`` as ``log(−expm1(log Σ))``. Where the candidates are the whole vocabulary, the rest is 0
+    up to rounding, of either sign: it is then set to the smallest that the precision can tell from 0, as
+    a constant, so that it adds nothing and has no gradient.
+    """
+    smallest = torch.finfo(logprobs.dtype).eps
+    total = logprobs.logsumexp(dim=-1, keepdim=True).clamp(max=-smallest)
+    return torch.cat([logprobs, torch.log(-torch.expm1(total))], dim=-1)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import RecipeError
+from posttrain import registry
+from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward import ActorCritic, Forward, state_values
 from posttrain.objectives.primitives import log_ratio
 from posttrain.registry import Entry
@@ -90,7 +91,13 @@ class Annotator:
             batch.streams["ref_logprobs"] = self.reference_logprobs(batch)
         if self.correct is not None:
             mismatch = log_ratio(batch.stream("old_logprobs"), batch.stream("sampler_logprobs"), batch.mask)
-            batch.streams["correction"] = self.correct(mismatch, batch.mask)
+            found = registry.call("correction", self.correct, mismatch, batch.mask)
+            if getattr(found, "shape", None) != mismatch.shape:
+                raise UsageError(
+                    f"correction: the function returned {registry.describe_result(found)} for log-ratios of shape "
+                    f"{tuple(mismatch.shape)}; it must give one weight per token"
+                )
+            batch.streams["correction"] = found
         return self.ask_teacher(batch, teacher_batch)
 
     def before_step(self, batch: Batch) -> Batch:

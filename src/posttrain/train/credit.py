@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain import registry
 from posttrain.errors import RunFailure, UsageError
 from posttrain.kl_control import adapt_kl_weight
 from posttrain.objectives.primitives import KL_ESTIMATORS, log_ratio
@@ -24,12 +25,9 @@ def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num
         RunFailure: the function raised.
         UsageError: it returned something else.
     """
-    try:
-        found = advantage(*given)
-    except Exception as error:  # a user's function may raise anything; the cause is kept
-        raise RunFailure(f"advantage: the function raised {type(error).__name__}: {error}") from error
+    found = registry.call("advantage", advantage, *given)
     results = found if isinstance(found, tuple) else (found,)
-    shapes = [f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in results]
+    shapes = [registry.describe_result(x) for x in results]
     if isinstance(found, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
         wanted = f"advantages and returns, both of shape {expected}" if num_results > 1 else "one number per completion"
         raise UsageError(

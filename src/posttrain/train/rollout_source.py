@@ -20,7 +20,7 @@ from posttrain.randomness import draw_indices, permutation
 from posttrain.recipe import Recipe
 from posttrain.render import stop_ids
 from posttrain.rollout import Grader, collect, encode_prompts
-from posttrain.selection import Units
+from posttrain.selection import Units, choose_units
 from posttrain.tasks.base import Task
 from posttrain.train.annotate import Annotator
 from posttrain.train.credit import Credit
@@ -144,7 +144,7 @@ class RolloutSource:
         generating = time.perf_counter() - started - grading
         scored = time.perf_counter()
         rewards = torch.tensor([[r.reward for r in g] for g in chosen], dtype=torch.float64)
-        units = self.select(rewards)
+        units = choose_units(self.select, rewards, self.rows_per_unit)
         if not self.credit.needs_batch:
             _record_advantages(chosen, self.credit.from_rewards(rewards))
         batch = self._batch_of(chosen, units) if units else None
@@ -188,8 +188,8 @@ class RolloutSource:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
-        rewards = [r.reward for r in group]
-        return len(set(rewards)) > 1 and bool(self.select(torch.tensor([rewards], dtype=torch.float64)))
+        rewards = torch.tensor([[r.reward for r in group]], dtype=torch.float64)
+        return len(set(rewards.tolist()[0])) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
 
     def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
         places = draw_indices(self.seed, "prompts", start, self.options.prompts, len(self.kept))

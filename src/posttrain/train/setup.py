@@ -229,7 +229,9 @@ def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str
     if recipe.head is not None and entry.traits.get("head") is None:
         raise RecipeError(f"head: objective {entry.name!r} reads no scores or values; leave 'head' out")
     if recipe.eval.drift_prompts and entry.traits.get("head") == "score":
-        raise RecipeError(f"eval.drift_prompts: objective {entry.name!r} trains no policy that could drift; leave it out")
+        raise RecipeError(
+            f"eval.drift_prompts: objective {entry.name!r} trains no policy that could drift; leave it out"
+        )
     if bool(needs & TEACHER_STREAMS) != (recipe.teacher is not None):
         missing = recipe.teacher is None
         raise RecipeError(

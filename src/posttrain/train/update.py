@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
+from posttrain import registry
+from posttrain.errors import NonFiniteLoss, UsageError
 from posttrain.models.forward import ActorCritic, Forward
 from posttrain.objectives.primitives import kl_k3, log_ratio
 from posttrain.recipe import TrainSection
@@ -100,7 +101,7 @@ def accumulate(
     split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
     values of token objectives. Without ``learns`` it only measures: no gradients, no dropout.
     """
-    batch.weights = aggregate(batch.mask if level == "token" else batch.unit_mask)
+    batch.weights = _weigh(aggregate, batch.mask if level == "token" else batch.unit_mask, level)
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
@@ -121,6 +122,18 @@ def accumulate(
         slots += forward.last_slots
         used += forward.last_tokens
     return float(total), means.means() | {"padding_share": 1.0 - used / slots}
+
+
+def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
+    """The weights of the whole optimizer batch: one per token, or one per unit, of which ``mask`` has a row each."""
+    weights: Tensor = registry.call("aggregate", aggregate, mask)
+    expected = mask.shape if level == "token" else mask.shape[:1]
+    if getattr(weights, "shape", None) != expected:
+        raise UsageError(
+            f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
+            f"{tuple(mask.shape)}; it must give one weight per {level}"
+        )
+    return weights
 
 
 def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
@@ -170,10 +183,7 @@ def adapter_dropout(model: Any) -> Iterator[None]:
 
 
 def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
-    try:
-        result: Any = objective(outputs, batch)
-    except Exception as error:  # a user's function may raise anything; the cause is kept
-        raise RunFailure(f"objective: the function raised {type(error).__name__}: {error}") from error
+    result = registry.call("objective", objective, outputs, batch)
     if not isinstance(result, Loss):
         raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
     expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
