@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.models.load import TINY
 from posttrain.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.tasks.base import Task
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import TrainResult, train
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 
 TASK = {"name": "stories", "size": 64, "max_steps": 1}
 BASE: dict[str, dict[str, Any]] = {
@@ -36,7 +38,31 @@ BASE: dict[str, dict[str, Any]] = {
         "objective": {"name": "cross_entropy"},
         "train": {"steps": 4, "lr": 1e-3},
     },
+    "judged": {
+        "task": "small_runs:judged_sums",
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "data": {"batch": 4, "max_tokens": 256},
+        "objective": {"name": "bradley_terry"},
+        "train": {"steps": 4, "lr": 1e-3},
+    },
 }
+
+
+def judged_sums(*, size: int = 10, best_class: int = 1) -> Task:
+    """Sums with a right and a wrong answer each, both in two labelled steps."""
+    return Task("judged sums", "train", [_judged_sum(i, best_class) for i in range(size)])
+
+
+def _judged_sum(i: int, best_class: int) -> Example:
+    total = 3 * i + 2
+    working = f"{i} + {2 * i + 2} = {total}. "
+    right, wrong = (working, f"It is {total}."), (working, f"It is {total + 1}, or more.")
+    responses = (
+        Response("".join(right), 1.0, right, (best_class, best_class)),
+        Response("".join(wrong), 0.0, wrong, (best_class, 0)),
+    )
+    question = Message("user", f"What is {i} plus {2 * i + 2}?")
+    return Example(f"judged/{i}", (question,), str(total), responses=responses)
 
 
 def digit_share(text: str) -> float:
@@ -106,6 +132,20 @@ def recorded(folder: Path) -> tuple[list[RecordedRollout], list[RecordedRollout]
     """The rows of both tables of ``rollouts.db``, in the order of writing."""
     store = RolloutStore(folder / "rollouts.db", read_only=True)
     return list(store.training()), list(store.evaluations())
+
+
+def save_perturbed(folder: Path, noise: float = 0.05) -> str:
+    """The embedded model with noise on its weights, saved with its tokenizer; returns where."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise * parameter.std())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return str(folder)
 
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:

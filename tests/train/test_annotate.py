@@ -1,24 +1,25 @@
-"""Annotation: who computes ``old_logprobs`` and ``ref_logprobs``, and with which weights."""
+"""Annotation: who computes which stream, and with which weights; all against plain modules."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import BASE, make_recipe, run
+from small_runs import BASE, make_recipe, run, save_perturbed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from posttrain import registry
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import TINY
 from posttrain.recipe import Recipe
 from posttrain.train.annotate import needed_streams
 from posttrain.train.setup import Parts, prepare
 from posttrain.train.update import accumulate, apply_update
-from posttrain.types import Batch
+from posttrain.types import Batch, Completion
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
@@ -34,7 +35,9 @@ def update(parts: Parts, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
     """One optimizer step; returns its batch."""
     batch = parts.source(step).batch
     torch.manual_seed(step)  # an adapter's dropout draws from it
-    loss, _ = accumulate(parts.forward, parts.objective, parts.aggregate, batch, recipe.train)
+    loss, _ = accumulate(
+        parts.forward, parts.objective, parts.aggregate, batch, recipe.train, level=parts.level, entropy=parts.entropy
+    )
     apply_update(parts.optimizer, [p for _, p in parts.parameters], lr, 1.0, loss, step)
     return batch
 
@@ -154,8 +157,8 @@ def test_streams_follow_from_the_options(name: str, options: dict[str, float], n
 
 
 def test_streams_that_nothing_fills_are_refused() -> None:
-    entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("old_values",)})
-    with pytest.raises(RecipeError, match=r"'mine' needs \['old_values'\], which nothing fills; known: "):
+    entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("weather",)})
+    with pytest.raises(RecipeError, match=r"'mine' needs \['weather'\], which nothing fills; known: "):
         needed_streams(entry, {}, True)
     supervised = registry.find("objective", "cross_entropy")
     assert needed_streams(supervised, {}, False) == frozenset()
@@ -173,3 +176,160 @@ def test_annotation_does_not_depend_on_micro_batches(rows_per_micro: int) -> Non
         assert difference(batch.streams[name], whole.streams[name]) < CLOSE
         assert bool((batch.streams[name][batch.mask] < 0).all())
         assert not bool(batch.streams[name][~batch.mask].any())
+
+
+# --- corrections ---
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [("token_tis", {"cap": 1.05}), ("sequence_tis", {"cap": 1.2}), ("icepop", {"low": 0.9, "high": 1.1})],
+)
+def test_a_correction_is_its_word_applied_to_trainer_minus_sampler(word: str, options: dict[str, float]) -> None:
+    """Answers truncated by top-k have the log-probabilities of the full distribution; here the sampler lies."""
+    recipe = make_recipe("grpo", correction={"name": word} | options, rollout={"old_logprobs": "trainer"})
+    parts = prepare(recipe)
+    lie_a_little(parts)
+    batch = parts.source(1).batch
+    assert batch is not None
+    trainer = plain_logprobs(parts.model, batch)
+    assert difference(batch.streams["old_logprobs"], trainer) < CLOSE
+    mismatch = trainer - batch.streams["sampler_logprobs"]
+    assert 0.05 < float(mismatch.abs().max()) < 0.5
+    expected = registry.find("correction", word).bind(options)(mismatch, batch.mask)
+    assert difference(batch.streams["correction"], expected) < 1e-3
+    weights = batch.streams["correction"]
+    assert weights[~batch.mask].tolist() == [1.0] * int((~batch.mask).sum())
+    assert len({round(w, 2) for w in weights[batch.mask].tolist()}) > 3
+
+
+def lie_a_little(parts: Parts) -> None:
+    """Let the engine report log-probabilities that are off, by an amount that differs from token to token."""
+    generate = parts.engine.generate
+
+    def off(completion: Completion) -> Completion:
+        shifted = (x + 0.3 * ((i % 3) - 1) * min(1.0, -x) for i, x in enumerate(completion.logprobs))
+        return replace(completion, logprobs=tuple(shifted))
+
+    def lying(*given: Any) -> list[list[Completion]]:
+        return [[off(completion) for completion in group] for group in generate(*given)]
+
+    parts.source.engine = type("Lying", (), {"generate": staticmethod(lying)})()  # type: ignore[union-attr,assignment]
+
+
+# --- teachers ---
+
+
+def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path) -> None:
+    name = save_perturbed(tmp_path / "teacher")
+    recipe = make_recipe("grpo", objective={"name": "distillation"}, teacher={"name": name, "top_k": 7})
+    parts = prepare(recipe)
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    batch = parts.source(1).batch
+    assert batch is not None
+    ids, logprobs = batch.streams["teacher_ids"], batch.streams["teacher_candidate_logprobs"]
+    assert ids.shape == logprobs.shape == (*batch.mask.shape, 7)
+    for b in range(batch.num_rows):
+        with torch.no_grad():
+            table = (teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0] / TEMPERATURE).log_softmax(-1)
+        for t in batch.mask[b].nonzero()[:, 0].tolist():
+            best = table[t - 1].topk(7)
+            assert difference(logprobs[b, t], best.values) < CLOSE
+            assert difference(table[t - 1][ids[b, t]], best.values) < CLOSE  # ties may come in another order
+    assert not bool(ids[~batch.mask].any())
+    assert not bool(logprobs[~batch.mask].any())
+    assert not any(p is q for p in teacher.parameters() for _, q in parts.parameters)
+
+
+def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    name = save_perturbed(tmp_path / "teacher")
+    objective = {"name": "on_policy_distillation"}
+    recipe = make_recipe("grpo", objective=objective, teacher={"name": name}, train={"rows_per_micro": 3})
+    parts = prepare(recipe)
+    update(parts, recipe, 1, lr=1e-3)
+    batch = parts.source(2).batch
+    assert batch is not None
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    assert difference(batch.streams["teacher_logprobs"], plain_logprobs(teacher, batch)) < CLOSE
+    assert difference(batch.streams["teacher_logprobs"], batch.streams["old_logprobs"]) > 0.05
+
+
+def test_supervised_distillation_asks_the_teacher_at_every_step(tmp_path: Path) -> None:
+    name = save_perturbed(tmp_path / "teacher")
+    recipe = make_recipe("sft", objective={"name": "distillation"}, teacher={"name": name, "top_k": 2})
+    parts = prepare(recipe)
+    teacher = AutoModelForCausalLM.from_pretrained(name).eval()
+    for step in (1, 2):
+        batch = parts.source(step).batch
+        assert batch is not None
+        best = batch.streams["teacher_candidate_logprobs"]
+        for b in range(batch.num_rows):
+            with torch.no_grad():
+                table = teacher(batch.tokens[b : b + 1, : int(batch.lengths[b])]).logits[0].log_softmax(-1)
+            trained = batch.mask[b].nonzero()[:, 0]
+            assert difference(best[b, trained], table[trained - 1].topk(2).values) < CLOSE
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny_random, small_tokenizer) -> None:
+    folder = tmp_path / "stranger"
+    tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
+    small_tokenizer.save_pretrained(folder)
+    recipe = make_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
+    with pytest.raises(UsageError, match=r"teacher\.name: '.*stranger' has another vocabulary than the student"):
+        prepare(recipe)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("trunk", ["separate", "shared"])
+def test_values_and_returns_of_ppo(trunk: str, adapter: dict[str, Any]) -> None:
+    """GAE by its definition, from values and log-probabilities of plain modules."""
+    recipe = make_recipe(
+        "grpo",
+        model=adapter,
+        objective={"name": "ppo"},
+        advantage={"name": "gae", "discount": 0.9, "trace": 0.8, "whiten": False},
+        kl_in_reward={"weight": 0.2},
+        head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
+        rollout={"old_logprobs": "trainer"},
+        train={"epochs": 2, "rows_per_micro": 5},
+    )
+    parts = prepare(recipe)
+    update(parts, recipe, 1, lr=1e-3)
+    update(parts, recipe, 2, lr=1e-3)
+    draw = parts.source(3)
+    batch = draw.batch
+    assert batch is not None
+    head = parts.companions["head"]
+    scorer = parts.companions["critic"] if trunk == "separate" else parts.model
+    kl = 0.2 * (batch.streams["sampler_logprobs"] - plain_logprobs(initial_model(), batch)).double()
+    assert {r.completion.finish for r in draw.rollouts} == {"stop", "length"}
+    for b, rollout in enumerate(draw.rollouts):
+        values, after = plain_values(scorer, head, batch, b)
+        trained = batch.mask[b].nonzero()[:, 0].tolist()
+        assert difference(batch.streams["old_values"][b, trained], values) < CLOSE
+        rewards = [-float(kl[b, t]) for t in trained]
+        rewards[-1] += rollout.reward
+        following = [*values[1:].tolist(), float(after) if rollout.completion.finish == "length" else 0.0]
+        errors = [r + 0.9 * nxt - float(v) for r, nxt, v in zip(rewards, following, values, strict=True)]
+        for i, t in enumerate(trained):
+            advantage = sum(e * (0.9 * 0.8) ** k for k, e in enumerate(errors[i:]))
+            assert float(batch.streams["advantages"][b, t]) == pytest.approx(advantage, abs=2e-4)
+            assert float(batch.streams["returns"][b, t]) == pytest.approx(advantage + float(values[i]), abs=2e-4)
+    assert float(batch.streams["old_values"].abs().max()) > 0.05
+    if trunk == "separate":
+        policy, critic = (dict(m.named_parameters()) for m in (parts.model, scorer))
+        moved = [name for name, p in policy.items() if p.requires_grad and not torch.equal(p, critic[name])]
+        assert moved  # two models by now
+
+
+@torch.no_grad()
+def plain_values(scorer: Any, head: Any, batch: Batch, b: int) -> tuple[Tensor, Tensor]:
+    """Values of the states before row b's trained tokens, and of the one after its last."""
+    base = scorer.get_base_model() if hasattr(scorer, "get_base_model") else scorer
+    hidden = base.model(batch.tokens[b : b + 1, : int(batch.lengths[b])]).last_hidden_state[0]
+    values = hidden @ head.weight[0]
+    trained = batch.mask[b].nonzero()[:, 0]
+    return values[trained - 1], values[-1]

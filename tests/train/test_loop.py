@@ -248,8 +248,8 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
     prepared: list[Any] = []
     original = loop.prepare
 
-    def keep(recipe: Recipe) -> Any:
-        prepared.append(original(recipe))
+    def keep(recipe: Recipe, folder: Path) -> Any:
+        prepared.append(original(recipe, folder))
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)
@@ -282,7 +282,7 @@ from posttrain.types import Batch, Loss, Outputs
 
 @register("objective", level="token", needs=("advantages",))
 def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
-    """values = -scale * A * log pi."""
+    """REINFORCE with a scale, from a file beside the recipe: values = -scale * A * log pi."""
     return Loss(-scale * batch.stream("advantages") * outputs.logprobs)
 
 def unregistered(outputs, batch):

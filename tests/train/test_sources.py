@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from small_runs import make_recipe
+from small_sources import groups_of, mostly_uniform, prompts_at, rows_of, same_batch, sampled, sums, uniform
 from transformers import AutoTokenizer
 
 from posttrain import registry
-from posttrain.engines.scripted import ScriptedEngine
-from posttrain.errors import UsageError
+from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import TINY
 from posttrain.randomness import draw_indices
-from posttrain.recipe import Recipe, RewardWord
-from posttrain.render import Template, encode_prompt, encode_response
-from posttrain.rollout import build_grader
+from posttrain.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.tasks.base import Task
-from posttrain.train.sources import RolloutSource, SupervisedSource
-from posttrain.types import Batch, Example, Message
+from posttrain.train.rows import Shape
+from posttrain.train.sources import SupervisedSource
+from posttrain.types import Example, Message, Response
 
 
 @pytest.fixture(scope="module")
@@ -32,30 +30,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def template() -> Template:
     return registry.find("template", "r1_zero").bind({"preamble": ""})()
-
-
-def sums(size: int, long: Sequence[int] = ()) -> Task:
-    """Items whose solutions differ in length; those in ``long`` have long prompts."""
-    examples = []
-    for i in range(size):
-        question = f"What is {i} plus 1?" + " Think well." * (20 if i in long else 0)
-        solution = f"{i} + 1 = {i + 1}." * (1 + i % 3)
-        examples.append(Example(f"sum/{i}", (Message("user", question),), str(i + 1), solution))
-    return Task("sums", "train", examples, dropped={"blank": 2})
-
-
-def rows_of(batch: Batch) -> list[tuple[int, ...]]:
-    return [tuple(batch.tokens[b, : int(batch.lengths[b])].tolist()) for b in range(batch.num_rows)]
-
-
-def same_batch(left: Batch, right: Batch) -> bool:
-    fixed = ("tokens", "lengths", "mask", "group", "prefix")
-    streams = left.streams.keys() == right.streams.keys()
-    return (
-        streams
-        and all(torch.equal(getattr(left, name), getattr(right, name)) for name in fixed)
-        and all(torch.equal(left.streams[name], right.streams[name]) for name in left.streams)
-    )
 
 
 # --- supervised ---
@@ -127,43 +101,134 @@ def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> 
         supervised(tokenizer, template, task, data={"max_tokens": 2})
 
 
+# --- given answers ---
+
+
+def answered(size: int) -> Task:
+    """Items with two answers each, the better one second; those at 3 and 4 say nothing, that at 5 is long."""
+    examples = []
+    for i in range(size):
+        better, worse = Response(f"It is {i + 1}.", 0.25 * (i + 4)), Response(f"Say {i}, or more.", 0.25)
+        if i == 3:
+            better = Response(better.text, 0.25)
+        if i == 4:
+            better = Response(worse.text, 2.0)
+        if i == 5:
+            worse = Response(worse.text * 30, 0.25)
+        steps = (f"{i} and 1. ", f"So {i + 1}.")
+        labelled = Response("".join(steps), 0.0, steps, (i % 2, 1))
+        question = Message("user", f"What is {i} plus 1?" + " Think." * i)
+        examples.append(
+            Example(f"given/{i}", (question,), str(i + 1), responses=(worse, better, labelled)[: 2 + i % 2])
+        )
+    return Task("answered", "train", examples)
+
+
+def given(tokenizer, template, task: Task, shape: Shape, **changes: Any) -> SupervisedSource:
+    return SupervisedSource(make_recipe("judged", **changes), task, template, tokenizer, 1024, shape=shape)
+
+
+def encoded(tokenizer, template, item: Example, text: str) -> tuple[tuple[int, ...], int]:
+    prompt = encode_prompt(tokenizer, template, item.messages)
+    return (*prompt, *encode_plain(tokenizer, text), tokenizer.eos_token_id), len(prompt)
+
+
+def pairs_task(size: int) -> Task:
+    """As ``answered``, without the answers in steps."""
+    task = answered(size)
+    examples = [Example(e.id, e.messages, e.answer, responses=e.responses[:2]) for e in task.examples]
+    return Task(task.name, task.split, examples)
+
+
+def test_pairs_of_given_answers(tokenizer, template) -> None:
+    task = pairs_task(9)
+    source = given(tokenizer, template, task, "pair", data={"batch": 4, "max_tokens": 200})
+    assert source.dropped == {
+        "all responses have the same score": 1,
+        "chosen and rejected are the same tokens": 1,
+        "longer than data.max_tokens=200": 1,  # the pair, not the one of its rows that is too long
+    }
+    kept = [e for i, e in enumerate(task.examples) if i not in (3, 4, 5)]
+    assert source.num_examples == 6
+    for step in (1, 2, 3):
+        places = draw_indices(0, "data", 4 * (step - 1), 4, 6)
+        batch = source(step).batch
+        assert batch.rows_per_unit == 2
+        assert batch.num_rows == 8
+        assert batch.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        for u, place in enumerate(places):
+            worse, better = kept[place].responses
+            for b, response in ((2 * u, better), (2 * u + 1, worse)):
+                ids, start = encoded(tokenizer, template, kept[place], response.text)
+                assert rows_of(batch)[b] == ids
+                assert int(batch.prefix[b]) == start
+                assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
+            assert batch.streams["margins"][2 * u : 2 * u + 2].tolist() == [better.score - worse.score] * 2
+
+
+def test_judged_answers(tokenizer, template) -> None:
+    task = pairs_task(3)  # scores 1.0, 1.25, 1.5 and three times 0.25
+    source = given(tokenizer, template, task, "judged", data={"batch": 6})
+    batch = source(1).batch
+    assert source.num_examples == 6
+    assert batch.rows_per_unit == 1
+    expected = {}
+    for item in task.examples:
+        for response in item.responses:
+            ids, start = encoded(tokenizer, template, item, response.text)
+            expected[ids] = (start, float(response.score > 0.5))
+    assert set(rows_of(batch)) == set(expected)
+    for b, ids in enumerate(rows_of(batch)):
+        start, label = expected[ids]
+        assert batch.streams["labels"][b] == label
+        assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
+        assert int(batch.prefix[b]) == start  # where its prompt ends: answers to other prompts are put behind it
+    assert len(set(batch.group.tolist())) == 6
+
+
+def test_labelled_steps_are_trained_at_their_ends_alone(tokenizer, template) -> None:
+    task = answered(4)
+    source = given(tokenizer, template, task, "steps", data={"batch": 2})
+    assert source.dropped == {"no labelled steps": 8}
+    assert source.num_examples == 2
+    batch = source(1).batch
+    by_row = {encoded_steps(tokenizer, template, e): e for e in task.examples if len(e.responses) == 3}
+    assert set(rows_of(batch)) == set(by_row)
+    for b, ids in enumerate(rows_of(batch)):
+        item = by_row[ids]
+        steps = item.responses[2].steps
+        start = len(encode_prompt(tokenizer, template, item.messages))
+        first = start + len(encode_plain(tokenizer, steps[0])) - 1
+        second = first + len(encode_plain(tokenizer, steps[1]))
+        assert batch.mask[b].nonzero()[:, 0].tolist() == [first, second]
+        assert batch.streams["step_labels"][b, [first, second]].tolist() == list(item.responses[2].step_labels)
+        assert set(batch.streams) == {"step_labels"}
+
+
+def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
+    prompt = encode_prompt(tokenizer, template, item.messages)
+    steps = (i for step in item.responses[2].steps for i in encode_plain(tokenizer, step))
+    return (*prompt, *steps, tokenizer.eos_token_id)
+
+
+def test_demonstrations_carry_no_streams(tokenizer, template) -> None:
+    batch = given(tokenizer, template, pairs_task(3), "demonstration", data={"batch": 3})(1).batch
+    assert batch.streams == {}
+    assert batch.rows_per_unit == 1
+
+
+@pytest.mark.parametrize("shape", ["pair", "judged", "steps"])
+def test_training_on_prompts_is_for_demonstrations(tokenizer, template, shape: Shape) -> None:
+    with pytest.raises(RecipeError, match=r"data\.train_on: 'all' is for demonstrations; objective 'bradley_terry'"):
+        given(tokenizer, template, answered(3), shape, data={"train_on": "all"})
+
+
+def test_data_without_answers_say_so(tokenizer, template) -> None:
+    with pytest.raises(UsageError, match=r"task 'sums': no row is left to train on; .*'no given responses': 3"):
+        given(tokenizer, template, sums(3), "pair")
+
+
 # --- rollouts ---
-
-DIGITS = "0123456789"
-
-
-def scripted_digits(tokenizer) -> ScriptedEngine:
-    """Answers with one digit, drawn by the key, and the end token."""
-    return ScriptedEngine([[tokenizer.encode(d)[-1], tokenizer.eos_token_id] for d in DIGITS], logprob=-2.0)
-
-
-def last_digit(text: str) -> float:
-    return float(text[-1])
-
-
-def always_the_same(text: str) -> float:
-    return 0.3
-
-
-def sampled(
-    tokenizer, template, task: Task, *, engine=None, reward: str = "last_digit", **changes: Any
-) -> RolloutSource:
-    """A source over a scripted engine; ``annotated`` counts the calls of its annotator."""
-    recipe: Recipe = make_recipe("grpo", **changes)
-    grader = build_grader([RewardWord(name=f"test_sources:{reward}")], template)
-    assert recipe.advantage is not None
-    advantage = registry.find("advantage", recipe.advantage.name).bind(recipe.advantage.options)
-
-    def annotate(batch: Batch) -> Batch:
-        batch.streams["old_logprobs"] = batch.streams["sampler_logprobs"]
-        return batch
-
-    engine = engine or scripted_digits(tokenizer)
-    return RolloutSource(recipe, task, grader, tokenizer, engine, 1024, advantage, annotate)
-
-
-def prompts_at(source: RolloutSource, start: int, count: int) -> list[int]:
-    return draw_indices(source.seed, "prompts", start, count, source.num_examples)
 
 
 def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
@@ -256,34 +321,16 @@ def test_a_pending_batch_comes_back_bit_for_bit(tokenizer, template) -> None:
         "stream.advantages", "stream.sampler_logprobs", "stream.old_logprobs",
     }  # fmt: skip
     resumed = sampled(tokenizer, template, sums(30), **changes)
-    resumed.restore({name: tensor.clone() for name, tensor in pending.items()})
+    resumed.restore({name: tensor.clone() for name, tensor in pending.items()}, source.state())
     for step in (3, 4, 5):
         assert same_batch(resumed(step).batch, source(step).batch), step
     assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
     assert source.pending(4) is None
     assert source.pending(8) is None
-    resumed.restore(None)
+    resumed.restore(None, source.state())
 
 
 # --- dynamic sampling ---
-
-
-def mostly_uniform(tokenizer, varied: Callable[[tuple[int, ...]], bool]) -> ScriptedEngine:
-    """Prompts for which ``varied`` is true get different answers, the others always a 5."""
-    digits = [tokenizer.encode(d)[-1] for d in DIGITS]
-
-    def answer(prompt: tuple[int, ...], key: int) -> list[int]:
-        return [digits[key % 10] if varied(prompt) else digits[5], tokenizer.eos_token_id]
-
-    return ScriptedEngine(answer)
-
-
-def uniform(rollouts: Sequence[Any]) -> bool:
-    return len({r.reward for r in rollouts}) == 1
-
-
-def groups_of(rollouts: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
 
 
 def test_groups_are_drawn_until_enough_of_them_vary(tokenizer, template) -> None:

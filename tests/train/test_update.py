@@ -3,129 +3,305 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config
+from split_cases import (
+    AGGREGATIONS,
+    CASES,
+    OPTIONS,
+    Case,
+    blank_row,
+    build_model,
+    collated,
+    shipped_objectives,
+    shuffled,
+    widened,
+)
 
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward import Forward
 from posttrain.recipe import TrainSection
 from posttrain.train.micro import split_rows
-from posttrain.train.update import accumulate, apply_update, learning_rate
-from posttrain.types import Batch, Sample, collate
+from posttrain.train.update import MeanOverBatch, accumulate, apply_update, learning_rate
+from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
-OBJECTIVES = {
-    "cross_entropy": {},
-    "reinforce": {"entropy_bonus": 0.1},
-    "grpo": {"kl": 0.05, "entropy_bonus": 0.1},
-    "gspo": {"clip_low": 0.9, "clip_high": 5.0},
-    "gspo_token": {"clip_low": 0.9, "clip_high": 5.0},
-    "cispo": {},
-    "sapo": {},
-    "gmpo": {},
-}
-AGGREGATIONS = {"token_mean": {}, "sequence_mean": {}, "constant": {"length": 12}}
+# Sums of the same float64 numbers in another order.
+CLOSE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    # GPT-2's modules compute in the weights' own precision; RMSNorm families drop to fp32 inside.
-    config = GPT2Config(
-        vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=None
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)
-    return model
+def models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    return build_model(0), build_model(1)
 
 
-def rows(seed: int, groups: int = 3, group: int = 3) -> list[Sample]:
+@pytest.fixture(scope="module")
+def model(models) -> torch.nn.Module:
+    return models[0]
+
+
+class Trainer:
+    """One objective over its forward pass; gives gradients."""
+
+    def __init__(self, case: Case, models: Any) -> None:
+        self.case = case
+        self.forward, modules = case.forward(*models)
+        self.parameters = [p for module in modules for p in module.parameters()]
+
+    def gradient(self, aggregate: str, batch: Batch, **train: Any) -> tuple[torch.Tensor, float, dict[str, float]]:
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss, metrics = accumulate(
+            self.forward,
+            self.case.entry.bind(self.case.options),
+            registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate]),
+            batch,
+            TrainSection(**train),
+            level=self.case.entry.traits["level"],
+            entropy="differentiable" if self.case.options.get("entropy_bonus") else "detached",
+        )
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return torch.cat([x.flatten() for x in flat]), loss, metrics
+
+
+def assert_same_for_every_split(case: Case, aggregations: list[str], models: Any) -> dict[str, float]:
+    rows, each, trainer = case.rows(), case.rows_per_unit, Trainer(case, models)
+    mixed = shuffled(rows, each)
+    variants = {
+        "one unit at a time": (collated(rows, each), {"rows_per_micro": 1}),
+        "small token budget": (collated(rows, each), {"tokens_per_micro": 17}),
+        "another order": (collated(mixed, each), {"rows_per_micro": 2 * each}),
+        "more padding": (widened(collated(mixed, each), 11), {"tokens_per_micro": 40}),
+    }
+    if case.level == "token":  # a wide row without trained tokens has no weight
+        variants["an empty row"] = (collated([*rows, blank_row(rows[0])], each), {"tokens_per_micro": 40})
+    for aggregate in aggregations:
+        whole, loss, metrics = trainer.gradient(aggregate, collated(rows, each))
+        scale = float(whole.abs().max())
+        assert scale > 1e-5
+        for name, (batch, train) in variants.items():
+            pieces = split_rows(batch, train.get("tokens_per_micro", 1 << 20), train.get("rows_per_micro"))
+            assert len(pieces) > 1
+            other, other_loss, other_metrics = trainer.gradient(aggregate, batch, **train)
+            assert float((other - whole).abs().max()) / scale < CLOSE, name
+            assert other_loss == pytest.approx(loss, rel=CLOSE, abs=CLOSE), name
+            assert other_metrics.keys() == metrics.keys(), name
+            for key in set(metrics) - {"padding_share"}:
+                assert other_metrics[key] == pytest.approx(metrics[key], rel=CLOSE, abs=CLOSE), (name, key)
+    return metrics
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_depends_on_the_split(models, case: Case) -> None:
+    """Every registered objective, under every aggregation that fits it."""
+    aggregations = [a for a in AGGREGATIONS if (a == "unit_mean") == (case.level != "token")]
+    metrics = assert_same_for_every_split(case, aggregations, models)
+    expected = {
+        "kto": {"margin", "desirable_reward", "undesirable_reward"},
+        "ppo": {"value_explained_variance", "effective_sample_size"},
+        "grpo": {"effective_sample_size", "kl_sampler", "entropy"},
+        "outcome": {"final_accuracy"},
+    }
+    assert expected.get(case.objective, set()) <= metrics.keys()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.level == "token" and c.head != "score"], ids=str)
+def test_nor_with_a_correction(models, case: Case) -> None:
+    metrics = assert_same_for_every_split(case.corrected(), ["sequence_mean"], models)
+    assert 0.0 < metrics["correction"] < 2.0
+
+
+def test_options_are_of_objectives_that_exist() -> None:
+    assert set(OPTIONS) <= set(shipped_objectives()) == {case.objective for case in CASES}
+
+
+def test_loss_by_hand(model) -> None:
+    """Token mean over 3 tokens in rows of 2 and 1: not the mean of the rows' means."""
+    batch = collate([Sample([1, 2, 3], [False, True, True]), Sample([4, 5], [False, True], group=1)])
+    rows = ([1, 2, 3], [4, 5])
+    logits = [model(torch.tensor([ids])).logits[0].log_softmax(-1).detach() for ids in rows]
+    nll = [-float(x) for x in (logits[0][0, 2], logits[0][1, 3], logits[1][0, 5])]
+    case = Case("cross_entropy", {})
+    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, rows_per_micro=1)
+    assert loss == pytest.approx(sum(nll) / 3, abs=1e-9)
+    assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
+    # a correction weighs the values and leaves the denominator alone
+    batch.streams["correction"] = torch.tensor([[1.0, 0.5, 2.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
+    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, rows_per_micro=1)
+    assert loss == pytest.approx((0.5 * nll[0] + 2.0 * nll[1]) / 3, abs=1e-9)
+    assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
+    assert metrics["correction"] == pytest.approx(2.5 / 3, abs=1e-12)
+
+
+def test_unit_mean_by_hand(model) -> None:
+    """Values per pair reach the loss as their mean, whatever the rows' lengths."""
+
+    def first_minus_second(outputs: Outputs, batch: Batch) -> Loss:
+        sums = outputs.logprobs.sum(dim=1)
+        return Loss(sums[1::2] - 2.0 * sums[0::2], {"sum": sums[0::2].detach()})
+
+    rows = [[1, 2, 3], [1, 4], [5, 6], [5, 7, 8, 9]]
+    sums = []
+    for ids in rows:
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+        sums.append(sum(float(table[t - 1, ids[t]]) for t in range(1, len(ids))))
+    batch = collate(
+        [Sample(ids, [False] + [True] * (len(ids) - 1), b // 2, 1) for b, ids in enumerate(rows)], rows_per_unit=2
+    )
+    weigh = registry.find("aggregation", "unit_mean").bind({})
+    model.zero_grad(set_to_none=True)
+    train = TrainSection(rows_per_micro=2)
+    loss, metrics = accumulate(Forward(model), first_minus_second, weigh, batch, train, level="pair")
+    assert loss == pytest.approx((sums[1] - 2 * sums[0] + sums[3] - 2 * sums[2]) / 2, abs=1e-9)
+    assert metrics["sum"] == pytest.approx((sums[0] + sums[2]) / 2, abs=1e-9)
+
+
+# --- metrics that are no means ---
+
+
+def means_of(**values: list[float]) -> dict[str, float]:
+    """The means of metrics that come in two micro-batches."""
+    means = MeanOverBatch()
+    for part in (slice(0, 1), slice(1, None)):
+        for name, numbers in values.items():
+            here = torch.tensor(numbers[part], dtype=torch.float64)
+            means.add(name, here, None, float(len(here)))
+    return means.means()
+
+
+def test_effective_sample_size_by_hand() -> None:
+    """Weights 1, 3, 0: (4/3)² / (10/3) = 16/30 of the sample is left."""
+    assert means_of(weight=[1, 3, 0], weight_squared=[1, 9, 0]) == {"effective_sample_size": pytest.approx(16 / 30)}
+    assert means_of(weight=[2, 2], weight_squared=[4, 4]) == {"effective_sample_size": 1.0}
+
+
+def test_explained_variance_by_hand() -> None:
+    """Returns 1, 2, 6 (variance 14/3), errors 1, 1, 4 (variance 2): 1 − 6/14. A constant error explains all."""
+    returns = {"returns": [1, 2, 6], "returns_squared": [1, 4, 36]}
+    found = means_of(value_error=[1, 1, 4], value_error_squared=[1, 1, 16], **returns)
+    assert found == {"value_explained_variance": pytest.approx(1 - 6 / 14)}
+    found = means_of(value_error=[3, 3, 3], value_error_squared=[9, 9, 9], **returns)
+    assert found == {"value_explained_variance": pytest.approx(1.0)}
+    equal = {"returns": [2, 2, 2], "returns_squared": [4, 4, 4]}
+    assert means_of(value_error=[1, 0, 0], value_error_squared=[1, 0, 0], **equal) == {}  # nothing to explain
+
+
+def test_rewards_of_either_kind_by_hand() -> None:
+    """Desirable 1 and 2, undesirable −3: means over the rows of each kind, not over all."""
+    parts = {"desirable_reward_part": [1, 0, 2], "undesirable_reward_part": [0, -3, 0]}
+    found = means_of(desirable=[1, 0, 1], **parts)
+    expected = {"desirable": 2 / 3, "desirable_reward": 1.5, "undesirable_reward": -3.0, "margin": 4.5}
+    assert found == pytest.approx(expected, abs=1e-12)
+    one_kind = {"desirable_reward_part": [1, 1, 2], "undesirable_reward_part": [0, 0, 0]}
+    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0}  # no margin without the other kind
+
+
+def test_final_accuracy_by_hand() -> None:
+    """Two answers of three tokens in all, one of them right at its end."""
+    assert means_of(final_token=[0, 1, 1], final_token_right=[0, 1, 0]) == {"final_accuracy": pytest.approx(0.5)}
+
+
+def test_the_samplers_divergence_by_hand(model) -> None:
+    """kl_sampler is k3 of KL(μ‖π) on samples from μ; the weights are π/μ."""
+    sampler = [-2.0, -3.0, -4.0]
+    streams = {"sampler_logprobs": [0.0, *sampler]}
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    table = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1).detach()
+    ratios = [math.exp(float(table[t, t + 2]) - mu) for t, mu in enumerate(sampler)]
+    _, _, metrics = Trainer(Case("cross_entropy", {}), (model, model)).gradient("token_mean", batch)
+    assert metrics["kl_sampler"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, abs=1e-9)
+    expected = (sum(ratios) / 3) ** 2 / (sum(r * r for r in ratios) / 3)
+    assert metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-9)
+
+
+# --- pieces ---
+
+
+def ragged(seed: int, groups: int, group: int, rows_per_unit: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for g in range(groups):
-        prompt = torch.randint(0, 61, (2 + 2 * g,), generator=generator).tolist()
-        for _ in range(group):
+        prompt = list(range(2 + 2 * g))
+        for _ in range(group * rows_per_unit):
             n = int(torch.randint(1, 8, (1,), generator=generator))
-            answer = torch.randint(0, 61, (n,), generator=generator).tolist()
-            blank = [0.0] * len(prompt)
-            drawn = torch.randn(3, n, generator=generator)
-            streams = {
-                "advantages": blank + drawn[0].tolist(),
-                "old_logprobs": blank + (drawn[1] * 0.2 - 4.0).tolist(),
-                "ref_logprobs": blank + (drawn[2] * 0.2 - 4.0).tolist(),
-            }
-            samples.append(Sample(prompt + answer, [False] * len(prompt) + [True] * n, g, len(prompt), streams))
-    return samples
+            samples.append(Sample(prompt + [0] * n, [False] * len(prompt) + [True] * n, g, len(prompt)))
+    order = torch.randperm(groups * group, generator=generator).tolist()
+    rows = [unit * rows_per_unit + k for unit in order for k in range(rows_per_unit)]
+    return collate([samples[b] for b in rows], rows_per_unit=rows_per_unit)
 
 
-def double(batch: Batch) -> Batch:
-    batch.streams = {k: v.double() for k, v in batch.streams.items()}
-    return batch
-
-
-def gradient(model, batch, objective, aggregate, **train) -> tuple[torch.Tensor, float, dict[str, float]]:
-    model.zero_grad(set_to_none=True)
-    forward = Forward(model)
-    bound = registry.find("objective", objective).bind(OBJECTIVES[objective])
-    weigh = registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate])
-    loss, metrics = accumulate(forward, bound, weigh, batch, TrainSection(**train), entropy="differentiable")
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), loss, metrics
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gradient_does_not_depend_on_the_split(model, objective: str, aggregate: str):
-    samples = rows(5)
-    whole, loss, metrics = gradient(model, double(collate(samples)), objective, aggregate)
-    scale = float(whole.abs().max())
-    assert scale > 1e-4
-    shuffled = [samples[i] for i in (4, 0, 8, 2, 7, 1, 5, 3, 6)]
-    padded = double(collate([*shuffled, Sample([1] * 30, [False] * 30, group=77)]))  # a wide row without trained tokens
-    variants = {
-        "one row at a time": (double(collate(samples)), {"rows_per_micro": 1}),
-        "small token budget": (double(collate(samples)), {"tokens_per_micro": 17}),
-        "another order": (double(collate(shuffled)), {"rows_per_micro": 2}),
-        "more padding": (padded, {"tokens_per_micro": 40}),
-    }
-    for name, (batch, train) in variants.items():
-        other, other_loss, other_metrics = gradient(model, batch, objective, aggregate, **train)
-        assert float((other - whole).abs().max()) / scale < 1e-9, name
-        assert other_loss == pytest.approx(loss, abs=1e-9), name
-        for key in set(metrics) - {"padding_share"}:
-            assert other_metrics[key] == pytest.approx(metrics[key], abs=1e-9), (name, key)
-
-
-def test_loss_by_hand(model):
-    """Token mean over 3 tokens in rows of 2 and 1: not the mean of the rows' means."""
-    batch = double(collate([Sample([1, 2, 3], [False, True, True]), Sample([4, 5], [False, True], group=1)]))
-    logits = {row: model(torch.tensor([ids])).logits[0].log_softmax(-1) for row, ids in enumerate(([1, 2, 3], [4, 5]))}
-    expected = -float((logits[0][0, 2] + logits[0][1, 3] + logits[1][0, 5]).detach()) / 3
-    _, loss, metrics = gradient(model, batch, "cross_entropy", "token_mean", rows_per_micro=1)
-    assert loss == pytest.approx(expected, abs=1e-9)
-    assert metrics["nll"] == pytest.approx(expected, abs=1e-9)
-
-
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10_000), budget=st.integers(1, 80), most=st.one_of(st.none(), st.integers(1, 5)))
-def test_every_row_is_in_exactly_one_piece(seed: int, budget: int, most: int | None):
-    batch = collate(rows(seed))
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(1, 80),
+    most=st.one_of(st.none(), st.integers(1, 5)),
+    rows_per_unit=st.sampled_from([1, 2]),
+)
+def test_every_row_is_in_exactly_one_piece(seed: int, budget: int, most: int | None, rows_per_unit: int) -> None:
+    batch = ragged(seed, groups=3, group=3, rows_per_unit=rows_per_unit)
     pieces = split_rows(batch, budget, most)
     assert sorted(b for piece in pieces for b in piece) == list(range(batch.num_rows))
     for piece in pieces:
+        assert [b % rows_per_unit for b in piece] == list(range(rows_per_unit)) * (len(piece) // rows_per_unit)
+        assert all(b == piece[i - 1] + 1 for i, b in enumerate(piece) if b % rows_per_unit)  # whole, chosen first
         prompts = {int(batch.group[b]): int(batch.prefix[b]) for b in piece}
         cost = sum(prompts.values()) + sum(int(batch.lengths[b] - batch.prefix[b]) for b in piece)
-        assert cost <= budget or len(piece) == 1
-        assert most is None or len(piece) <= most
+        assert cost <= budget or len(piece) == rows_per_unit
+        assert most is None or len(piece) <= max(most, rows_per_unit)
 
 
-def test_learning_rate_by_hand():
+def test_pieces_by_hand() -> None:
+    """Pairs share a prompt of 4; rows cost 6, 5 | 7, 8 | 5, 5, and the prompt counts once in a piece."""
+    lengths = [6, 5, 7, 8, 5, 5]
+    samples = [
+        Sample([0] * n, [False] * 4 + [True] * (n - 4), group, 4)
+        for n, group in zip(lengths, (1, 1, 0, 0, 1, 1), strict=True)
+    ]
+    batch = collate(samples, rows_per_unit=2)
+    assert split_rows(batch, 100) == [[2, 3, 0, 1, 4, 5]]  # groups together
+    assert split_rows(batch, 11) == [[2, 3], [0, 1, 4, 5]]  # 4 + 3 + 4 and 4 + 2 + 1 + 1 + 1
+    assert split_rows(batch, 8) == [[2, 3], [0, 1], [4, 5]]  # the first pair is larger than the budget
+    assert split_rows(batch, 100, 1) == [[2, 3], [0, 1], [4, 5]]  # a unit is the least
+    assert split_rows(batch, 100, 5) == [[2, 3, 0, 1], [4, 5]]
+
+
+def test_units_are_selected_whole_with_their_weights() -> None:
+    samples = [Sample([b] * (3 + b), [False] * 2 + [True] * (1 + b), b // 2, 2) for b in range(6)]
+    batch = collate(samples, rows_per_unit=2)
+    batch.streams = {
+        "ref_logprobs": batch.tokens.double(),
+        "labels": torch.arange(6.0),
+        "teacher_ids": batch.tokens[:, :, None].expand(-1, -1, 2).clone(),
+    }
+    batch.weights = torch.tensor([0.1, 0.2, 0.3])
+    part = batch.select([4, 5, 0, 1])
+    assert part.weights is not None
+    assert part.weights.tolist() == pytest.approx([0.3, 0.1])
+    assert part.rows_per_unit == 2
+    assert part.tokens[:, 0].tolist() == part.streams["labels"].tolist() == [4, 5, 0, 1]
+    assert part.lengths.tolist() == [7, 8, 3, 4]
+    assert part.streams["ref_logprobs"].shape == part.tokens.shape == (4, 8)
+    assert part.streams["teacher_ids"].shape == (4, 8, 2)
+    short = batch.select([2, 3])
+    assert short.tokens.shape == short.mask.shape == short.streams["ref_logprobs"].shape == (2, 6)
+    assert short.unit_mask.tolist() == [[False, False, True, True, True, True]]
+    batch.weights = batch.mask.double()  # of tokens: each row keeps its own
+    chosen = batch.select([2, 3]).weights
+    assert chosen is not None
+    assert chosen.tolist() == batch.mask[2:4, :6].double().tolist()
+    for broken in ([1, 0], [0, 2], [1, 2], [0, 1, 2]):
+        with pytest.raises(AssertionError, match="the rows of a unit stay together"):
+            batch.select(broken)
+
+
+# --- the step ---
+
+
+def test_learning_rate_by_hand() -> None:
     options = TrainSection(steps=10, lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.2)
     assert [learning_rate(options, s) for s in (1, 2, 6, 10)] == pytest.approx([0.5, 1.0, 0.6, 0.2])
     cosine = options.model_copy(update={"schedule": "cosine"})
@@ -134,7 +310,7 @@ def test_learning_rate_by_hand():
     assert learning_rate(TrainSection(lr=3e-4), 50) == 3e-4
 
 
-def test_clipping_and_refusal_of_non_finite_updates():
+def test_clipping_and_refusal_of_non_finite_updates() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.tensor([3.0, 4.0])
@@ -147,3 +323,12 @@ def test_clipping_and_refusal_of_non_finite_updates():
         with pytest.raises(NonFiniteLoss, match="update 7"):
             apply_update(optimizer, [weight], 0.5, None, loss, 7)
         assert weight.tolist() == before
+
+
+def test_a_group_of_parameters_may_have_a_rate_of_its_own() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]], "lr_ratio": 3.0}], lr=1.0)
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    apply_update(optimizer, weights, 0.5, None, 0.0, 1)
+    assert [w.item() for w in weights] == [-0.5, -1.5]

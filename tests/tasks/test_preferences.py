@@ -1,0 +1,314 @@
+"""Preferences from any file: three layouts, what is dropped and why, what is refused and where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import DataError, RecipeError, UsageError
+from posttrain.tasks.base import Task
+from posttrain.tasks.preferences import preferences
+from posttrain.types import Message, Response
+
+Read = Callable[..., Task]
+
+
+def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *said] if system else said
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """``read(rows, **options)``: the task over a file of these rows, all of them unless a split is given."""
+
+    def build(rows: Sequence[Any], **options: Any) -> Task:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return preferences(path=str(path), **({"split": "test"} | options))
+
+    return build
+
+
+PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+JUDGED = {"prompt": "1+1?", "completion": "2", "label": True}
+STEPS = {"prompt": "1+1+1?", "completions": ["1+1=2.", "2+1=4."], "labels": [True, False]}
+ASKED = (Message("user", "1+1?"),)
+
+
+# --- pairs ---
+
+
+def test_a_pair_of_texts(read: Read) -> None:
+    (example,) = read([PAIR]).examples
+    assert (example.id, example.messages) == ("preferences/test/1", ASKED)
+    assert (example.answer, example.solution) == (None, None)
+    assert example.responses == (Response("2", 1.0), Response("3", 0.0))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": turns("1+1?"), "chosen": said("2"), "rejected": said("3")},
+        {"prompt": turns("1+1?"), "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1?", "chosen": said("2"), "rejected": said("3")},
+        {"chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},
+        {"prompt": "1+1?", "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},
+        {"prompt": None, "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3"), "source": "x"},
+    ],
+)
+def test_the_same_pair_in_every_form(read: Read, row: dict[str, Any]) -> None:
+    (example,) = read([row]).examples
+    assert example.messages == ASKED
+    assert [(r.text, r.score) for r in example.responses] == [("2", 1.0), ("3", 0.0)]
+
+
+def test_longer_conversations_share_all_turns_but_the_last(read: Read) -> None:
+    shared = turns("Hi", "Hello.", "1+1?", system="Be brief.")
+    rows = [
+        {"chosen": [*shared, *said("2")], "rejected": [*shared, *said("3")]},
+        {"prompt": "Hi", "chosen": [*shared, *said("2")], "rejected": [*shared, *said("3")]},  # its first turn
+        {"prompt": shared, "chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3")},  # more than they share
+    ]
+    expected = tuple(Message(m["role"], m["content"]) for m in shared)
+    assert [e.messages for e in read(rows).examples] == [expected] * 3
+    # the same first answer does not make it part of the prompt when the last turn is the same word
+    same_word = {"chosen": turns("Say no", "no", "Sure?", "yes"), "rejected": turns("Say no", "no", "Sure?", "no")}
+    (example,) = read([same_word]).examples
+    assert len(example.messages) == 3
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ("score_chosen", "score_rejected"),
+        ("chosen_score", "rejected_score"),
+        ("rating_chosen", "rating_rejected"),
+        ("chosen_rating", "rejected_rating"),
+    ],
+)
+def test_scores_give_margins(read: Read, better: str, worse: str) -> None:
+    task = read(
+        [
+            PAIR | {better: 8.5, worse: -2},
+            PAIR | {better: 3, worse: 3},
+            PAIR | {better: 1, worse: 2},
+            PAIR | {better: 4},
+            PAIR | {better: 4, worse: None},
+        ]
+    )
+    assert [[r.score for r in e.responses] for e in task.examples] == [[8.5, -2.0]]
+    assert task.dropped == {
+        "chosen and rejected have the same score": 1,
+        "chosen has a lower score than rejected": 1,
+        f"{worse!r} is missing, which the first row has": 2,
+    }
+
+
+def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
+    task = read(
+        [
+            PAIR,
+            PAIR | {"chosen": "3"},
+            PAIR | {"rejected": " \n"},
+            PAIR | {"rejected": ""},
+            {"prompt": "1+1?", "chosen": "2"},
+            PAIR | {"prompt": None},
+            PAIR | {"prompt": []},
+            {"chosen": "2", "rejected": "3"},
+            PAIR | {"chosen": said(""), "rejected": said("3")},
+            JUDGED,
+            {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "x", "c", "e")},
+            {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b")},
+            {"prompt": "q", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+            {"chosen": said("2"), "rejected": said("3")},
+        ]
+    )
+    assert len(task.examples) == 1
+    assert task.dropped == {
+        "'chosen' and 'rejected' are the same": 1,
+        "'rejected' is blank": 2,
+        "'rejected' is missing": 1,
+        "'prompt' is missing": 3,
+        "'prompt' is blank": 1,
+        "'chosen' has a blank message": 1,
+        "a row of another layout than the first": 1,
+        "'chosen' and 'rejected' part before their last message": 2,
+        "'prompt' is not what the conversations begin with": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (PAIR | {"chosen": 2}, "must both be text, or both lists"),
+        (PAIR | {"chosen": said("2")}, "must both be text, or both lists"),
+        (PAIR | {"prompt": 7}, "'prompt' must be a list of messages"),
+        (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
+        (PAIR | {"prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
+        ({"chosen": [{"role": "bot", "content": "x"}], "rejected": said("y")}, "unknown role 'bot'"),
+        ({"chosen": turns("a", "b") + said("c"), "rejected": turns("a", "b") + said("d")}, "follow one another"),
+        (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
+        (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
+        (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),
+    ],
+)
+def test_malformed_pairs_are_refused_with_their_line(read: Read, row: dict[str, Any], message: str) -> None:
+    good = PAIR | ({"score_chosen": 1.0, "score_rejected": 0.0} if "score_chosen" in row else {})
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{message}"):
+        read([good, row])
+
+
+# --- judged answers ---
+
+
+def test_judged_answers(read: Read) -> None:
+    rows = [JUDGED, JUDGED | {"label": 0}, JUDGED | {"label": 1}, JUDGED | {"completion": said("3"), "label": False}]
+    task = read(rows)
+    assert [e.messages for e in task.examples] == [ASKED] * 4
+    assert [e.responses for e in task.examples] == [
+        (Response("2", 1.0),), (Response("2", 0.0),), (Response("2", 1.0),), (Response("3", 0.0),),
+    ]  # fmt: skip
+    task = read([JUDGED, JUDGED | {"completion": ""}, JUDGED | {"label": None}, {"prompt": "q", "completion": "a"}])
+    assert task.dropped == {"'completion' is blank": 1, "'label' is missing": 2}
+
+
+@pytest.mark.parametrize("label", ["yes", 2, 0.5, [1], -1])
+def test_a_label_is_a_truth_value(read: Read, label: Any) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: 'label' must be true, false, 1 or 0"):
+        read([JUDGED, JUDGED | {"label": label}])
+
+
+def test_a_completion_is_one_message(read: Read) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'completion' must be text or a list of one message"):
+        read([JUDGED | {"completion": turns("a", "b")}])
+
+
+# --- labelled steps ---
+
+
+def test_steps_and_their_labels(read: Read) -> None:
+    (example,) = read([STEPS]).examples
+    (response,) = example.responses
+    assert response == Response("1+1=2.\n2+1=4.", 0.0, ("1+1=2.", "\n2+1=4."), (1, 0))
+    (example,) = read([STEPS | {"labels": [1, True]}], step_separator=" ").examples
+    assert example.responses == (Response("1+1=2. 2+1=4.", 1.0, ("1+1=2.", " 2+1=4."), (1, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "classes", "score"),
+    [
+        ({}, [1, 0], (1, 0), 0.0),
+        ({}, [True, False], (1, 0), 0.0),
+        ({"num_classes": 3}, [1, 0, -1], (2, 1, 0), 0.0),
+        ({"num_classes": 3}, [1, 0, 1], (2, 1, 2), 1.0),  # 0 is neutral, not wrong and not missing
+        ({"num_classes": 3}, [True, False], (2, 0), 0.0),
+        ({"neutral": "good"}, [1, 0, -1], (1, 1, 0), 0.0),
+        ({"neutral": "bad"}, [1, 0, -1], (1, 0, 0), 0.0),
+        ({"neutral": "good"}, [True, False, 0], (1, 0, 1), 0.0),
+    ],
+)
+def test_labels_to_classes(
+    read: Read, options: dict[str, Any], labels: list[Any], classes: tuple[int, ...], score: float
+) -> None:
+    row = {"prompt": "q", "completions": [f"step {i}" for i in range(len(labels))], "labels": labels}
+    (response,) = read([row], **options).examples[0].responses
+    assert (response.step_labels, response.score) == (classes, score)
+
+
+def test_steps_that_cannot_be_used_are_counted(read: Read) -> None:
+    task = read(
+        [
+            STEPS,
+            STEPS | {"completions": ["a", " "]},
+            STEPS | {"labels": [1, None]},
+            STEPS | {"completions": [], "labels": []},
+            STEPS | {"labels": None},
+        ]
+    )
+    assert len(task.examples) == 1
+    assert task.dropped == {
+        "a blank step": 1,
+        "a step without a label": 1,
+        "'completions' is empty": 1,
+        "'labels' is missing": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (STEPS | {"labels": [1]}, "2 'completions' and 1 'labels'"),
+        (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. For −1, 0 and 1 set task.num_classes to 3"),
+        (STEPS | {"labels": [1, "bad"]}, "'labels' 2 must be"),
+        (STEPS | {"labels": [[1], 0]}, "'labels' 1 must be"),
+        (STEPS | {"completions": "one two"}, "'completions' must be a list"),
+        (STEPS | {"completions": ["a", 3]}, "'completions 2' must be text"),
+    ],
+)
+def test_malformed_steps_are_refused_with_their_line(read: Read, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {message}"):
+        read([STEPS, row])
+
+
+def test_neutral_is_a_matter_of_two_classes(read: Read) -> None:
+    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
+        read([STEPS], num_classes=3, neutral="good")
+
+
+# --- files and splits ---
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "answer": "a"}, r"no known layout. It has the keys question, answer\..*prompt, chosen"),
+        ({"prompt": "q", "choosen": "a", "rejected": "b"}, "no known layout.*Did you mean 'chosen'"),
+        (PAIR | JUDGED, r"more than one layout \(pair, judged\)"),
+    ],
+)
+def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: the row is of {message}"):
+        read([row])
+
+
+def test_a_file_without_a_usable_row_says_why(read: Read) -> None:
+    with pytest.raises(DataError, match=r"no row can be used: 2 × 'prompt' is missing, 1 × 'chosen' is blank"):
+        read([{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "c"}, PAIR | {"chosen": ""}])
+    with pytest.raises(DataError, match="no usable examples"):
+        read([])
+
+
+def test_a_prompt_is_never_in_two_splits(read: Read, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i % 50}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(400)]
+    asked = {}
+    for split in ("train", "validation"):
+        examples = read(rows, split=split, validation_share=0.3).examples
+        asked[split] = {e.messages[0].content for e in examples}
+        assert len(examples) == 8 * len(asked[split])  # every row of a prompt
+    assert not asked["train"] & asked["validation"]
+    assert len(asked["train"] | asked["validation"]) == 50
+    assert 5 <= len(asked["validation"]) <= 25
+    entry = registry.find("task", "preferences")
+    assert entry.traits["held_out"] == "validation"
+    with pytest.raises(RecipeError, match=r"task\.path"):
+        entry.bind({}, "task")
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(PAIR).encode()))
+    assert len(preferences(path=str(path), split="test").examples) == 1

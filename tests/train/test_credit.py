@@ -1,0 +1,251 @@
+"""Credit: the KL in the reward, values and truncation, from rewards to advantages; worked by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.errors import RunFailure, UsageError
+from posttrain.recipe import KLInRewardSection
+from posttrain.train.credit import Credit, pay_at_the_end
+from posttrain.types import Batch, Sample, collate
+
+# Two answers to one prompt of two tokens: k1 is 0.5, −0.25 at the first one's tokens and 0.5 at the second's.
+SAMPLER = [[-1.0, -2.0], [-0.5]]
+REFERENCE = [[-1.5, -1.75], [-1.0]]
+REWARDS = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+ENDED = torch.tensor([False, False])
+
+
+class Streams:
+    """Stands for the annotator: gives what a test says, and notes what it was asked for."""
+
+    def __init__(
+        self,
+        needs: set[str] | frozenset[str] = frozenset(),
+        values: list[list[float]] | None = None,
+        final: list[float] | None = None,
+    ) -> None:
+        self.needs = frozenset(needs)
+        self._values, self._final = values, final
+        self.asked: list[str] = []
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        self.asked.append("reference")
+        return padded(REFERENCE, batch, outside=math.nan)
+
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.asked.append("values")
+        assert self._values is not None
+        return padded(self._values, batch, outside=0.0), torch.tensor(self._final)
+
+
+def padded(rows: list[list[float]], batch: Batch, outside: float) -> Tensor:
+    table = torch.full(batch.mask.shape, outside)
+    return table.masked_scatter(batch.mask, torch.tensor([x for row in rows for x in row]))
+
+
+def two_answers() -> Batch:
+    samples = []
+    for logprobs in SAMPLER:
+        n = len(logprobs)
+        streams = {"sampler_logprobs": [9.0, 9.0, *logprobs]}  # what stands at the prompt must not count
+        samples.append(Sample([3, 4] + [5] * n, [False, False] + [True] * n, 0, 2, streams))
+    return collate(samples)
+
+
+def credit(word: str, kl: dict[str, Any] | None = None, **options: Any) -> Credit:
+    entry = registry.find("advantage", word)
+    section = None if kl is None else KLInRewardSection(**kl)
+    return Credit(entry.bind(options), per_token=entry.traits.get("level") == "token", kl=section)
+
+
+def trained(batch: Batch, name: str = "advantages") -> list[list[float]]:
+    """A stream at the trained tokens; it is 0 elsewhere."""
+    values = batch.stream(name)
+    assert values.dtype == torch.float32
+    assert not bool(values[~batch.mask].any())
+    return [row[mask].tolist() for row, mask in zip(values, batch.mask, strict=True)]
+
+
+# --- of whole completions ---
+
+
+def test_without_a_penalty_the_rewards_suffice() -> None:
+    plain = credit("centered")
+    assert not plain.needs_batch
+    found = plain.from_rewards(REWARDS)
+    assert found is not None
+    assert found.tolist() == [[0.5, -0.5]]
+    assert Credit(None).from_rewards(REWARDS) is None
+    assert credit("centered", {"weight": 0.1}).needs_batch
+    assert credit("gae").needs_batch
+
+
+def estimates(name: str) -> list[float]:
+    """The estimator summed over the tokens of each answer."""
+    formulas = {"k1": lambda r: r, "k2": lambda r: r * r / 2, "k3": lambda r: math.exp(-r) - 1 + r}
+    return [formulas[name](0.5) + formulas[name](-0.25), formulas[name](0.5)]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_completion_pays_for_the_sum_over_its_tokens(estimator: str) -> None:
+    batch = two_answers()
+    word = credit("centered", {"weight": 0.5, "estimator": estimator})
+    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    first, second = estimates(estimator)
+    expected = ((1.0 - 0.5 * first) - (0.0 - 0.5 * second)) / 2
+    if estimator == "k1":
+        assert expected == (0.875 + 0.25) / 2
+    assert advantages.dtype == torch.float64
+    assert advantages[batch.mask].tolist() == pytest.approx([expected, expected, -expected], abs=1e-12)
+    assert trained(batch) == [pytest.approx([expected] * 2), pytest.approx([-expected])]
+    assert metrics == {"kl_in_reward": pytest.approx((first + second) / 2, abs=1e-12), "kl_weight": 0.5}
+
+
+def test_groups_stay_groups() -> None:
+    """Rows of the batch are [N, G] in order: each prompt is centred by itself."""
+    samples = [Sample([3, b], [False, True], b // 2, 1, {"sampler_logprobs": [0.0, -1.0]}) for b in range(4)]
+    batch = collate(samples)
+    batch.streams["ref_logprobs"] = batch.streams["sampler_logprobs"] - torch.tensor([[0.0], [0.5], [0.0], [2.0]])
+    rewards = torch.tensor([[1.0, 3.0], [10.0, 20.0]], dtype=torch.float64)
+    word = credit("centered", {"weight": 1.0})
+    word.from_batch(batch, rewards, torch.zeros(4, dtype=torch.bool), Streams())
+    assert trained(batch) == [[-0.75], [0.75], [-4.0], [4.0]]  # 1, 2.5 and 10, 18
+
+
+def test_reference_logprobs_are_computed_where_the_batch_has_none() -> None:
+    batch, annotate = two_answers(), Streams()
+    word = credit("raw", {"weight": 1.0})
+    word.from_batch(batch, REWARDS, ENDED, annotate)
+    word.from_batch(batch, REWARDS, ENDED, annotate)
+    assert annotate.asked == ["reference"]
+    assert trained(batch) == [[0.75, 0.75], [-0.5]]
+    batch.streams["ref_logprobs"] = batch.streams["sampler_logprobs"].clone()
+    word.from_batch(batch, REWARDS, ENDED, annotate)
+    assert trained(batch) == [[1.0, 1.0], [0.0]]
+
+
+# --- per token ---
+
+
+def test_return_to_go_pays_the_penalty_where_it_arises() -> None:
+    batch, annotate = two_answers(), Streams()
+    word = credit("return_to_go", {"weight": 0.5}, whiten=False)
+    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, annotate)
+    # −0.25, 1 + 0.125 and −0.25, summed from the end
+    assert trained(batch) == [[0.875, 1.125], [-0.25]]
+    assert advantages[batch.mask].tolist() == [0.875, 1.125, -0.25]
+    assert metrics["kl_in_reward"] == 0.375
+    assert annotate.asked == ["reference"]  # no values without a head
+    assert not {"returns", "old_values"} & batch.streams.keys()
+
+
+VALUES, FINAL = [[2.0, 1.0], [0.5]], [4.0, 4.0]
+GAE = {"discount": 0.5, "trace": 0.5, "whiten": False}
+CRITIC = {"advantages", "returns", "old_values"}
+
+
+@pytest.mark.parametrize(
+    ("truncated", "advantages", "returns"),
+    [
+        # δ = 0 + 0.5·1 − 2 = −1.5, then 1 + 0.5·0 − 1 = 0; the second answer 0 − 0.5
+        ([False, False], [[-1.5, 0.0], [-0.5]], [[0.5, 1.0], [0.0]]),
+        # cut off: the last δ is 1 + 0.5·4 − 1 = 2, and a quarter of it comes before
+        ([True, False], [[-1.0, 2.0], [-0.5]], [[1.0, 3.0], [0.0]]),
+        ([False, True], [[-1.5, 0.0], [1.5]], [[0.5, 1.0], [2.0]]),
+    ],
+)
+def test_gae_goes_on_behind_a_truncated_answer_only(truncated: list[bool], advantages: Any, returns: Any) -> None:
+    batch, annotate = two_answers(), Streams(CRITIC, VALUES, FINAL)
+    found, metrics = credit("gae", **GAE).from_batch(batch, REWARDS, torch.tensor(truncated), annotate)
+    assert trained(batch) == advantages
+    assert found[batch.mask].tolist() == [x for row in advantages for x in row]
+    assert trained(batch, "returns") == returns
+    assert trained(batch, "old_values") == VALUES
+    assert metrics == {}
+    assert annotate.asked == ["values"]
+
+
+def test_gae_with_the_penalty() -> None:
+    batch = two_answers()
+    word = credit("gae", {"weight": 0.5}, **GAE)
+    word.from_batch(batch, REWARDS, torch.tensor([True, False]), Streams(CRITIC, VALUES, FINAL))
+    # δ: −0.25 + 0.5 − 2 = −1.75, then 1 + 0.125 + 2 − 1 = 2.125; −0.25 − 0.5
+    assert trained(batch) == [[-1.75 + 0.25 * 2.125, 2.125], [-0.75]]
+    assert trained(batch, "returns") == [[0.78125, 3.125], [-0.25]]
+
+
+def test_whitening_is_over_all_tokens_of_the_batch() -> None:
+    batch = two_answers()
+    credit("gae", discount=0.5, trace=0.5).from_batch(batch, REWARDS, ENDED, Streams(CRITIC, VALUES, FINAL))
+    mean, std = -2.0 / 3.0, math.sqrt((1.5**2 + 0.5**2) / 3 - 4 / 9)  # of −1.5, 0, −0.5
+    expected = [[(-1.5 - mean) / std, -mean / std], [(-0.5 - mean) / std]]
+    assert trained(batch) == [pytest.approx(row, rel=1e-6) for row in expected]
+    assert trained(batch, "returns") == [[0.5, 1.0], [0.0]]  # what the critic learns is not whitened
+
+
+# --- the weight that adapts ---
+
+
+def test_the_weight_adapts_after_it_was_used() -> None:
+    """0.375 nats at a target of 0.1: up by 20 % · 2 / 20, and the batch at hand still pays the old price."""
+    word = credit("raw", {"weight": 0.5, "target": 0.1, "horizon": 20})
+    batch = two_answers()
+    _, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    assert metrics == {"kl_in_reward": 0.375, "kl_weight": 0.5}
+    assert trained(batch) == [[0.875, 0.875], [-0.25]]
+    assert word.kl_weight == pytest.approx(0.51, abs=1e-12)
+    _, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    assert metrics["kl_weight"] == pytest.approx(0.51, abs=1e-12)
+    assert trained(batch)[1] == pytest.approx([-0.255])
+    assert word.kl_weight == pytest.approx(0.51 * 1.02, abs=1e-12)
+
+
+def test_the_weight_moves_by_the_error_near_the_target_and_not_at_all_without_one() -> None:
+    near = credit("raw", {"weight": 0.5, "target": 0.4, "horizon": 10})
+    near.from_batch(two_answers(), REWARDS, ENDED, Streams())
+    assert near.kl_weight == pytest.approx(0.5 * (1 - 0.0625 * 0.2), abs=1e-12)
+    fixed = credit("raw", {"weight": 0.5})
+    fixed.from_batch(two_answers(), REWARDS, ENDED, Streams())
+    assert fixed.kl_weight == 0.5
+
+
+def test_a_controller_that_cannot_go_on_fails_by_name() -> None:
+    batch = two_answers()
+    batch.streams["sampler_logprobs"][0, 2] = math.nan
+    with pytest.raises(RunFailure, match=r"kl_in_reward: .*nan"):
+        credit("raw", {"weight": 0.5, "target": 0.4}).from_batch(batch, REWARDS, ENDED, Streams())
+
+
+# --- pieces ---
+
+
+def test_pay_at_the_end_by_hand() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)
+    paid = pay_at_the_end(torch.tensor([1.0, 2.0, 3.0, -4.0], dtype=torch.float64), mask)
+    assert paid.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0], [0, -4, 0, 0]]
+    assert paid.dtype == torch.float64
+
+
+@pytest.mark.parametrize("result", [None, 1.0, torch.zeros(2), (torch.zeros(1, 2), torch.zeros(1, 2)), ()])
+def test_an_advantage_of_another_shape_is_refused(result: Any) -> None:
+    with pytest.raises(UsageError, match=r"advantage: .*one number per completion"):
+        Credit(lambda rewards: result).from_rewards(REWARDS)
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(2, 4), (torch.zeros(2, 4),), (torch.zeros(2, 4), None)])
+def test_an_advantage_per_token_gives_advantages_and_returns(result: Any) -> None:
+    word = Credit(lambda rewards, mask, values, final_values: result, per_token=True)
+    with pytest.raises(UsageError, match=r"advantage: .*advantages and returns, both of shape \(2, 4\)"):
+        word.from_batch(two_answers(), REWARDS, ENDED, Streams())
+
+
+def test_an_advantage_that_raises_is_named() -> None:
+    with pytest.raises(RunFailure, match=r"advantage: the function raised ValueError: .*not negative"):
+        credit("mean_scaled").from_rewards(-REWARDS)

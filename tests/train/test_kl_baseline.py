@@ -1,0 +1,141 @@
+"""The baseline of KTO: the KL to the reference on answers to other prompts, under the weights of the step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from small_runs import make_recipe
+from test_annotate import TEMPERATURE, initial_model, plain_logprobs, update
+
+from posttrain.models.forward import Forward
+from posttrain.train.annotate import Annotator, mismatch_answers
+from posttrain.train.setup import prepare
+from posttrain.types import Batch, Sample, collate
+
+KTO = {
+    "objective": {"name": "kto"},
+    "rollout": {"prompts": 6, "group": 6, "select": {"name": "balanced", "threshold": 0.1}, "label_above": 0.1},
+    "train": {"epochs": 3},
+}
+
+
+def kl_of_mismatched(batch: Batch, policy: Any, reference: Any, temperature: float = TEMPERATURE) -> float:
+    """Row by row: its prompt with the answer of the next row that has another prompt."""
+    rows = [batch.tokens[b, : int(batch.lengths[b])].tolist() for b in range(batch.num_rows)]
+    prompts = [row[: int(n)] for row, n in zip(rows, batch.prefix, strict=True)]
+    total, count = 0.0, 0
+    for b, prompt in enumerate(prompts):
+        following = [*range(b + 1, len(rows)), *range(b)]
+        others = [c for c in following if prompts[c] != prompt]
+        if others:
+            answer = rows[others[0]][len(prompts[others[0]]) :]
+            samples = [Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer))]
+            one = collate(samples)
+            log_ratio = plain_logprobs(policy, one, temperature) - plain_logprobs(reference, one, temperature)
+            total += float(log_ratio.sum())
+            count += 1
+    return total / count if count else 0.0
+
+
+def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_step() -> None:
+    recipe = make_recipe("grpo", **KTO)
+    parts = prepare(recipe)
+    found = []
+    for step in (1, 2, 3):  # three updates on one rollout batch
+        batch = parts.source(step).batch
+        assert batch is not None
+        assert batch.num_rows >= 6
+        assert batch.streams["kl_baseline"].shape == (batch.num_rows,)
+        assert len(set(batch.streams["kl_baseline"].tolist())) == 1
+        expected = kl_of_mismatched(batch, parts.model, initial_model())
+        found.append(float(batch.streams["kl_baseline"][0]))
+        assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-4)
+        pending = parts.source.pending(step)
+        assert pending is None if step == 3 else "stream.kl_baseline" not in pending
+        update(parts, recipe, step, lr=2e-3)
+    assert found[0] == pytest.approx(0.0, abs=1e-4)
+    assert max(found[1:]) > 0.01
+    assert found[1] != found[2]
+
+
+def test_the_kl_baseline_is_never_negative() -> None:
+    """Of a KL between two models and the other way round over the same answers, one is below 0 before the clamp."""
+    batch = prepare(make_recipe("grpo", **KTO)).source(1).batch
+    assert batch is not None
+    one, other = Forward(initial_model(), TEMPERATURE), Forward(perturbed(initial_model()), TEMPERATURE)
+    raw = kl_of_mismatched(batch, one.model, other.model)
+    assert abs(raw) > 0.01
+    for policy, reference, expected in ((one, other, max(0.0, raw)), (other, one, max(0.0, -raw))):
+        fixed = Fixed(reference)
+        annotate = Annotator(policy, frozenset({"kl_baseline"}), tokens_per_micro=500, reference=fixed)  # type: ignore[arg-type]
+        given = replace(batch, streams={})
+        rows = annotate.before_step(given).streams["kl_baseline"]
+        assert rows[0].item() == pytest.approx(expected, abs=1e-4)
+        assert given.streams == {}
+
+
+@dataclass
+class Fixed:
+    """A reference that is a given forward pass."""
+
+    forward: Forward
+
+    def open(self) -> AbstractContextManager[Forward]:
+        return nullcontext(self.forward)
+
+
+def perturbed(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std())
+    return model
+
+
+def test_the_kl_baseline_is_zero_where_all_prompts_are_the_same() -> None:
+    rollout = KTO["rollout"] | {"prompts": 1, "group": 12}
+    recipe = make_recipe("grpo", **KTO | {"rollout": rollout})
+    parts = prepare(recipe)
+    for step in (1, 2):
+        batch = parts.source(step).batch
+        assert batch is not None
+        assert batch.streams["kl_baseline"].tolist() == [0.0] * batch.num_rows
+        update(parts, recipe, step, lr=2e-3)
+    moved = (plain_logprobs(parts.model, batch) - plain_logprobs(initial_model(), batch)).sum(dim=1).mean()
+    assert abs(float(moved)) > 0.05  # on matching prompts it is not 0
+
+
+def test_mismatched_answers_by_hand() -> None:
+    """Prompts a, a, b; the answer to a first prompt is that of the next row that has another one and fits."""
+    a, b = [1, 2], [3]
+    rows = [([*a, 10], 2), ([*a, 11, 12], 2), ([*b, 13, 14, 15], 1)]
+    samples = [Sample(ids, [False] * n + [True] * (len(ids) - n), group=n, prefix=n) for ids, n in rows]
+    mixed = mismatch_answers(collate(samples), limit=5)  # the longest has just that length
+    assert mixed is not None
+    tokens = [mixed.tokens[i, : int(mixed.lengths[i])].tolist() for i in range(3)]
+    assert tokens == [[*a, 13, 14, 15], [*a, 13, 14, 15], [*b, 10]]
+    assert [row.nonzero()[:, 0].tolist() for row in mixed.mask] == [[2, 3, 4], [2, 3, 4], [1]]
+    assert len(set(mixed.group.tolist())) == 3
+    short = mismatch_answers(collate(samples), limit=4)  # the answer of three tokens does not fit behind a
+    assert short is not None
+    assert short.tokens.tolist() == [[*b, 10]]
+    assert mismatch_answers(collate(samples), limit=1) is None
+    assert mismatch_answers(collate(samples[:2]), limit=9) is None
+
+
+def test_judged_data_have_a_baseline_too() -> None:
+    recipe = make_recipe("judged", objective={"name": "kto", "undesirable_weight": 0.0}, data={"batch": 6})
+    parts = prepare(recipe)
+    found = []
+    for step in (1, 2, 3, 4):
+        batch = parts.source(step).batch
+        assert batch is not None
+        expected = kl_of_mismatched(batch, parts.model, initial_model(), temperature=1.0)
+        found.append(float(batch.streams["kl_baseline"][0]))
+        assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-3)
+        update(parts, recipe, step, lr=1e-3)
+    assert max(found) > 0.5

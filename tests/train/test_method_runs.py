@@ -1,0 +1,234 @@
+"""Every kind of method as a small run: stopped and resumed it equals the undisturbed one, and it reports itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import make_recipe, recorded, run, same_bits, save_perturbed, saved_tensors, steps_of, untimed
+
+from posttrain.models.load import TINY
+
+# Two minibatches, twice: of the six steps the first four share a rollout batch.
+SHARED_BATCH = {"steps": 6, "epochs": 2, "minibatches": 2}
+JUDGING = {"label_above": 0.1, "group": 6, "max_tokens": 8}
+BALANCED = JUDGING | {"select": {"name": "balanced", "threshold": 0.1, "keep": 2}}
+SHORT = {"max_tokens": 8}
+TEACHER = {"top_k": 5}
+LORA = {"adapter": {"rank": 2, "dropout": 0.2}}
+DESCRIBED = {"advantage_mean", "advantage_std", "advantage_min", "advantage_max"}
+SAMPLED = {"kl_sampler", "effective_sample_size", "entropy"}
+
+# name: (recipe, updates after which it is stopped, metrics that every step with a batch has)
+RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
+    "ppo": (
+        {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "train": SHARED_BATCH},
+        3,
+        SAMPLED | {"value_explained_variance", "value_loss", "value_clip_share", "ratio", "clip_share"},
+    ),
+    "ppo, shared trunk, KL in the reward": (
+        {
+            "kind": "grpo",
+            "objective": "ppo",
+            "head": {"trunk": "shared", "lr_ratio": 2.0},
+            "kl_in_reward": {"weight": 0.1},
+            "rollout": SHORT,
+        },
+        2,
+        SAMPLED | DESCRIBED | {"value_explained_variance", "kl_in_reward", "kl_weight"},
+    ),
+    "ppo, adapters and muon": (
+        {"kind": "grpo", "objective": "ppo", "model": LORA, "optimizer": "muon", "rollout": SHORT},
+        2,
+        SAMPLED | DESCRIBED | {"value_explained_variance"},
+    ),
+    "dpo from rollouts": (
+        {
+            "kind": "grpo",
+            "objective": "dpo",
+            "rollout": SHORT | {"select": {"name": "right_and_wrong", "threshold": 0.1, "num_pairs": 2}},
+            "train": SHARED_BATCH,
+        },
+        3,
+        {"margin", "pair_accuracy", "chosen_reward", "rejected_reward"},
+    ),
+    "kto from rollouts": (
+        {"kind": "grpo", "objective": "kto", "rollout": BALANCED, "train": SHARED_BATCH},
+        3,
+        {"kl_baseline", "row_accuracy", "reward", "desirable"},
+    ),
+    "grpo, KL in the reward with a target": (
+        {
+            "kind": "grpo",
+            "kl_in_reward": {"weight": 0.1, "target": 0.5, "horizon": 40},
+            "rollout": SHORT,
+            "train": {"steps": 6, "epochs": 2},
+        },
+        3,
+        SAMPLED | {"ratio", "clip_share"},
+    ),
+    "return to go": (
+        {"kind": "grpo", "advantage": "return_to_go", "kl_in_reward": {"weight": 0.1}, "rollout": SHORT},
+        2,
+        SAMPLED | DESCRIBED | {"kl_in_reward"},
+    ),
+    "correction": (
+        {"kind": "grpo", "correction": "token_tis", "rollout": SHORT | {"old_logprobs": "trainer"}},
+        2,
+        SAMPLED | DESCRIBED | {"correction", "ratio"},
+    ),
+    "expert iteration": (
+        {
+            "kind": "grpo",
+            "objective": "cross_entropy",
+            "rollout": SHORT | {"select": {"name": "above", "threshold": 0.1}},
+        },
+        2,
+        SAMPLED | {"nll", "selected"},
+    ),
+    "on-policy distillation": (
+        {"kind": "grpo", "objective": "on_policy_distillation", "teacher": {}, "rollout": SHORT},
+        2,
+        SAMPLED | {"kl_teacher", "ratio"},
+    ),
+    "distillation on rollouts": (
+        {
+            "kind": "grpo",
+            "objective": {"name": "distillation", "divergence": "jsd"},
+            "teacher": TEACHER,
+            "rollout": SHORT,
+            "train": SHARED_BATCH,
+        },
+        3,
+        SAMPLED | {"divergence", "student_mass", "teacher_mass"},
+    ),
+    "distillation on data": (
+        {"kind": "sft", "objective": "distillation", "teacher": TEACHER},
+        2,
+        {"divergence", "student_mass", "teacher_mass", "entropy"},
+    ),
+    "sdpo": (
+        {
+            "kind": "grpo",
+            "objective": "sdpo",
+            "teacher": TEACHER | {"name": "self"},
+            "rollout": JUDGING,
+            "train": SHARED_BATCH,
+        },
+        3,
+        SAMPLED | {"divergence", "feedback_share", "ratio"},
+    ),
+    "dpo on data": ({"kind": "judged", "objective": "dpo", "model": LORA}, 2, {"margin", "pair_accuracy"}),
+    "kto on data": ({"kind": "judged", "objective": "kto"}, 2, {"kl_baseline", "row_accuracy"}),
+    "bradley_terry": (
+        {"kind": "judged", "objective": {"name": "bradley_terry", "margin": True, "centering": 0.01}},
+        2,
+        {"margin", "pair_accuracy", "chosen_score", "rejected_score"},
+    ),
+    "outcome": ({"kind": "judged", "objective": "outcome"}, 2, {"outcome_accuracy", "final_accuracy"}),
+    "process": ({"kind": "judged", "objective": "process"}, 2, {"step_accuracy", "positive_share"}),
+    "process, three classes": (
+        {
+            "kind": "judged",
+            "objective": {"name": "process", "num_classes": 3},
+            "task": {"name": "small_runs:judged_sums", "best_class": 2},
+        },
+        2,
+        {"step_accuracy", "positive_share"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_perturbed(tmp_path_factory.mktemp("teacher"))
+
+
+def recipe_of(name: str, teacher: str) -> tuple[Any, int, set[str]]:
+    changes, stop_after, expected = RUNS[name]
+    if "teacher" in changes:
+        changes = changes | {"teacher": {"name": teacher} | changes["teacher"]}
+    return make_recipe(**changes), stop_after, expected
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stopped_and_resumed_equals_undisturbed(name: str, teacher: str, tmp_path: Path) -> None:
+    recipe, stop_after, expected = recipe_of(name, teacher)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    steps = recipe.train.steps
+    assert run(whole, recipe).step == steps
+    assert run(cut, recipe, stop_after=stop_after).step == stop_after
+    halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
+    in_the_middle = stop_after % (recipe.train.epochs * recipe.train.minibatches) != 0
+    assert (halfway / "pending.safetensors").exists() == in_the_middle
+    assert (halfway / "companions.safetensors").exists() == (recipe.head is not None)
+    run(cut, recipe, resume=True)
+    ours, theirs = saved_tensors(whole, steps), saved_tensors(cut, steps)
+    assert same_bits(ours, theirs)
+    assert untimed(cut) == untimed(whole)
+    assert recorded(cut) == recorded(whole)
+    assert states(whole, steps) == states(cut, steps)
+    # and all of it was trained, and described
+    assert_everything_moved(whole, steps, is_adapter=recipe.model.adapter is not None)
+    rows = steps_of(whole)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    busy = [row for row in rows if row["tokens"] > 0]
+    assert len(busy) >= 3
+    for row in busy:
+        assert expected <= row.keys(), expected - row.keys()
+        assert row["grad_norm"] > 0
+        if "effective_sample_size" in row:
+            assert 0 < row["effective_sample_size"] <= 1 + 1e-6
+
+
+def states(folder: Path, step: int) -> str:
+    return (folder / "checkpoints" / f"step-{step:06d}" / "state.json").read_text()
+
+
+def assert_everything_moved(folder: Path, step: int, *, is_adapter: bool) -> None:
+    """The optimizer has moments for heads and critics, and the weights are not those of the beginning."""
+    saved = folder / "checkpoints" / f"step-{step:06d}"
+    moments = {name.rpartition(".")[0] for name in load_file(saved / "optimizer.safetensors")}
+    if (saved / "companions.safetensors").exists():
+        assert set(load_file(saved / "companions.safetensors")) <= moments
+    if not is_adapter:
+        now, before = load_file(saved / "model.safetensors"), load_file(TINY / "model.safetensors")
+        assert any(not torch.equal(now[name], before[name]) for name in before)
+    else:
+        adapter = load_file(saved / "adapter_model.safetensors")
+        assert all(bool(x.any()) for name, x in adapter.items() if "lora_B" in name)
+
+
+def test_a_critic_of_its_own_is_another_model_by_the_end(tmp_path: Path) -> None:
+    """It began as a copy of the policy; what it learns is not what the policy learns."""
+    recipe = make_recipe("grpo", objective="ppo", head={"lr_ratio": 3.0}, rollout=SHORT, train={"steps": 2})
+    run(tmp_path, recipe)
+    saved = tmp_path / "checkpoints" / "step-000002"
+    policy, critic = load_file(saved / "model.safetensors"), load_file(saved / "companions.safetensors")
+    start = load_file(TINY / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved, critic_moved = (policy[name] - start[name]).abs().max(), (critic[f"critic.{name}"] - start[name]).abs().max()
+    assert float(moved) > 1e-4
+    assert float(critic_moved) == pytest.approx(3 * float(moved), rel=0.2)  # Adam's steps are as long as their rate
+    assert critic["head.weight"].shape == (1, 128)
+    assert "critic.lm_head.weight" not in critic  # it is tied to the embedding, which is there once
+
+
+def test_nothing_is_explained_where_all_returns_are_equal(tmp_path: Path) -> None:
+    """1 − Var(R − V) / Var(R) has no value there, and none is made up."""
+    recipe = make_recipe(
+        "grpo",
+        objective="ppo",
+        rewards=["small_sources:always_the_same"],
+        advantage={"name": "gae", "trace": 1.0},
+        rollout={"max_tokens": 400, "engine": {"name": "scripted", "texts": ["7", "8 apples"]}},
+        train={"steps": 2},
+    )
+    run(tmp_path, recipe)
+    for row in steps_of(tmp_path):
+        assert "value_explained_variance" not in row
+        assert row["value_loss"] > 0

@@ -1,0 +1,373 @@
+"""What is chosen from a rollout batch: pairs, judged rows, nothing at all; minibatches of it, and its way through a
+checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save
+from small_runs import make_recipe, run, saved_tensors, steps_of
+from small_sources import (
+    groups_of,
+    mostly_uniform,
+    prompts_at,
+    rows_of,
+    same_batch,
+    sampled,
+    sums,
+    uniform,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain import registry
+from posttrain.models.load import TINY
+from posttrain.recipe import Recipe
+from posttrain.registry import register
+from posttrain.render import Template, encode_prompt
+from posttrain.train.rollout_source import RolloutSource
+from posttrain.train.setup import prepare
+from posttrain.types import Batch, Loss, Outputs, Rollout
+
+ALL_OF_THE_DATA = ("margins", "labels", "rewards")
+
+
+@register("objective", level="pair", needs=ALL_OF_THE_DATA)
+def reads_all_of_a_pair(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective over pairs for the tests of sources, which asks for every stream of the data."""
+    raise AssertionError("it is never called")
+
+
+@register("objective", level="row", needs=ALL_OF_THE_DATA)
+def reads_all_of_a_row(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective over rows for the tests of sources, which asks for every stream of the data."""
+    raise AssertionError("it is never called")
+
+
+PAIRS = "test_rollout_selection:reads_all_of_a_pair"
+ROWS = "test_rollout_selection:reads_all_of_a_row"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def template() -> Template:
+    return registry.find("template", "r1_zero").bind({"preamble": ""})()
+
+
+def ids_of(rollout: Rollout) -> tuple[int, ...]:
+    return rollout.prompt_ids + rollout.completion.ids
+
+
+def right_and_wrong_by_hand(group: list[Rollout], threshold: float, most: int) -> list[tuple[Rollout, Rollout]]:
+    """The i-th answer above the threshold with the i-th that is not, in the order of sampling."""
+    pairs = []
+    used: set[int] = set()
+    for chosen in group:
+        if chosen.reward <= threshold or len(pairs) == most:
+            continue
+        for place, rejected in enumerate(group):
+            if rejected.reward <= threshold and place not in used:
+                used.add(place)
+                pairs.append((chosen, rejected))
+                break
+    return pairs
+
+
+# --- units ---
+
+
+def test_rows_of_pairs_alternate_and_share_their_prompt(tokenizer, template) -> None:
+    select = {"name": "right_and_wrong", "threshold": 4.5, "num_pairs": 2}
+    rollout = {"prompts": 5, "group": 6, "select": select, "label_above": 7.0}
+    source = sampled(tokenizer, template, sums(20), objective={"name": PAIRS}, rollout=rollout)
+    draw = source(1)
+    batch = draw.batch
+    groups = groups_of(draw.rollouts, 6)
+    expected = [(n, pair) for n, group in enumerate(groups) for pair in right_and_wrong_by_hand(list(group), 4.5, 2)]
+    assert 5 < len(expected) <= 10
+    assert max(Counter(n for n, _ in expected).values()) == 2
+    assert batch.rows_per_unit == 2
+    assert rows_of(batch) == [ids_of(r) for _, pair in expected for r in pair]
+    assert batch.group.tolist() == [n for n, _ in expected for _ in range(2)]
+    assert set(batch.streams) == {*ALL_OF_THE_DATA, "sampler_logprobs"}
+    for u, (_, (chosen, rejected)) in enumerate(expected):
+        assert chosen.prompt_ids == rejected.prompt_ids
+        for b, rollout_ in ((2 * u, chosen), (2 * u + 1, rejected)):
+            prompt = len(rollout_.prompt_ids)
+            assert int(batch.prefix[b]) == prompt
+            assert batch.mask[b].tolist() == [prompt <= t < prompt + 2 for t in range(batch.mask.shape[1])]
+            assert batch.streams["rewards"][b] == rollout_.reward
+            assert batch.streams["margins"][b] == chosen.reward - rejected.reward > 0  # the same number on both rows
+            assert batch.streams["labels"][b] == float(rollout_.reward in (8.0, 9.0))  # at the bound it is not above it
+    assert set(batch.streams["labels"].tolist()) == {0.0, 1.0}
+    assert 7.0 in batch.streams["rewards"].tolist()
+    assert draw.metrics["selected"] == 2 * len(expected) / 30
+    assert "advantage_mean" not in draw.metrics
+    assert all(r.advantage is None for r in draw.rollouts)
+
+
+def test_an_objective_over_pairs_gets_the_best_and_the_worst_by_default(tokenizer, template) -> None:
+    source = sampled(tokenizer, template, sums(20), objective={"name": "dpo"}, rollout={"prompts": 6, "group": 3})
+    draw = source(1)
+    expected = []
+    for group in groups_of(draw.rollouts, 3):
+        rewards = [r.reward for r in group]
+        if max(rewards) > min(rewards):
+            expected += [ids_of(group[rewards.index(max(rewards))]), ids_of(group[rewards.index(min(rewards))])]
+    assert rows_of(draw.batch) == expected
+    assert set(draw.batch.streams) == {"sampler_logprobs"}  # dpo reads none of the data's streams
+
+
+def test_balanced_rows_are_as_many_right_as_wrong_and_no_pairs(tokenizer, template) -> None:
+    select = {"name": "balanced", "threshold": 4.5, "keep": 2}
+    rollout = {"prompts": 5, "group": 6, "select": select, "label_above": 4.5}
+    source = sampled(tokenizer, template, sums(20), objective={"name": ROWS}, rollout=rollout)
+    draw = source(1)
+    batch = draw.batch
+    groups = groups_of(draw.rollouts, 6)
+    expected = [r for g in groups for pair in right_and_wrong_by_hand(list(g), 4.5, 2) for r in pair]
+    assert rows_of(batch) == [ids_of(r) for r in expected]
+    assert batch.rows_per_unit == 1
+    assert batch.streams["labels"].tolist() == [1.0, 0.0] * (len(expected) // 2)
+    assert batch.streams["rewards"].tolist() == [r.reward for r in expected]
+    assert batch.streams["margins"].tolist() == [0.0] * len(expected)  # a row alone has no difference
+
+
+def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) -> None:
+    """Expert iteration: cross-entropy on what was rewarded."""
+    rollout = {"prompts": 4, "group": 4, "select": {"name": "above", "threshold": 6.5}}
+    source = sampled(tokenizer, template, sums(20), objective={"name": "cross_entropy"}, rollout=rollout)
+    draw = source(1)
+    kept = [ids_of(r) for r in draw.rollouts if r.reward > 6.5]
+    assert 0 < len(kept) < 16
+    assert rows_of(draw.batch) == kept
+    assert set(draw.batch.streams) == {"sampler_logprobs"}
+    assert draw.metrics["selected"] == len(kept) / 16
+
+
+# --- nothing selected ---
+
+
+def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
+    rollout = {"prompts": 3, "group": 2, "select": {"name": "above", "threshold": 9.0}}
+    changes: dict[str, Any] = {"objective": {"name": "cross_entropy"}, "rollout": rollout}
+    source = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
+    draw = source(1)
+    assert draw.batch is None
+    assert draw.fresh
+    assert len(draw.rollouts) == 6
+    assert draw.metrics["selected"] == 0.0
+    assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / 6)
+    assert source.pending(1) is None
+    again = source(2)
+    assert (again.batch, again.fresh, again.rollouts) == (None, False, [])
+    resumed = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
+    resumed.restore(source.pending(1), source.state())
+    assert resumed(2).batch is None
+    assert resumed.engine.calls == []  # type: ignore[attr-defined]
+
+
+def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) -> None:
+    """Scripted answers: of two, a prompt gives a pair only where they differ."""
+    recipe = make_recipe(
+        "grpo",
+        objective={"name": "dpo"},
+        rollout={"prompts": 2, "group": 2, "engine": {"name": "scripted", "texts": ["7 apples", "so many"]}},
+        train={"steps": 7, "minibatches": 2, "save_every": 1, "keep": 99, "warmup_steps": 4},
+    )
+    run(tmp_path, recipe)
+    rows = steps_of(tmp_path)
+    assert len(rows) == 7
+    states: list[dict[str, torch.Tensor]] = [dict(AutoModelForCausalLM.from_pretrained(TINY).state_dict())]
+    idle = 0
+    for step, row in enumerate(rows, start=1):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        weights = load_file(folder / "model.safetensors")
+        same = all(torch.equal(states[-1][name], tensor) for name, tensor in weights.items())
+        assert row["lr"] == pytest.approx(1e-3 * min(step, 4) / 4)
+        if row["tokens"] == 0:
+            idle += 1
+            assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
+            assert same
+            if step > 1:
+                before = saved_optimizer(tmp_path, step - 1)
+                now = saved_optimizer(tmp_path, step)
+                assert before.keys() == now.keys()
+                assert all(torch.equal(now[name], before[name]) for name in now)
+        else:
+            assert not same
+            assert row["grad_norm"] > 0
+        states.append(weights)
+    assert 2 <= idle <= 5
+    # an interrupted run that stood at such a step goes on as if nothing had happened
+    first_idle = next(step for step, row in enumerate(rows, start=1) if row["tokens"] == 0)
+    sparing = recipe.model_copy(update={"train": recipe.train.model_copy(update={"save_every": 0})})
+    run(tmp_path / "cut", sparing, stop_after=first_idle)
+    run(tmp_path / "cut", sparing, resume=True)
+    ours, theirs = saved_tensors(tmp_path, 7), saved_tensors(tmp_path / "cut", 7)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def saved_optimizer(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return {n: x for n, x in saved_tensors(folder, step).items() if n.startswith("optimizer")}
+
+
+# --- minibatches and dynamic sampling ---
+
+
+@pytest.mark.parametrize(("minibatches", "varied"), [(3, 5), (3, 2), (6, 4)])
+def test_minibatches_are_parts_of_the_prompts_that_gave_units(
+    tokenizer, template, minibatches: int, varied: int
+) -> None:
+    """Six prompts, of which only some answer in different ways: the others give no pair and are in no part."""
+    task = sums(6)
+    chosen = {tuple(encode_prompt(tokenizer, template, e.messages)) for e in task.examples[:varied]}
+    source = sampled(
+        tokenizer,
+        template,
+        task,
+        engine=mostly_uniform(tokenizer, chosen.__contains__),
+        objective={"name": "dpo"},
+        rollout={"prompts": 6, "group": 8, "select": {"name": "right_and_wrong", "threshold": 5.0, "num_pairs": 2}},
+        train={"epochs": 2, "minibatches": minibatches},
+    )
+    draws = [source(step) for step in range(1, 2 * minibatches + 1)]
+    whole = source._batch
+    assert whole is not None
+    pairs = pairs_of(whole)
+    assert len(set(whole.group.tolist())) == varied
+    assert sum(pairs.values()) > varied  # some prompts give two pairs
+    cuts = []
+    for epoch in range(2):
+        parts = [draw.batch for draw in draws[epoch * minibatches : (epoch + 1) * minibatches]]
+        there = [part for part in parts if part is not None]
+        assert len(there) == min(minibatches, varied)
+        assert sum((pairs_of(part) for part in there), Counter()) == pairs
+        groups = [set(part.group.tolist()) for part in there]
+        assert sum(len(g) for g in groups) == varied  # a prompt's pairs stay together
+        assert max(len(g) for g in groups) - min(len(g) for g in groups) <= 1
+        cuts.append([sorted(g) for g in groups])
+    assert cuts[0] != cuts[1] or varied == 2  # two prompts may well come in the same order twice
+
+
+def pairs_of(batch: Batch) -> Counter[tuple[tuple[int, ...], ...]]:
+    rows = rows_of(batch)
+    return Counter((rows[u], rows[u + 1]) for u in range(0, len(rows), 2))
+
+
+def test_groups_are_drawn_until_enough_of_them_give_something(tokenizer, template) -> None:
+    """A group that differs is not enough: one of its answers must be above the threshold."""
+    threshold = 7.5
+    rollout = {
+        "prompts": 4,
+        "group": 3,
+        "drop_uniform_groups": True,
+        "max_rounds": 9,
+        "select": {"name": "above", "threshold": threshold},
+    }
+    source = sampled(tokenizer, template, sums(50), objective={"name": "cross_entropy"}, rollout=rollout)
+    draw = source(1)
+    groups = groups_of(draw.rollouts, 3)
+    gives = [not uniform(g) and any(r.reward > threshold for r in g) for g in groups]
+    assert any(not uniform(g) and not given for g, given in zip(groups, gives, strict=True))  # else no news
+    assert 4 < len(groups) < 36
+    accepted = [g for g, given in zip(groups, gives, strict=True) if given][:4]
+    assert len(accepted) == 4
+    assert not all(gives[:-4])
+    assert rows_of(draw.batch) == [ids_of(r) for g in accepted for r in g if r.reward > threshold]
+    assert draw.metrics["accepted_groups"] == 4 / len(groups)
+    assert draw.metrics["selected"] == draw.batch.num_rows / 12
+    assert [g[0].prompt_index for g in groups] == prompts_at(source, 0, len(groups))
+
+
+# --- a pending batch ---
+
+
+def through_a_file(pending: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    return None if pending is None else load(save({name: x.clone() for name, x in pending.items()}))
+
+
+def test_pending_pairs_come_back_bit_for_bit(tokenizer, template) -> None:
+    def make() -> RolloutSource:
+        return sampled(
+            tokenizer,
+            template,
+            sums(30),
+            objective={"name": PAIRS},
+            rollout={"prompts": 4, "group": 6, "select": {"name": "right_and_wrong", "threshold": 4.5, "num_pairs": 3}},
+            train={"epochs": 2, "minibatches": 2},
+        )
+
+    source, resumed = make(), make()
+    for step in (1, 2):
+        source(step)
+    resumed.restore(through_a_file(source.pending(2)), source.state())
+    for step in (3, 4, 5):
+        left, right = source(step).batch, resumed(step).batch
+        assert same_batch(left, right), step
+        assert right.rows_per_unit == 2
+    assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
+
+
+def test_streams_of_every_type_come_back_bit_for_bit() -> None:
+    recipe = make_recipe(
+        "grpo",
+        objective={"name": "sdpo"},
+        teacher={"name": "self", "top_k": 3},
+        rollout={"label_above": 0.1},
+        train={"epochs": 2, "minibatches": 2},
+    )
+    source, resumed = prepare(recipe).source, prepare(recipe).source
+    source(1)
+    pending = source.pending(1)
+    assert pending is not None
+    assert pending["stream.teacher_ids"].dtype == torch.int64
+    assert pending["stream.teacher_ids"].shape == (*pending["mask"].shape, 3)
+    assert pending["stream.has_feedback"].shape == (16,)
+    resumed.restore(through_a_file(pending), json.loads(json.dumps(source.state())))
+    for step in (2, 3, 4):
+        left, right = source(step).batch, resumed(step).batch
+        assert left is not None
+        assert right is not None
+        assert same_batch(left, right)
+        assert {"teacher_ids", "teacher_candidate_logprobs", "has_feedback", "old_logprobs"} <= set(right.streams)
+
+
+def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
+    """At first policy and reference are the same: the KL is 0, far below its target, and the weight falls."""
+    kl = {"weight": 0.3, "target": 2.0, "horizon": 40}
+    recipe = make_recipe("grpo", kl_in_reward=kl, train={"epochs": 2})
+    source, resumed = prepare(recipe).source, prepare(recipe).source
+    assert source.state() == {"kl_weight": 0.3}
+    first = source(1)
+    assert abs(first.metrics["kl_in_reward"]) < 1e-4
+    assert first.metrics["kl_weight"] == 0.3  # that of this batch, not of the next
+    adapted = 0.3 * (1 - 0.2 * 16 / 40)
+    assert source.state()["kl_weight"] == pytest.approx(adapted, rel=1e-12)
+    resumed.restore(through_a_file(source.pending(1)), json.loads(json.dumps(source.state())))
+    for step in (2, 3):
+        left, right = source(step), resumed(step)
+        assert left.batch is not None
+        assert right.batch is not None
+        assert same_batch(left.batch, right.batch)
+    assert right.metrics["kl_weight"] == left.metrics["kl_weight"] == pytest.approx(adapted, rel=1e-12)
+    assert resumed.state() == source.state()
+    assert resumed.state()["kl_weight"] == pytest.approx(adapted * (1 - 0.2 * 16 / 40), rel=1e-12)
+
+
+def test_every_option_of_a_selection_is_in_the_resolved_recipe() -> None:
+    recipe: Recipe = make_recipe("grpo", objective={"name": "dpo"})
+    assert recipe.rollout is not None
+    assert recipe.rollout.select is not None
+    assert recipe.dump()["rollout"]["select"] == {"name": "best_and_worst"}
+    chosen = make_recipe("grpo", objective={"name": "dpo"}, rollout={"select": "right_and_wrong"})
+    assert chosen.dump()["rollout"]["select"] == {"name": "right_and_wrong", "threshold": 0.5, "num_pairs": 1}

@@ -1,0 +1,189 @@
+"""Objectives from outside the package: a function with the decorator, named in a recipe file, is all that it takes.
+
+They are defined here, in a file that is no part of the package, and the recipes name them
+``module:function``. Both train, and both learn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import pytest
+import torch
+import yaml
+from pydantic import Field
+from small_runs import BASE, recorded, run, same_bits, saved_tensors, steps_of
+
+from posttrain import registry
+from posttrain.cli import main
+from posttrain.errors import RecipeError, UnknownWord
+from posttrain.objectives.primitives import row_sum
+from posttrain.recipe import Recipe, load_recipe
+from posttrain.registry import register
+from posttrain.store.metrics import MetricsLog
+from posttrain.train.setup import prepare
+from posttrain.types import Batch, Loss, Outputs
+
+TOKENS = "test_toy_objective:bounded_reinforce"
+PAIRS = "test_toy_objective:wanted_gap"
+
+
+@register("objective", level="token", needs=("advantages",), optional_needs={"pull": "ref_logprobs"})
+def bounded_reinforce(
+    outputs: Outputs, batch: Batch, *, strength: Annotated[float, Field(gt=0)] = 1.0, pull: float = 0.0
+) -> Loss:
+    """A toy: REINFORCE with advantages squeezed into (−1, 1), and maybe a pull to the reference.
+
+    ``values = −tanh(s A) log π + ½ p (log π − log π_ref)²``
+
+    Args:
+        strength: s.
+        pull: p.
+    """
+    push = torch.tanh(strength * batch.stream("advantages"))
+    values = -push * outputs.logprobs
+    if pull:
+        values = values + 0.5 * pull * (outputs.logprobs - batch.stream("ref_logprobs")).square()
+    return Loss(values, {"push": push.abs()})
+
+
+@register("objective", level="pair", needs=("margins",))
+def wanted_gap(outputs: Outputs, batch: Batch, *, per_point: float = 4.0) -> Loss:
+    """A toy over pairs: the log-probabilities of the two answers shall differ by their difference in score.
+
+    ``values = ½ (log π(chosen) − log π(rejected) − m · margin)²``
+
+    Args:
+        per_point: m, in nats for a point of the score.
+    """
+    of_rows = row_sum(outputs.logprobs, batch.mask)
+    gap = of_rows[0::2] - of_rows[1::2]
+    wanted = per_point * batch.stream("margins")[0::2]
+    return Loss(0.5 * (gap - wanted).square(), {"gap": gap.detach(), "wanted": wanted})
+
+
+def write_recipe(folder: Path, kind: str, objective: Any, **sections: Any) -> Path:
+    """A recipe file as a user would write it."""
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE[kind].items()}
+    for name, changes in sections.items():
+        data[name] = data[name] | changes
+    path = folder / "toy.yaml"
+    path.write_text(yaml.safe_dump(data | {"objective": objective}))
+    return path
+
+
+def resolved(path: Path) -> Recipe:
+    return load_recipe(str(path)).resolve()
+
+
+# --- one value per token ---
+
+
+def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
+    """Digits pay. Over two seeds the reward of the last two of ten batches is 0.3 above that of the first two."""
+    rises = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        settings = {"steps": 10, "lr": 1e-3, "seed": seed}
+        rollout = {"prompts": 4, "group": 8, "max_tokens": 12}
+        path = write_recipe(folder, "grpo", {"name": TOKENS, "strength": 0.8}, train=settings, rollout=rollout)
+        run(folder, resolved(path))
+        rows = steps_of(folder)
+        rises.append(fmean(r["reward"] for r in rows[-2:]) - fmean(r["reward"] for r in rows[:2]))
+        assert 0.0 < rows[0]["push"] < 1.0  # its own metric, averaged over the tokens of the batch
+        assert all("push" in row for row in rows)
+        assert {"kl_sampler", "effective_sample_size", "advantage_std", "grad_norm"} <= rows[0].keys()
+    assert fmean(rises) > 0.3
+
+
+def test_it_is_resumed_bit_for_bit_like_any_other(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, "grpo", {"name": TOKENS, "pull": 0.1}, train={"steps": 3, "epochs": 2})
+    run(tmp_path / "whole", resolved(path))
+    run(tmp_path / "cut", resolved(path), stop_after=1)
+    run(tmp_path / "cut", resolved(path), resume=True)
+    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+
+
+def test_it_gets_the_streams_that_it_needs_and_no_others(tmp_path: Path) -> None:
+    for pull, streams in ((0.0, {"advantages"}), (0.1, {"advantages", "ref_logprobs"})):
+        parts = prepare(resolved(write_recipe(tmp_path, "grpo", {"name": TOKENS, "pull": pull})))
+        batch = parts.source(1).batch
+        assert batch is not None
+        assert set(batch.streams) == streams | {"sampler_logprobs"}
+        assert (parts.reference is not None) == (pull > 0)
+
+
+def test_its_signature_is_its_schema(tmp_path: Path) -> None:
+    recipe = resolved(write_recipe(tmp_path, "grpo", TOKENS))
+    assert recipe.dump()["objective"] == {"name": TOKENS, "strength": 1.0, "pull": 0.0}
+    assert recipe.advantage is not None
+    assert recipe.advantage.name == "normalized"  # the default of whoever reads advantages
+    wrong = {
+        "strenght": "objective.strenght: objective 'bounded_reinforce' has no key 'strenght'. Did you mean 'strength'?",
+        "strength": "objective.strength: Input should be greater than 0; got -1.0",
+    }
+    for key, message in wrong.items():
+        with pytest.raises(RecipeError) as caught:
+            resolved(write_recipe(tmp_path, "grpo", {"name": TOKENS, key: -1.0}))
+        assert message in str(caught.value)
+    with pytest.raises(UnknownWord, match=r"no function 'bounded_reinforc'\. Did you mean 'bounded_reinforce'\?"):
+        resolved(write_recipe(tmp_path, "grpo", TOKENS[:-1]))
+
+
+def test_the_command_line_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(tmp_path, "grpo", {"name": TOKENS}, train={"steps": 2})
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(path), "--run", "toy", "--objective.strength", "0.5"]) == 0
+    rows = [row.metrics for row in MetricsLog(tmp_path / "runs" / "toy" / "metrics.jsonl").read()]
+    assert [("push" in row) for row in rows] == [True, True]
+    assert yaml.safe_load((tmp_path / "runs" / "toy" / "recipe.yaml").read_text())["objective"]["strength"] == 0.5
+    capsys.readouterr()
+    assert main(["train", str(path), "--run", "other", "--objective.strenght", "0.5"]) == 2
+    assert "Did you mean 'strength'?" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "other").exists()
+
+
+# --- one value per pair ---
+
+
+def test_an_objective_over_pairs_learns_from_data(tmp_path: Path) -> None:
+    """The right answer shall be 4 nats likelier than the wrong one: the error falls to less than a third."""
+    path = write_recipe(
+        tmp_path, "judged", PAIRS, data={"batch": 10}, train={"steps": 12, "lr": 3e-4, "rows_per_micro": 6}
+    )
+    recipe = resolved(path)
+    assert recipe.aggregate is not None
+    assert recipe.aggregate.name == "unit_mean"
+    run(tmp_path, recipe)
+    rows = steps_of(tmp_path)
+    assert all(row["wanted"] == 4.0 for row in rows)
+    assert rows[0]["loss"] >= 0.5 * (rows[0]["gap"] - 4.0) ** 2  # a mean of squares over ten pairs
+    assert abs(rows[0]["gap"] - 4.0) > 3.0
+    assert fmean(abs(r["gap"] - 4.0) for r in rows[-2:]) < abs(rows[0]["gap"] - 4.0) / 3
+    assert fmean(r["loss"] for r in rows[-2:]) < rows[0]["loss"] / 3
+
+
+def test_an_objective_over_pairs_takes_the_best_and_the_worst_of_its_own_answers(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, "grpo", PAIRS, rollout={"prompts": 6}, train={"steps": 2, "lr": 1e-4})
+    recipe = resolved(path)
+    assert recipe.rollout is not None
+    assert recipe.rollout.select is not None
+    assert (recipe.rollout.select.name, recipe.advantage) == ("best_and_worst", None)
+    run(tmp_path, recipe)
+    rows, rollouts = steps_of(tmp_path), recorded(tmp_path)[0]
+    for step, row in enumerate(rows, start=1):
+        rewards = torch.tensor([r.reward for r in rollouts if r.step == step]).view(6, 4)
+        spread = rewards.amax(dim=1) - rewards.amin(dim=1)
+        assert row["wanted"] == pytest.approx(4.0 * float(spread[spread > 0].mean()), rel=1e-5)
+        assert row["grad_norm"] > 0
+
+
+def test_the_registry_of_the_package_has_them_under_their_own_names() -> None:
+    for name, level in ((TOKENS, "token"), (PAIRS, "pair")):
+        entry = registry.find("objective", name)
+        assert (entry.name, entry.traits["level"]) == (name.partition(":")[2], level)
