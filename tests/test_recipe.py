@@ -358,3 +358,10 @@ def test_an_unregistered_objective_reads_advantages() -> None:
 def test_sections_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         resolved("grpo", **changes)
+
+
+def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "several.yaml"
+    path.write_text("base: tiny/grpo\nmethods: {a: rl/grpo}\n")
+    with pytest.raises(RecipeError, match=r"several\.yaml: this compares several methods; .*posttrain compare"):
+        load_recipe(str(path))

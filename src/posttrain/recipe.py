@@ -185,6 +185,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
     """
     place, text = recipe_text(name_or_path)
     data, lines = parse_yaml(text, place)
+    if {"methods", "base"} <= data.keys():
+        raise RecipeError(f"{place}: this compares several methods; run it with: posttrain compare {name_or_path}")
     data, inherited = extend(data, place, lines)
     for key, value in overrides:
         if key == "extends":
