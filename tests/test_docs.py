@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
+from posttrain.apps.catalogue import recipes_called
 from posttrain.recipe import load_recipe
+from posttrain.runs.compare import load_comparison
 from posttrain.registry import kinds_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,14 +64,18 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
     if words[1].startswith("-"):
         assert words[1] in cli.build_parser()[0].format_help()
         return
+    if words[1:] == ["compare"]:  # the command as it is called in a sentence
+        return
     namespace = cli.parse(words[1:])
-    if namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
+    if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
+        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused").cells
+    elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
         resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
         assert resolved.objective.name
     elif namespace.command == "recipes" and namespace.action == "show":
         assert load_recipe(namespace.name).description
     elif namespace.command == "explain" and namespace.name is not None:
-        assert kinds_of(namespace.name), f"{place}: nothing is called {namespace.name}"
+        assert kinds_of(namespace.name) or recipes_called(namespace.name), f"{place}: nothing is called that"
 
 
 def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
@@ -107,6 +113,7 @@ print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
 from posttrain.recipe import load_recipe
+from posttrain.runs.compare import load_comparison
 from posttrain.runs.compare import load_comparison
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
