@@ -32,10 +32,12 @@ from posttrain.tasks.story_families import (
     is_worked,
     signature,
 )
-from posttrain.types import Example, Message
+from posttrain.tasks.story_responses import Responses, UsualResults, count_results, make_responses
+from posttrain.types import Example, Message, Response
 
 Split = Literal["train", "validation", "test"]
 Family = Literal["chain", "compare", "shop", "rate", "share"]
+_NUM_COUNTED = 5000
 _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
 
 
@@ -51,6 +53,7 @@ def stories(
     families: list[Family] | None = None,
     worked: Annotated[float, Field(ge=0, le=1)] = 1.0,
     style: Literal["question", "document"] = "question",
+    responses: Responses = "none",
 ) -> Task:
     """Little word problems with 1 to 6 steps, drawn on demand and the same for everyone.
 
@@ -67,12 +70,17 @@ def stories(
             Documents are worked stories (40 %), stories answered at once (15 %), bare facts
             (25 %) and scraps with turn markers and tags (20 %), which warm those tokens up
             without showing the format that a recipe's prompt asks for.
+        responses: given answers to learn from: a ``pair`` of the right working and one with a slip in one
+            step, carried on so that only arithmetic tells them apart; both ``judged`` one by one; or both
+            with each of their ``steps`` labelled (1 before the slip, 0 from it on).
 
     Raises:
-        UsageError: ``min_steps`` is larger than ``max_steps``, or no story fits the options.
+        UsageError: ``min_steps`` is larger than ``max_steps``, documents with responses, or no story fits the options.
     """
     if min_steps > max_steps:
         raise UsageError(f"task stories: min_steps ({min_steps}) is larger than max_steps ({max_steps})")
+    if style == "document" and responses != "none":
+        raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
     options = StoryOptions(
         split=split,
         seed=seed,
@@ -82,6 +90,7 @@ def stories(
         families=tuple(families or FAMILIES),
         worked=worked,
         style=style,
+        responses=responses,
     )
     return Task(name="stories", split=split, examples=StoryList(options, size), dropped={}, worked=is_worked)
 
@@ -98,6 +107,7 @@ class StoryOptions:
     families: tuple[str, ...] = tuple(FAMILIES)
     worked: float = 1.0
     style: str = "question"
+    responses: Responses = "none"
 
 
 class StoryList(ExamplesOnDemand):
@@ -139,16 +149,28 @@ def draw_story(rng: Random, options: StoryOptions) -> Story:
     )
 
 
+@lru_cache(maxsize=8)
+def usual_results(options: StoryOptions) -> UsualResults:
+    """What the steps of such stories give, from ``_NUM_COUNTED`` stories that are no items."""
+    rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
+    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
+
+
 def make_question(options: StoryOptions, index: int) -> Example:
     """Item ``index`` as a question with a gold answer."""
     name = f"stories/{options.split}"
     story = draw_story(Random(derive_key(options.seed, name, index)), options)
     shown = Random(derive_key(options.seed, f"{name}/worked", index)).random() < options.worked
+    responses: tuple[Response, ...] = ()
+    if options.responses != "none":
+        rng = Random(derive_key(options.seed, f"{name}/responses", index))
+        responses = make_responses(story, options.responses, options.max_value, usual_results(options), rng)
     return Example(
         id=f"{name}/{index}",
         messages=(Message("user", story.text),),
         answer=str(story.answer),
         solution=story.working if shown else None,
+        responses=responses,
         meta={"steps": len(story.equations), "level": len(story.equations), "family": story.family},
     )
 

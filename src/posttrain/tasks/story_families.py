@@ -71,13 +71,21 @@ def is_worked(written: str) -> bool:
     return any(equation.holds and equation.result == result for equation, result in parse_equations(written))
 
 
+# Which earlier equations the two operands are the results of; None for a number that the story gives.
+Origins = tuple[int | None, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A word problem: its text (question last), and the equations that lead to the answer."""
+    """A word problem: its text (question last), and the equations that lead to the answer.
+
+    ``origins`` say of each equation where its operands come from.
+    """
 
     family: str
     text: str
     equations: tuple[Equation, ...]
+    origins: tuple[Origins, ...]
 
     @property
     def answer(self) -> int:
@@ -136,14 +144,21 @@ class Draft:
     cast: Cast
     sentences: list[str] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
+    origins: list[Origins] = field(default_factory=list)
     value: int = 0
 
-    def work(self, left: int, sign: str, right: int) -> bool:
+    @property
+    def last(self) -> int | None:
+        """The equation that gave the known value; None where the story itself gives it."""
+        return len(self.equations) - 1 if self.equations else None
+
+    def work(self, left: int, sign: str, right: int, origins: Origins = (None, None)) -> bool:
         """Add a step; False when it leaves the range or does not divide."""
         equation = Equation(left, sign, right)
         if not equation.holds or max(left, right, equation.result) > self.limit:
             return False
         self.equations.append(equation)
+        self.origins.append(origins)
         self.value = equation.result
         return True
 
@@ -155,7 +170,7 @@ class Draft:
         self.cast.place = self.rng.choice(text.PLACES)
         sign, operand = draw_operation(self.rng, self.value, self.limit)
         number = operand if operand is not None else draw_operand(self.rng, sign, self.value, self.limit)
-        if number < 2 or not self.work(self.value, sign, number):
+        if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
             return False
         self.say(phrases[sign, operand], n=number)
         return True
@@ -168,7 +183,7 @@ class Draft:
             aside = self.cast.fill(self.rng.choice(text.ASIDES), n=self.rng.randint(2, min(20, self.limit)))
             self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
         self.say(questions)
-        return Story(family, " ".join(self.sentences), tuple(self.equations))
+        return Story(family, " ".join(self.sentences), tuple(self.equations), tuple(self.origins))
 
 
 def draw_operation(rng: Random, value: int, limit: int) -> Operation:
@@ -206,15 +221,15 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
     together = steps >= 2 and rng.random() < 0.4
     draft = Draft(rng, limit, cast, value=rng.randint(2, limit))
     draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
-    previous = draft.value
+    previous, before = draft.value, draft.last
     for i in range(1, steps + 1 - together):
-        previous = draft.value
+        previous, before = draft.value, draft.last
         cast.friend, cast.name = names[i - 1], names[i]
         if not draft.change(text.COMPARISONS):
             return None
     if not together:
         return draft.finish("compare", ("How many {things} does {name} have?",), steps)
-    if not draft.work(previous, "+", draft.value):
+    if not draft.work(previous, "+", draft.value, (before, draft.last)):
         return None
     return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",), steps)
 
@@ -229,7 +244,7 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     costs = [price * amount for price, amount in zip(prices, amounts, strict=True)]
     if not all(draft.work(price, "*", amount) for price, amount in zip(prices, amounts, strict=True)):
         return None
-    if kinds == 2 and not draft.work(costs[0], "+", costs[1]):
+    if kinds == 2 and not draft.work(costs[0], "+", costs[1], (0, 1)):
         return None
     offers = [f"A {goods[k][0]} costs {prices[k]} coins" for k in range(kinds)]
     baskets = [f"{amounts[k]} {goods[k][1]}" for k in range(kinds)]
@@ -242,7 +257,7 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
         draft.sentences.insert(0, f"{draft.cast.name} has {purse} coins.")
     else:
         draft.say(("{They} pays from a purse of {n} coins.",), n=purse)
-    draft.work(purse, "-", draft.value)
+    draft.work(purse, "-", draft.value, (None, draft.last))
     while len(draft.equations) < steps:
         if not draft.change(text.COIN_CHANGES):
             return None
@@ -260,7 +275,7 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
     if onto_heap:
         before, gained = rng.randint(2, limit - draft.value), draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
-        draft.work(before, "+", gained)
+        draft.work(before, "+", gained, (None, draft.last))
     while len(draft.equations) < steps:
         if not draft.change(text.CHANGES):
             return None
@@ -283,7 +298,7 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     else:
         draft.say(("{name} has {n} {things}.", "{name} brings a bag of {n} {things}."), n=total)
         draft.say(("{They} shares them equally among {n} friends.",), n=among)
-    draft.work(total, "/", among)
+    draft.work(total, "/", among, (draft.last, None))
     if len(draft.equations) == steps:
         return draft.finish("share", ("How many {things} does each friend get?",), steps)
     guest = rng.choice([person for person in text.PEOPLE if person[0] not in (cast.name, cast.friend)])
