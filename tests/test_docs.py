@@ -13,8 +13,8 @@ import pytest
 from posttrain import cli
 from posttrain.apps.catalogue import recipes_called
 from posttrain.recipe import load_recipe
-from posttrain.runs.compare import load_comparison
 from posttrain.registry import kinds_of
+from posttrain.runs.compare import load_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -21,7 +21,7 @@ PACKAGE = Path(posttrain.__file__).parent
 FILES = sorted(path for path in (PACKAGE / "recipes").rglob("*.yaml") if path.parent.name != "compare")
 NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES)
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
-FAMILIES = {"tiny": "qwen3", "Qwen/Qwen3-14B": "qwen3", "Qwen/Qwen2.5-Math-1.5B": "qwen2"}
+FAMILIES = {"tiny": "qwen3", "Qwen/Qwen3-0.6B": "qwen3", "Qwen/Qwen3-14B": "qwen3", "Qwen/Qwen2.5-Math-1.5B": "qwen2"}
 NUM_STEPS = 2
 # A random model is never right. This reward is above every threshold that a recipe names, or 0.
 COIN = {"name": "test_recipes:coin", "weight": 2.0}
@@ -115,7 +115,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A few rows in the layouts of GSM8K and MATH."""
+    """A few rows in the layouts of GSM8K, of MATH, and of preference pairs."""
     folder = tmp_path_factory.mktemp("data")
     sums = [(a, b) for a in range(2, 8) for b in range(2, 8)]
     rows = {
@@ -123,6 +123,7 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             {"question": f"What is {a} plus {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in sums
         ],
         "math": [{"problem": f"Find ${a}+{b}$.", "solution": f"It is $\\boxed{{{a + b}}}$."} for a, b in sums],
+        "preferences": [{"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": f"{a * b}!"} for a, b in sums[1:]],
     }
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))

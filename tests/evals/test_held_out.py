@@ -218,11 +218,11 @@ def test_what_was_dropped_is_counted() -> None:
         Example(str(i), (Message("user", f"{i}?"),), responses=(Response("yes" * (40 if i == 1 else 1), 1.0), last))
         for i, last in enumerate([Response("no", 0.0), Response("no", 0.0), Response("yes", 1.0), Response("no", 0.0)])
     ]
-    recipe = recipe_of("bradley_terry", "pair", data={"max_tokens": 30})
-    parts = prepare(recipe)
+    parts = prepare(recipe_of("bradley_terry", "pair"))
+    short = recipe_of("bradley_terry", "pair", data={"max_tokens": 30})
 
     def read(task: Task) -> SupervisedSource:
-        return SupervisedSource(recipe, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair")
+        return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair")
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
     chosen = choose_held_out(read, [task], "pair", 10, only_scores=True)["pairs/test"]

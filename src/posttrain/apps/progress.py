@@ -37,6 +37,9 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("nll", "nll", ".4f"),
     ("margin", "margin", ".3f"),
     ("pair_accuracy", "pairs right", ".1%"),
+    ("row_accuracy", "answers right", ".1%"),
+    ("final_accuracy", "final scores right", ".1%"),
+    ("step_accuracy", "steps right", ".1%"),
     ("divergence", "divergence", ".4f"),
     ("value_explained_variance", "critic explains", ".1%"),
     ("entropy", "entropy", ".3f"),
@@ -47,7 +50,10 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("uniform_groups", "uniform groups", ".1%"),
     ("grad_norm", "gradient norm", ".3f"),
 )
-PLAIN = ("reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "entropy", "kl_ref", "clip_share")
+PLAIN = (
+    "reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "row_accuracy", "final_accuracy",
+    "step_accuracy", "entropy", "kl_ref", "clip_share",
+)  # fmt: skip
 PHASES = (
     ("generate_seconds", "generate"),
     ("score_seconds", "score"),
