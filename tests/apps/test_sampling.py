@@ -119,3 +119,13 @@ def test_generation_answers_the_prompt_that_is_given(capsys: pytest.CaptureFixtu
     assert shown.startswith("Eva has 3 shells [bold].\n")
     assert "4 tokens · cut off" in shown or "ended by itself" in shown
     assert "wrong" not in shown  # nobody knows the right answer
+
+
+def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "1", "--eval.every", "0"]
+    assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
+    assert "ask it" not in capsys.readouterr().out
+    assert "posttrain generate" not in (tmp_path / "rm" / "report.html").read_text()
+    for command in ("generate", "evaluate"):
+        assert main([command, str(tmp_path / "rm")]) == 2
+        assert "reward model (bradley_terry); it scores answers and writes none" in capsys.readouterr().err

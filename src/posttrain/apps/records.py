@@ -82,9 +82,7 @@ def _print_run(console: Console, folder: Path) -> None:
     for item in facts["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         console.print(Text(show_evaluation({"name": item["name"], "step": item["step"], "results": results})))
-    console.print(
-        Text(f"\nsee {folder / 'report.html'}; ask it: posttrain generate {folder}", style="dim"), soft_wrap=True
-    )
+    console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
 
 
 def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:

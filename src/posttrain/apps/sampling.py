@@ -64,6 +64,11 @@ def open_sampler(name: str, runs_dir: str | Path, template: Word | None = None) 
     """
     run = _run_folder(name, runs_dir)
     recipe = read_run_recipe(run) if run is not None else None
+    if recipe is not None and not writes_answers(recipe):
+        raise UsageError(
+            f"{name}: this run trained a reward model ({recipe.objective.name}); it scores answers and writes none. "
+            "Its held-out accuracy is in results.json and report.html of the run"
+        )
     section = ModelSection(name=str(run) if run is not None else name)
     if recipe is not None:
         section = section.model_copy(update={"dtype": recipe.model.dtype, "device": recipe.model.device})
@@ -74,6 +79,11 @@ def open_sampler(name: str, runs_dir: str | Path, template: Word | None = None) 
     engine = registry.find("engine", "native").bind({}, "engine")(loaded.model, loaded.tokenizer)
     label = run.name if run is not None else name
     return Sampler(label, loaded.model, loaded.tokenizer, engine, grader, _max_tokens(recipe), run, recipe)
+
+
+def writes_answers(recipe: Recipe) -> bool:
+    """Whether what a recipe trains is a policy, and not a reward model."""
+    return registry.find("objective", recipe.objective.name).traits.get("head") != "score"
 
 
 def _run_folder(name: str, runs_dir: str | Path) -> Path | None:

@@ -47,13 +47,18 @@ def write_summary(folder: str | Path) -> Path:
         transcripts=_before_and_after(run.folder, recipe, points),
         transcripts_note="The same held-out problems, before training and after it.",
         environment=last_start(run),
-        commands=[
-            ("ask the trained model", f"posttrain generate {run.folder}"),
-            ("measure it again", f"posttrain evaluate {run.folder}"),
-            ("train it again", f"posttrain train {run.recipe_path} --run {run.folder.name}-again"),
-        ],
+        commands=_commands(run, recipe),
     )
     return write_report(report, run.folder / "report.html")
+
+
+def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
+    """What to type next; a reward model cannot be asked."""
+    again = ("train it again", f"posttrain train {run.recipe_path} --run {run.folder.name}-again")
+    if registry.find("objective", recipe.objective.name).traits.get("head") == "score":
+        return [again]
+    asked = ("ask the trained model", f"posttrain generate {run.folder}")
+    return [asked, ("measure it again", f"posttrain evaluate {run.folder}"), again]
 
 
 def read_run_recipe(folder: Path) -> Recipe:

@@ -16,6 +16,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
+    from posttrain.apps.sampling import writes_answers
     from posttrain.apps.summary import write_summary
     from posttrain.runs.launch import launch
 
@@ -34,7 +35,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     print(f"run:    {result.folder}")
     if not arguments.quiet:
         print(f"report: {report}")
-        print(f"ask it: posttrain generate {result.folder}")
+        if writes_answers(recipe):
+            print(f"ask it: posttrain generate {result.folder}")
     return 0 if result.reason == "finished" else INTERRUPTED
 
 
