@@ -167,8 +167,8 @@ def test_sections_are_merged_and_words_replaced(tmp_path: Path) -> None:
 
 
 def test_options_without_a_name_change_the_word_below(tmp_path: Path) -> None:
-    both = extending(tmp_path, "extends: BASE\nobjective: {kl: 0.1, clip_high: null}\n")
-    assert both.objective == Word(name="grpo", kl=0.1)
+    both = extending(tmp_path, "extends: BASE\nobjective: {kl: 0.1}\n")
+    assert both.objective == Word(name="grpo", clip_high=0.28, kl=0.1)
     bare = extending(
         tmp_path, "extends: BASE\ntask: {split: test}\n", base=TEXT.replace("{name: stories, split: train}", "stories")
     )
@@ -190,9 +190,10 @@ def test_null_takes_a_key_away(tmp_path: Path) -> None:
     recipe = extending(tmp_path, supervised, base=base)
     assert (recipe.rollout, recipe.advantage, recipe.rewards) == (None, None, [])
     assert recipe.data is not None
-    back = extending(tmp_path, "extends: BASE\ntrain: {lr: null, warmup_steps: null}\n")
-    assert (back.train.lr, back.train.steps) == (1e-4, 5)  # the default, which happens to be the same
-    assert extending(tmp_path, "extends: BASE\ntrain: {steps: null}\n").train.steps == 100
+    # inside a section it is a value, where the key may have none
+    assert extending(tmp_path, "extends: BASE\ntrain: {max_grad_norm: null}\n").train.max_grad_norm is None
+    with pytest.raises(RecipeError, match=r"above\.yaml:2: train\.lr: Input should be a valid number; got None"):
+        extending(tmp_path, "extends: BASE\ntrain: {lr: null}\n")
 
 
 def test_overrides_come_last_and_extension_is_transitive(tmp_path: Path) -> None:
@@ -217,7 +218,8 @@ def test_a_shipped_recipe_can_be_extended(tmp_path: Path) -> None:
 
 def test_merge_leaves_what_it_was_given(tmp_path: Path) -> None:
     below, above = {"a": {"x": 1, "y": {"z": 2}}}, {"a": {"y": {"z": 3}, "x": None}}
-    assert merge(below, above) == {"a": {"y": {"z": 3}}}
+    assert merge(below, above) == {"a": {"y": {"z": 3}, "x": None}}
+    assert merge(below, {"a": None}) == {}
     assert below == {"a": {"x": 1, "y": {"z": 2}}}
     assert above == {"a": {"y": {"z": 3}, "x": None}}
 
@@ -365,3 +367,28 @@ def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
     path.write_text("base: tiny/grpo\nmethods: {a: rl/grpo}\n")
     with pytest.raises(RecipeError, match=r"several\.yaml: this compares several methods; .*posttrain compare"):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("rl/ppo", "objective.value_clip"), ("rl/sdpo", "objective.ratio_cap"), ("rl/grpo", "train.max_grad_norm")],
+)
+def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) -> None:
+    """Else the stored recipe would fill the default in again, and be another experiment."""
+    section, option = key.split(".")
+
+    def value_in(recipe: Recipe) -> Any:
+        part = getattr(recipe, section)
+        return part.options[option] if isinstance(part, Word) else getattr(part, option)
+
+    assert value_in(load_recipe(name).resolve()) is not None
+    recipe = load_recipe(name, [(key, "null")]).resolve()
+    assert value_in(recipe) is None
+    stored = tmp_path / "recipe.yaml"
+    stored.write_text(recipe.to_yaml())
+    again = load_recipe(str(stored)).resolve()
+    assert value_in(again) is None
+    assert again.fingerprint() == recipe.fingerprint() != load_recipe(name).resolve().fingerprint()
+    above = tmp_path / "above.yaml"
+    above.write_text(f"extends: {name}\n{section}: {{{option}: null}}\n")
+    assert value_in(load_recipe(str(above)).resolve()) is None

@@ -62,7 +62,7 @@ def normalized(rewards: Rewards, *, epsilon: Annotated[float, Field(ge=0)] = 1e-
     return torch.where(varies, centred / (std + epsilon), torch.zeros_like(centred))
 
 
-@register("advantage", min_group=2)
+@register("advantage", min_group=2, wants_positive=True)
 def mean_scaled(rewards: Rewards) -> Rewards:
     """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
 

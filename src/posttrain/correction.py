@@ -7,7 +7,8 @@ that multiply the values of any token objective: detached, 0 or more, and 1 wher
 Log-ratios are clamped to ±20 per token and per sum before the exponential; NaN stays NaN, and the loop
 refuses it.
 
-A weight of 0 drops a token or a row, but it stays in the denominator of the aggregation.
+A weight of 0 drops a token or a row, but it stays in the denominator of the aggregation. The weight multiplies all that
+the objective says about a token: with PPO its value loss, with regularizers the KL and the entropy bonus, too.
 """
 
 from __future__ import annotations

@@ -150,8 +150,10 @@ class Recipe(Section):
                 self.advantage = Word(name="gae" if traits.get("head") == "value" else "normalized")
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, without keys that are None."""
-        return _without_none(self.model_dump(mode="json"))
+        """Plain data, without keys that are None by default; a None that was asked for stays."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100)
@@ -165,15 +167,24 @@ class Recipe(Section):
 def _resolve_word(word: Any, kind: str, where: str) -> Any:
     entry = registry.find(kind, word.name, where)
     options = entry.options(word.options, where)
+    fields = entry.options_model().model_fields
+    options = {k: v for k, v in options.items() if v is not None or fields[k].default is not None}
     fixed = {name: getattr(word, name) for name in type(word).model_fields}
     return type(word)(**fixed, **json.loads(json.dumps(options)))
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_none(v) for v in value]
+def _plain(value: Any) -> Any:
+    """A section, word or value as plain data; see ``Recipe.dump``."""
+    if isinstance(value, Word):
+        return value.model_dump(mode="json")  # its options were sorted out when it was resolved
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        shown = {name: getattr(value, name) for name in fields}
+        return {k: _plain(v) for k, v in shown.items() if v is not None or fields[k].default is not None}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
     return value
 
 

@@ -144,7 +144,8 @@ def extend(
 
     ``place`` is the file that ``data`` is from, with its ``lines``; places are ``file:line`` by dotted key. A file is
     looked for beside the one that names it, then from the working directory. Sections are merged key by key; a
-    word replaces the word below it with all its options; ``null`` takes a key away. A description is not inherited.
+    word replaces the word below it with all its options; ``null`` takes a word or section away. A description is
+    not inherited.
 
     Raises:
         RecipeError: no such recipe, or recipes that extend one another in a circle.
@@ -173,8 +174,11 @@ def extend(
     return merge(below, own), places
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of a recipe with changes laid over it; see ``extend`` for the rules."""
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
+    """Plain data of a recipe with changes laid over it; see ``extend`` for the rules.
+
+    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
+    """
     merged = dict(below)
     for key, value in above.items():
         known = merged.get(key)
@@ -182,8 +186,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             known = {"name": known}  # a bare word, which may gain options
         joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
         if joins and isinstance(known, Mapping):
-            merged[key] = merge(known, value)
-        elif value is None:
+            merged[key] = merge(known, value, inside=True)
+        elif value is None and not inside:
             merged.pop(key, None)
         else:
             merged[key] = value

@@ -98,7 +98,8 @@ class RolloutSection(Section):
     """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
 
     ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
-    the batch has both higher and lower rewards, at most ``max_rounds`` times.
+    the batch has both higher and lower rewards, at most ``max_rounds`` times; ``uniform_by`` names the part
+    of the reward that is looked at instead (``correct``), for partial credit makes any two answers differ.
     ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
     again by the trainer. ``select`` says which completions are trained on and in what units (a word;
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
@@ -114,6 +115,7 @@ class RolloutSection(Section):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     drop_uniform_groups: bool = False
+    uniform_by: str = "reward"
     max_rounds: int = Field(default=4, ge=1)
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     select: Word | None = None
@@ -158,11 +160,12 @@ class TeacherSection(Section):
 
     ``self`` is the model that is trained, given feedback that the student does not see: a right
     answer of another sample to the same prompt. ``top_k``: candidates whose probabilities are kept
-    for each token.
+    for each token. ``dtype``: the teacher's, by default the student's.
     """
 
     name: str
     top_k: int = Field(default=64, ge=1)
+    dtype: Literal["float32", "bfloat16"] | None = None
     trust_remote_code: bool = False
 
 

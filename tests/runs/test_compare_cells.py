@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -264,3 +265,28 @@ def test_the_command_is_posttrain_train(make_plan: Callable[..., Plan]) -> None:
         *("--run", "good-seed0", "--quiet", "--resume"),
     ]
     assert train_command(cell, False) == command[:-1]
+
+
+def test_cells_of_a_start_that_is_gone_are_not_mixed_with_others(tmp_path: Path) -> None:
+    """Their recipes say nothing of how the start was trained, so nothing else would tell."""
+    (tmp_path / "mine.yaml").write_text(f"start: tiny/sft\n{TEXT}")
+    plan = load_comparison(str(tmp_path / "mine.yaml"), folder=tmp_path / "out")
+    stand = Stand(tmp_path)
+    run_cells(plan, jobs=1, command=stand.command, poll_seconds=0.02)
+    assert plan.start is not None
+    shutil.rmtree(plan.start.folder)
+    with pytest.raises(RunConflict, match=r"start: the start is gone or new, and 2 cells were trained from an earlier"):
+        run_cells(plan, jobs=1, command=stand.command, poll_seconds=0.02)
+    assert not plan.start.folder.exists()  # nothing was begun
+
+
+def test_a_reward_of_its_own_is_not_put_beside_the_others(tmp_path: Path) -> None:
+    own = TEXT.replace("other: {objective: reinforce}", "other: {objective: reinforce, rewards: [is_number]}")
+    (tmp_path / "mine.yaml").write_text(own)
+    plan = load_comparison(str(tmp_path / "mine.yaml"), folder=tmp_path / "out")
+    outcome = run_cells(plan, jobs=1, command=Stand(tmp_path).command, poll_seconds=0.02)
+    rows = {row.name: row for row in collect_results(plan, outcome, "posttrain compare").rows}
+    assert rows["good"].summaries["reward"].mean == 0.5
+    assert "reward" not in rows["other"].summaries
+    assert rows["other"].summaries["accuracy"].mean == 0.5
+    assert [point.reward for point in rows["other"].cells[0].curve] == [None, None]

@@ -95,6 +95,14 @@ def sampled(
     return build_rollout_source(recipe, task, grader, tokenizer, engine, 1024, annotate, level)
 
 
+def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:
+    """Of a batch drawn in several rounds: the first is that of every method, the others have an order of their own."""
+    size = source.options.prompts
+    start = cycle * (source.options.max_rounds - 1) * size
+    further = draw_indices(source.seed, "further prompts", start, (rounds - 1) * size, source.num_examples)
+    return prompts_at(source, cycle * size, size) + further
+
+
 def prompts_at(source: RolloutSource, start: int, count: int) -> list[int]:
     """Which prompts stand at places ``start`` and following of the source's order."""
     return draw_indices(source.seed, "prompts", start, count, source.num_examples)

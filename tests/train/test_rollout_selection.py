@@ -15,7 +15,7 @@ from small_runs import make_recipe, run, saved_tensors, steps_of
 from small_sources import (
     groups_of,
     mostly_uniform,
-    prompts_at,
+    prompts_drawn,
     rows_of,
     same_batch,
     sampled,
@@ -284,9 +284,9 @@ def test_groups_are_drawn_until_enough_of_them_give_something(tokenizer, templat
     assert len(accepted) == 4
     assert not all(gives[:-4])
     assert rows_of(draw.batch) == [ids_of(r) for g in accepted for r in g if r.reward > threshold]
-    assert draw.metrics["accepted_groups"] == 4 / len(groups)
+    assert draw.metrics["accepted_groups"] == sum(gives) / len(groups)
     assert draw.metrics["selected"] == draw.batch.num_rows / 12
-    assert [g[0].prompt_index for g in groups] == prompts_at(source, 0, len(groups))
+    assert [g[0].prompt_index for g in groups] == prompts_drawn(source, 0, len(groups) // 4)
 
 
 # --- a pending batch ---

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from small_runs import make_recipe
-from small_sources import groups_of, mostly_uniform, prompts_at, rows_of, same_batch, sampled, sums, uniform
+from small_sources import (
+    groups_of,
+    mostly_uniform,
+    prompts_at,
+    prompts_drawn,
+    rows_of,
+    same_batch,
+    sampled,
+    sums,
+    uniform,
+)
 from transformers import AutoTokenizer
 
 from posttrain import registry
@@ -168,22 +178,23 @@ def test_pairs_of_given_answers(tokenizer, template) -> None:
 
 def test_judged_answers(tokenizer, template) -> None:
     task = pairs_task(3)  # scores 1.0, 1.25, 1.5 and three times 0.25
-    source = given(tokenizer, template, task, "judged", data={"batch": 6})
+    source = given(tokenizer, template, task, "judged", data={"batch": 4})
     batch = source(1).batch
-    assert source.num_examples == 6
+    assert source.num_examples == 4
+    assert source.dropped["a score outside of 0 to 1, which is no label"] == 2
     assert batch.rows_per_unit == 1
     expected = {}
     for item in task.examples:
-        for response in item.responses:
+        for response in (r for r in item.responses if r.score <= 1.0):
             ids, start = encoded(tokenizer, template, item, response.text)
-            expected[ids] = (start, float(response.score > 0.5))
+            expected[ids] = (start, response.score)
     assert set(rows_of(batch)) == set(expected)
     for b, ids in enumerate(rows_of(batch)):
         start, label = expected[ids]
         assert batch.streams["labels"][b] == label
         assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
         assert int(batch.prefix[b]) == start  # where its prompt ends: answers to other prompts are put behind it
-    assert len(set(batch.group.tolist())) == 6
+    assert len(set(batch.group.tolist())) == 4
 
 
 def test_labelled_steps_are_trained_at_their_ends_alone(tokenizer, template) -> None:
@@ -348,14 +359,14 @@ def test_groups_are_drawn_until_enough_of_them_vary(tokenizer, template) -> None
     assert rows_of(draw.batch) == expected
     assert [[r.advantage is not None for r in group] for group in varied[:4]] == [[True] * 6] * 4
     assert all(r.advantage is None for group in groups for r in group if uniform(group))
-    assert draw.metrics["accepted_groups"] == 4 / len(groups)
+    assert draw.metrics["accepted_groups"] == len(varied) / len(groups)
     # what is reported is about all that was sampled, else the reward would be that of the survivors
     assert draw.metrics["uniform_groups"] == pytest.approx(1 - len(varied) / len(groups))
     assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / len(draw.rollouts))
     # the next batch does not depend on how many rounds this one took
-    assert [g[0].prompt_index for g in groups] == prompts_at(source, 0, 4 * rounds)
+    assert [g[0].prompt_index for g in groups] == prompts_drawn(source, 0, rounds)
     following = groups_of(source(2).rollouts, 6)
-    assert [g[0].prompt_index for g in following] == prompts_at(source, 32, len(following))
+    assert [g[0].prompt_index for g in following] == prompts_drawn(source, 1, len(following) // 4)
 
 
 def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> None:

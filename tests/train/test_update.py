@@ -332,3 +332,17 @@ def test_a_group_of_parameters_may_have_a_rate_of_its_own() -> None:
         weight.grad = torch.ones(1)
     apply_update(optimizer, weights, 0.5, None, 0.0, 1)
     assert [w.item() for w in weights] == [-0.5, -1.5]
+
+
+def test_a_critic_apart_is_clipped_by_its_own_norm():
+    """Gradients (3, 4) of the policy and 20 of the critic, at most 1 each."""
+    policy, critic = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([policy, critic], lr=1.0)
+    policy.grad, critic.grad = torch.tensor([3.0, 4.0]), torch.tensor([20.0])
+    assert apply_update(optimizer, [policy], 1.0, 1.0, 0.0, 1, apart=[critic]) == pytest.approx(5.0)
+    assert policy.tolist() == pytest.approx([-0.6, -0.8], abs=1e-6)
+    assert critic.tolist() == pytest.approx([-1.0], abs=1e-6)
+    policy.grad, critic.grad = torch.tensor([0.3, 0.4]), torch.tensor([float("inf")])
+    with pytest.raises(NonFiniteLoss, match=r"gradient norm 0\.5.*, of the critic inf"):
+        apply_update(optimizer, [policy], 1.0, 1.0, 0.0, 2, apart=[critic])
+    assert policy.tolist() == pytest.approx([-0.6, -0.8], abs=1e-6)

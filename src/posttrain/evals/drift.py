@@ -19,6 +19,8 @@ from posttrain.train.reference import Reference
 from posttrain.types import Batch, Sample, collate
 
 NUM_CANDIDATES = 1024
+# Probabilities of all candidates exist for so many tokens at a time, whatever training can afford.
+MAX_TOKENS = 2048
 
 
 @torch.no_grad()
@@ -67,19 +69,21 @@ def measure_drift(
         samples.append(Sample([*prompt, *answer], mask, group=index, prefix=len(prompt)))
     batch = collate(samples)
     kl, entropy = 0.0, 0.0
-    for rows in split_rows(batch, tokens_per_micro):
+    for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS)):
         part = batch.select(rows)
         now = policy(part, "detached")
         assert now.entropy is not None
         trained = part.mask.to(now.entropy.device)
         entropy += float(torch.where(trained, now.entropy, torch.zeros_like(now.entropy)).sum(dtype=torch.float64))
         kl += float(_kl_of_states(part, policy, start).sum())
-    return {
+    facts = {
         "kl_from_start": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
-        "sampled_accuracy": statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts),
         "sampled_num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
     }
+    if any(example.answer is not None for example in examples):
+        facts["sampled_accuracy"] = statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts)
+    return facts
 
 
 def _kl_of_states(batch: Batch, policy: Forward, start: Reference) -> Tensor:

@@ -140,9 +140,14 @@ def spread_labels(targets: Sequence[float], distance: float) -> list[float]:
 
 
 def _draw_drift(axes: Any, lines: Sequence[Line]) -> None:
-    """Reward (or, where evaluations have none, accuracy) against the KL from the start."""
-    has_reward = all(None not in line.band.rewards for line in lines)
+    """Reward (or, where evaluations have none, accuracy) against the KL from the start.
+
+    Methods with a reward of their own have none that could be compared, and are left out.
+    """
+    has_reward = any(None not in line.band.rewards for line in lines)
     subtitle = f"held-out {'reward' if has_reward else 'accuracy'}; higher with less drift is better"
+    if has_reward and any(None in line.band.rewards for line in lines):
+        subtitle += "; without methods of another reward"
     drawn = 0
     for line in reversed(lines):
         values = line.band.rewards if has_reward else line.band.means

@@ -145,6 +145,12 @@ def standings(plan: Plan) -> dict[str, Standing]:
             conflicts.append(f"{cell.folder}: another process is working in it; wait for it or stop it")
         status = run.read_status()
         found[cell.name] = "finished" if status is not None and status.state == "finished" else "unfinished"
+    made = [name for name, standing in found.items() if standing != "new" and name != "start"]
+    if plan.start is not None and found.get("start") == "new" and made:
+        conflicts.append(
+            f"{plan.start.folder}: the start is gone or new, and {len(made)} cells were trained from an earlier one; "
+            f"they are not comparable with what would follow: {', '.join(made[:3])}"
+        )
     if conflicts:
         more = len(conflicts) - NUM_CONFLICTS_SHOWN
         tail = f"\nand {more} more." if more > 0 else ""

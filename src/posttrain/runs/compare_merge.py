@@ -20,6 +20,7 @@ METHOD_KEYS = (
     "rollout.select",
     "rollout.label_above",
     "rollout.drop_uniform_groups",
+    "rollout.uniform_by",
     "rollout.max_rounds",
     "rollout.old_logprobs",
 )

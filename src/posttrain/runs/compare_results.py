@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def collect_results(plan: Plan, outcome: Outcome, command: str) -> Comparison:
         DataError: a record is damaged.
     """
     cells = [read_result(cell, outcome.failures.get(cell.name)) for cell in plan.cells]
+    own_reward = {m.name for m in plan.methods if any(key.startswith("rewards") for key in m.differs)}
+    cells = [without_reward(cell) if cell.method in own_reward else cell for cell in cells]
     differs = {
         method.name: [_show_change(key, old, new) for key, (old, new) in sorted(method.differs.items())]
         for method in plan.methods
@@ -59,6 +62,12 @@ def read_result(cell: Cell, problem: str | None) -> CellResult:
     state: CellState = "finished" if finished else "failed" if problem is not None else "unfinished"
     rows = MetricsLog(cell.folder / "metrics.jsonl").read()
     return read_cell(rows, cell.method, cell.seed, state, None if finished else problem)
+
+
+def without_reward(cell: CellResult) -> CellResult:
+    """A cell whose reward is not that of the others: its own number would be read as a comparison."""
+    facts = {key: value for key, value in cell.facts.items() if key != "reward"}
+    return replace(cell, facts=facts, curve=[replace(point, reward=None) for point in cell.curve])
 
 
 def _show_change(key: str, old: Any, new: Any) -> str:

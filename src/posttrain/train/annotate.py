@@ -155,11 +155,10 @@ class Annotator:
         pieces_ids, pieces_logprobs = {}, {}
         for rows in split_rows(seen, self.tokens_per_micro, self.rows_per_micro):
             part = seen.select(rows)
-            ids, logprobs = self.teacher.top_candidates(part, self.top_k)
+            ids, logprobs = (x.cpu() for x in self.teacher.top_candidates(part, self.top_k))
             for place, row in enumerate(rows):
                 trained = part.mask[place]
-                pieces_ids[row] = ids[place].cpu()[trained]
-                pieces_logprobs[row] = logprobs[place].cpu()[trained]
+                pieces_ids[row], pieces_logprobs[row] = ids[place][trained], logprobs[place][trained]
         k = pieces_ids[0].shape[-1]
         all_ids = torch.zeros((*batch.mask.shape, k), dtype=torch.long)
         all_logprobs = torch.zeros((*batch.mask.shape, k), dtype=torch.float32)

@@ -16,7 +16,7 @@ from posttrain.kl_control import MAX_ERROR
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection, Recipe
+from posttrain.recipe import ModelSection, Recipe, RolloutSection, Word
 from posttrain.registry import Entry
 from posttrain.rollout import Grader
 from posttrain.tasks.base import Task
@@ -52,7 +52,8 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
         return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
     if recipe.head.trunk == "shared":
         return Forward(model, temperature, head=head), {"head": head}
-    trunk = copy.deepcopy(model)
+    frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
+    trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared
     base = causal_lm(trunk)
     if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
         base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
@@ -124,7 +125,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
     assert recipe.teacher is not None
     section = ModelSection(
         name=recipe.teacher.name,
-        dtype=recipe.model.dtype,
+        dtype=recipe.teacher.dtype or recipe.model.dtype,
         device=recipe.model.device,
         trust_remote_code=recipe.teacher.trust_remote_code,
     )
@@ -179,6 +180,7 @@ def build_rollout_source(
             "rollout.select: advantages per token and kl_in_reward are computed over every completion; "
             "leave rollout.select out"
         )
+    _check_labels(options, options.select, annotate.needs)
     smallest = 2 if unit == "pair" or options.drop_uniform_groups else 1
     if options.group < smallest:
         what = "a pair needs two answers" if unit == "pair" else "a group of one completion is always uniform"
@@ -207,6 +209,16 @@ def build_rollout_source(
     )
 
 
+def _check_labels(options: RolloutSection, select: Word, needs: frozenset[str]) -> None:
+    """Refuse two opinions about what is right."""
+    threshold = select.options.get("threshold")
+    if "labels" in needs and select.name == "balanced" and threshold != options.label_above:
+        raise RecipeError(
+            f"rollout.select.threshold: {threshold} decides what is chosen as right, and rollout.label_above "
+            f"{options.label_above} what is labelled as right; give both the same number"
+        )
+
+
 def _build_credit(recipe: Recipe, needs: frozenset[str]) -> Credit:
     if recipe.advantage is None:
         return Credit(None)
@@ -222,6 +234,11 @@ def _build_credit(recipe: Recipe, needs: frozenset[str]) -> Credit:
         raise RecipeError(
             f"advantage: {entry.name!r} needs values, which objective {recipe.objective.name!r} does not learn; "
             "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+        )
+    if entry.traits.get("wants_positive") and recipe.kl_in_reward is not None:
+        raise RecipeError(
+            f"kl_in_reward: a penalty makes rewards negative, and advantage {entry.name!r} divides by their mean; "
+            "use the objective's kl instead"
         )
     per_token = entry.traits.get("level") == "token"
     if "returns" in needs and not per_token:

@@ -112,14 +112,17 @@ class Loop:
         return TrainResult(self.step, reason, self.evaluations or {})
 
     def _check_source(self, found: Checkpoint) -> None:
-        """Refuse if ``model.name`` is a run that has a better checkpoint by now: it is base and reference here."""
-        began = found.state.get("model", self.parts.model_source)
-        if began != self.parts.model_source:
-            raise UsageError(
-                f"model.name: {self.recipe.model.name!r} stood for {began} when this run began, and stands for "
-                f"{self.parts.model_source} now. Point `checkpoints/best` there back to {began}, or start again under "
-                "another name with --run NAME"
-            )
+        """Refuse if a run that is the start, the reference or the teacher here has a better checkpoint by now."""
+        named: list[tuple[str, str, str | None]] = [("model", self.recipe.model.name, self.parts.model_source)]
+        if self.recipe.teacher is not None:
+            named.append(("teacher", self.recipe.teacher.name, self.parts.teacher_source))
+        for key, name, now in named:
+            began = found.state.get(key, now)
+            if began != now:
+                raise UsageError(
+                    f"{key}.name: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
+                    f"`checkpoints/best` there back to {began}, or start again under another name with --run NAME"
+                )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -164,8 +167,8 @@ class Loop:
             entropy=self.parts.entropy,
         )
         try:
-            parameters = [p for _, p in self.parts.parameters]
-            norm = apply_update(self.parts.optimizer, parameters, lr, options.max_grad_norm, loss, step)
+            own, apart = self.parts.split_parameters()
+            norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
@@ -243,6 +246,7 @@ class Loop:
             state={
                 "recipe": self.recipe.fingerprint(),
                 "model": self.parts.model_source,
+                "teacher": self.parts.teacher_source,
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "source": self.parts.source.state(),

@@ -18,6 +18,7 @@ from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices, permutation
 from posttrain.recipe import Recipe
+from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.selection import Units, choose_units
@@ -79,6 +80,12 @@ class RolloutSource:
             top_p=self.options.top_p,
             stop_ids=stop_ids(tokenizer, grader.template),
         )
+        parts = [name for name, _, _ in grader.rewards]
+        if self.options.uniform_by not in ("reward", *parts):
+            raise UsageError(
+                f"rollout.uniform_by: there is no reward part {self.options.uniform_by!r}."
+                f"{suggest(self.options.uniform_by, parts)} Known: reward, {', '.join(parts)}"
+            )
         self._batch: Batch | None = None
 
     def __call__(self, step: int) -> Draw:
@@ -167,19 +174,21 @@ class RolloutSource:
         options = self.options
         sampled: list[list[Rollout]] = []
         chosen: list[list[Rollout]] = []
-        grading = 0.0
+        grading, num_fitting = 0.0, 0
         rounds = options.max_rounds if options.drop_uniform_groups else 1
         for attempt in range(rounds):
-            start = (cycle * rounds + attempt) * options.prompts
+            # the first draw is that of every method; further ones follow an order of their own
+            start = (cycle if attempt == 0 else cycle * (rounds - 1) + attempt - 1) * options.prompts
             groups, seconds = self._sample(start, step, attempt)
             grading += seconds
             sampled += groups
             fitting = [g for g in groups if self._fits(g)]
+            num_fitting += len(fitting)
             chosen += fitting[: options.prompts - len(chosen)]
             if len(chosen) == options.prompts:
                 break
-        accepted = len(chosen) / len(sampled)
-        if len(chosen) < options.prompts:  # the bound is reached: fill up with groups that add nothing
+        accepted = num_fitting / len(sampled)
+        if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
             rest = [g for g in sampled if not self._fits(g)]
             chosen += rest[: options.prompts - len(chosen)]
         return sampled, chosen, accepted, grading
@@ -188,11 +197,14 @@ class RolloutSource:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
+        part = self.options.uniform_by
+        seen = {r.reward if part == "reward" else r.parts[part] for r in group}
         rewards = torch.tensor([[r.reward for r in group]], dtype=torch.float64)
-        return len(set(rewards.tolist()[0])) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
+        return len(seen) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
 
     def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
-        places = draw_indices(self.seed, "prompts", start, self.options.prompts, len(self.kept))
+        order = "prompts" if attempt == 0 else "further prompts"
+        places = draw_indices(self.seed, order, start, self.options.prompts, len(self.kept))
         groups, seconds = collect(
             self.engine,
             self.tokenizer,

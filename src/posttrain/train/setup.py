@@ -19,7 +19,7 @@ from posttrain.errors import RecipeError
 from posttrain.evals.generation import task_label
 from posttrain.evals.held_out import HeldOut, choose_held_out
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
-from posttrain.models.load import LoadedModel, load_model
+from posttrain.models.load import LoadedModel, load_model, resolve_model_name
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe, Word
@@ -29,6 +29,7 @@ from posttrain.rollout import Grader, build_grader
 from posttrain.tasks.base import Task
 from posttrain.train.annotate import TEACHER_STREAMS, needed_streams
 from posttrain.train.assemble import (
+    OWN_TEACHER,
     add_companions,
     build_annotator,
     build_rollout_source,
@@ -66,8 +67,16 @@ class Parts:
     held_out: dict[str, HeldOut]  # by a task's label: those on which the objective itself is evaluated
     eval_sampling: Sampling
     context_tokens: int
+    teacher_source: str | None = None
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     drift_sampling: Sampling | None = None
+
+    def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
+        """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
+        if "critic" not in self.companions:
+            return [p for _, p in self.parameters], []
+        own = {id(p) for p in self.model.parameters()}
+        return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
 
 
 def build_task(word: Word, where: str = "task") -> Task:
@@ -112,8 +121,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     _check_words(recipe, entry, needs, level, aggregation)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
-    temperature = recipe.rollout.temperature if recipe.rollout is not None else 1.0
-    policy = Forward(model, temperature)
+    policy = Forward(model, recipe.rollout.temperature if recipe.rollout is not None else 1.0)
     forward, companions = forward_with_head(recipe, entry, policy)
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(recipe, model, tokenizer)
@@ -153,7 +161,8 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, stops),
         context_tokens=context,
         reference=reference,
-        drift_sampling=_eval_sampling(recipe, temperature, stops) if recipe.eval.drift_prompts else None,
+        teacher_source=_teacher_source(recipe),
+        drift_sampling=_eval_sampling(recipe, policy.temperature, stops) if recipe.eval.drift_prompts else None,
     )
 
 
@@ -180,6 +189,13 @@ def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
     built: Engine = registry.find("engine", word.name).bind(word.options, "rollout.engine")(model, tokenizer)
     return built
+
+
+def _teacher_source(recipe: Recipe) -> str | None:
+    """The last part of where another model that teaches comes from, as for ``model_source``."""
+    if recipe.teacher is None or recipe.teacher.name == OWN_TEACHER:
+        return None
+    return Path(resolve_model_name(recipe.teacher.name)).name
 
 
 def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:

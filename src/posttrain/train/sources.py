@@ -146,7 +146,7 @@ class SupervisedSource:
         else:
             start = 1 if self.train_all else row.prompt_length
             mask = [False] * start + [True] * (n - start)
-            streams = {"labels": float(row.score > 0.5), "margins": unit[0].score - unit[-1].score}
+            streams = {"labels": row.score, "margins": unit[0].score - unit[-1].score}
         if self.shape == "demonstration":
             streams = {}
         # a prompt that is trained on itself cannot be shared

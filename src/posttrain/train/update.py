@@ -202,21 +202,31 @@ def apply_update(
     max_grad_norm: float | None,
     loss: float,
     step: int,
+    apart: Sequence[Tensor] = (),
 ) -> float:
     """Clip by global norm, step, clear gradients. Returns the gradient norm before clipping.
+
+    ``apart``: parameters that share nothing with the others (a critic of its own). They are clipped by
+    their own norm, so that errors of the critic do not shorten the steps of the policy.
 
     Raises:
         NonFiniteLoss: loss or norm is not finite; the weights are as before.
     """
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    norm, norm_apart = (
+        float(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
+        for group in (parameters, apart)
+    )
+    if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
         optimizer.zero_grad(set_to_none=True)
+        critic = f", of the critic {norm_apart}" if apart else ""
         raise NonFiniteLoss(
-            f"update {step}: loss {loss}, gradient norm {norm}. The weights were not changed. "
+            f"update {step}: loss {loss}, gradient norm {norm}{critic}. The weights were not changed. "
             "Usual causes: a learning rate that is too high, or a reward of enormous size"
         )
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, torch.tensor(norm))
+        if apart:
+            torch.nn.utils.clip_grads_with_norm_(apart, max_grad_norm, torch.tensor(norm_apart))
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
     optimizer.step()
