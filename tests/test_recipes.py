@@ -163,6 +163,8 @@ def with_coin(recipe: Recipe) -> Recipe:
     data = recipe.dump()
     if recipe.rollout is not None:
         data["rewards"] = [*data["rewards"], COIN]
+        if data["rollout"]["uniform_by"] != "reward":  # it is never right, so no group would differ in that part
+            data["rollout"]["uniform_by"] = COIN["name"]
     return validate_recipe(data)
 
 
