@@ -47,7 +47,7 @@ def choose_units(select: Callable[[Tensor], Any], rewards: Rewards, rows_per_uni
     return units
 
 
-@register("selection", level="row")
+@register("selection", level="row", takes_all=True)
 def every(rewards: Rewards) -> Units:
     """Every completion that was sampled, in order."""
     prompts, group = rewards.shape
@@ -84,7 +84,7 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
     return [((n, g),) for n, row in enumerate(rewards.tolist()) for g, r in enumerate(row) if r > threshold]
 
 
-@register("selection", level="row")
+@register("selection", level="row", labels_by="threshold")
 def balanced(rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Field(ge=1)] = 1) -> Units:
     """As many completions with a reward above ``threshold`` as without, at most ``keep`` of each a prompt.
 

@@ -16,7 +16,7 @@ from posttrain.kl_control import MAX_ERROR
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection, Recipe, RolloutSection, Word
+from posttrain.recipe import ModelSection, Recipe, RolloutSection
 from posttrain.registry import Entry
 from posttrain.rollout import Grader
 from posttrain.tasks.base import Task
@@ -175,12 +175,12 @@ def build_rollout_source(
             + ("pairs of answers" if level == "pair" else "single answers")
         )
     credit = _build_credit(recipe, annotate.needs)
-    if credit.needs_batch and selection.name != "every":
+    if credit.needs_batch and not selection.traits.get("takes_all"):
         raise RecipeError(
             "rollout.select: advantages per token and kl_in_reward are computed over every completion; "
             "leave rollout.select out"
         )
-    _check_labels(options, options.select, annotate.needs)
+    _check_labels(options, selection, annotate.needs)
     smallest = 2 if unit == "pair" or options.drop_uniform_groups else 1
     if options.group < smallest:
         what = "a pair needs two answers" if unit == "pair" else "a group of one completion is always uniform"
@@ -209,10 +209,12 @@ def build_rollout_source(
     )
 
 
-def _check_labels(options: RolloutSection, select: Word, needs: frozenset[str]) -> None:
-    """Refuse two opinions about what is right."""
-    threshold = select.options.get("threshold")
-    if "labels" in needs and select.name == "balanced" and threshold != options.label_above:
+def _check_labels(options: RolloutSection, selection: Entry, needs: frozenset[str]) -> None:
+    """Refuse two opinions about what is right; a selection says which of its options is one (``labels_by``)."""
+    assert options.select is not None, "resolved"
+    key = selection.traits.get("labels_by")
+    threshold = options.select.options.get(key) if key is not None else None
+    if "labels" in needs and threshold is not None and threshold != options.label_above:
         raise RecipeError(
             f"rollout.select.threshold: {threshold} decides what is chosen as right, and rollout.label_above "
             f"{options.label_above} what is labelled as right; give both the same number"
