@@ -13,7 +13,7 @@ from posttrain.models.load import TINY
 from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
-from posttrain.rollout import build_grader, collect, encode_prompts
+from posttrain.rollout import Attempt, Grader, build_grader, collect, encode_prompts
 from posttrain.types import Completion, Example, Message
 
 
@@ -31,6 +31,11 @@ def example(index: int, answer: str | None = "42") -> Example:
     return Example(id=f"sum/{index}", messages=(question,), answer=answer)
 
 
+def grade_one(grader: Grader, given: Example, text: str, completion: Completion) -> tuple[dict[str, float], float]:
+    [grade] = grader.grade([Attempt(given, "prompt", text, completion)])
+    return grade.parts, grade.reward
+
+
 RIGHT = " 40 and 2. </think> <answer> 42 </answer>"
 WRONG = " 40 and 1. </think> <answer> 41 </answer>"
 LOOSE = " It is </think> so <answer> 42 </answer>"
@@ -43,7 +48,7 @@ def test_weighted_sum_of_unweighted_parts() -> None:
     completion = Completion((1, 2, 3), (-1.0,) * 3, "stop")
 
     def grade(text: str) -> tuple[dict[str, float], float]:
-        return grader.grade(example(1), "prompt", "<think>" + text, completion)
+        return grade_one(grader, example(1), "<think>" + text, completion)
 
     assert grade(RIGHT) == ({"correct": 1.0, "xml_format": 1.0}, 2.25)
     assert grade(WRONG) == ({"correct": 0.0, "xml_format": 1.0}, 0.25)
@@ -56,31 +61,34 @@ def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, for
     grader = build_grader([RewardWord(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
     assert grader.format_part == format_part
     text = "<think>" + RIGHT if name == "r1_zero" else "so \\boxed{42}"
-    parts, reward = grader.grade(example(1), "", text, Completion((1,) * 5, (0.0,) * 5, "stop"))
+    parts, reward = grade_one(grader, example(1), text, Completion((1,) * 5, (0.0,) * 5, "stop"))
     assert (parts["correct"], parts[format_part]) == (1.0, 1.0)
     assert reward == parts["overlong"] == 0.0
     assert [weight for _, weight, _ in grader.rewards] == [1.0, 0.0, 0.0]
 
 
 def test_a_reward_that_stands_twice_is_told_apart() -> None:
-    words = [RewardWord(name="correct"), RewardWord(name="correct", weight=0.5, tolerance=2.0)]
+    words = [
+        RewardWord(name="correct"),
+        RewardWord(name="correct", weight=0.5, mode={"name": "numeric", "tolerance": 2.0}),
+    ]
     grader = build_grader(words, template())
-    parts, reward = grader.grade(example(1), "", "<think>" + WRONG, Completion((1,), (0.0,), "stop"))
+    parts, reward = grade_one(grader, example(1), "<think>" + WRONG, Completion((1,), (0.0,), "stop"))
     assert parts == {"correct": 0.0, "correct_1": 1.0, "xml_format": 1.0}
     assert reward == 0.5
 
 
 def test_an_answer_that_is_not_known_is_never_right() -> None:
     grader = build_grader([], template())
-    parts, _ = grader.grade(example(1, answer=None), "", "<think>" + RIGHT, Completion((1,), (0.0,), "stop"))
+    parts, _ = grade_one(grader, example(1, answer=None), "<think>" + RIGHT, Completion((1,), (0.0,), "stop"))
     assert parts["correct"] == 0.0
 
 
-def asks_for_everything(prompt, text, extracted, answer, num_tokens, finish, tags, meta) -> float:
+def asks_for_everything(prompt, text, extracted, answer, num_tokens, finish, tags, grader, meta) -> float:
     assert prompt.endswith("<think>")
     assert text == "<think>" + RIGHT
     assert (extracted.strip(), answer, finish) == ("42", "42", "stop")
-    assert (tags, dict(meta)) == (("think", "answer"), {})
+    assert (tags, grader, dict(meta)) == (("think", "answer"), "numeric", {})
     return float(num_tokens)
 
 
@@ -145,9 +153,9 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tokenizer) -> None:
 
 
 def test_a_reward_that_asks_for_something_else_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"rewards\.0: .*asks for 'grader', which is not available"):
+    with pytest.raises(UsageError, match=r"rewards\.0: .*asks for 'judge', which is not available"):
         build_grader([RewardWord(name="test_rollout:asks_too_much")], template())
 
 
-def asks_too_much(grader) -> float:
+def asks_too_much(judge) -> float:
     return 0.0

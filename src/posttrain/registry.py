@@ -40,11 +40,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "selection": ("posttrain.selection",),
     "correction": ("posttrain.correction",),
     "reward": (
+        "posttrain.rewards.correct",
         "posttrain.rewards.format",
         "posttrain.rewards.numeric",
         "posttrain.rewards.length",
         "posttrain.rewards.scored",
     ),
+    "grader": ("posttrain.rewards.numeric", "posttrain.rewards.scored"),
     "template": ("posttrain.render",),
     "task": (
         "posttrain.tasks.stories",

@@ -13,7 +13,28 @@ from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt
 from posttrain.rewards.calling import BoundReward, bind_reward
+from posttrain.rewards.grading import Verdict
 from posttrain.types import Completion, Example, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A completion to be graded: what was asked, and what came (see ``Rollout.text``)."""
+
+    example: Example
+    prompt: str
+    text: str
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Every part unweighted, their weighted sum, the answer that was graded, and what the grader said of it."""
+
+    parts: dict[str, float]
+    reward: float
+    extracted: str | None
+    outcome: str
 
 
 @dataclass(frozen=True)
@@ -28,29 +49,48 @@ class Grader:
     rewards: tuple[tuple[str, float, BoundReward], ...]
     format_part: str
 
-    def grade(self, example: Example, prompt: str, text: str, completion: Completion) -> tuple[dict[str, float], float]:
-        """Every part unweighted, and the weighted sum.
+    def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
+        """Every part of every attempt unweighted, and the weighted sums, in order.
 
         Raises:
             RewardFailure: a reward raised or returned no finite number.
         """
-        available = {
-            "prompt": prompt,
-            "text": text,
-            "extracted": self.template.extract(text),
-            "answer": example.answer,
-            "num_tokens": len(completion.ids),
-            "finish": completion.finish,
-            "tags": self.template.tags,
-            "meta": example.meta,
-        }
-        parts: dict[str, float] = {}
-        total = 0.0
-        for name, weight, reward in self.rewards:
-            value = reward(available, example.id)
-            parts[name] = value
-            total += weight * value
-        return parts, total
+        extracted = [self.template.extract(attempt.text) for attempt in attempts]
+        available = [
+            {
+                "prompt": attempt.prompt,
+                "text": attempt.text,
+                "extracted": found,
+                "answer": attempt.example.answer,
+                "num_tokens": len(attempt.completion.ids),
+                "finish": attempt.completion.finish,
+                "tags": self.template.tags,
+                "grader": attempt.example.grader,
+                "meta": attempt.example.meta,
+            }
+            for attempt, found in zip(attempts, extracted, strict=True)
+        ]
+        ids = [attempt.example.id for attempt in attempts]
+        columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
+        return [
+            _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
+            for i in range(len(attempts))
+        ]
+
+
+def _sum_up(parts: Sequence[tuple[str, float, float | Verdict]], extracted: str | None) -> Grade:
+    values: dict[str, float] = {}
+    facts: dict[str, float] = {}
+    outcome, total = "ungraded", 0.0
+    for name, weight, found in parts:
+        value = found.value if isinstance(found, Verdict) else found
+        values[name] = value
+        total += weight * value
+        if isinstance(found, Verdict):
+            facts |= found.facts
+            if name == "correct":
+                outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
+    return Grade(facts | values, total, extracted, outcome)
 
 
 def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
@@ -103,28 +143,30 @@ def collect(
     keys = [[derive_key(seed, purpose, counter, slot, g) for g in range(group)] for slot in range(len(prompts))]
     completions = engine.generate(prompts, keys, sampling)
     started = time.perf_counter()
-    groups = []
-    for slot, (example, ids, sampled) in enumerate(zip(examples, prompts, completions, strict=True)):
-        prompt_text = tokenizer.decode(list(ids), skip_special_tokens=False)
-        rollouts = []
-        for g, completion in enumerate(sampled):
-            text = decode_response(tokenizer, grader.template, completion.ids)
-            parts, reward = grader.grade(example, prompt_text, text, completion)
-            rollouts.append(
-                Rollout(
-                    example=example,
-                    prompt_ids=tuple(ids),
-                    completion=completion,
-                    text=text,
-                    parts=parts,
-                    reward=reward,
-                    step=step,
-                    epoch=epoch,
-                    prompt_index=prompt_indices[slot] if prompt_indices is not None else slot,
-                    rollout_index=g,
-                )
-            )
-        groups.append(rollouts)
+    attempts = [
+        Attempt(example, prompt, decode_response(tokenizer, grader.template, completion.ids), completion)
+        for example, ids, sampled in zip(examples, prompts, completions, strict=True)
+        for prompt in [tokenizer.decode(list(ids), skip_special_tokens=False)]
+        for completion in sampled
+    ]
+    rollouts = [
+        Rollout(
+            example=attempt.example,
+            prompt_ids=tuple(prompts[index // group]),
+            completion=attempt.completion,
+            text=attempt.text,
+            parts=grade.parts,
+            reward=grade.reward,
+            step=step,
+            epoch=epoch,
+            prompt_index=prompt_indices[index // group] if prompt_indices is not None else index // group,
+            rollout_index=index % group,
+            extracted=grade.extracted,
+            outcome=grade.outcome,
+        )
+        for index, (attempt, grade) in enumerate(zip(attempts, grader.grade(attempts), strict=True))
+    ]
+    groups = [rollouts[start : start + group] for start in range(0, len(rollouts), group)]
     return groups, time.perf_counter() - started
 
 

@@ -53,7 +53,8 @@ class Example:
     ``id`` is unique and stable within its task (``stories/train/17``). ``answer`` is the gold
     answer as text; ``solution`` the worked reasoning that leads to it, without the answer line
     (None: no working known; a demonstration then answers at once). ``responses`` are given answers
-    with their worth: a pair's chosen and rejected, a judged answer, labelled solutions.
+    with their worth: a pair's chosen and rejected, a judged answer, labelled solutions. ``grader``: the word
+    that says whether an answer is right (``posttrain explain grader``).
     """
 
     id: str
@@ -62,6 +63,7 @@ class Example:
     solution: str | None = None
     responses: tuple[Response, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    grader: str = "numeric"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ class Rollout:
     """A completion with its text, its reward parts (unweighted) and their weighted sum.
 
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
-    decoded completion without its end token.
+    decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
+    found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
+    ``crash``).
     """
 
     example: Example
@@ -97,6 +101,8 @@ class Rollout:
     prompt_index: int
     rollout_index: int
     advantage: float | None = None
+    extracted: str | None = None
+    outcome: str = "ungraded"
 
 
 @dataclass(slots=True)

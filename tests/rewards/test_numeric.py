@@ -5,24 +5,64 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.correct import correct
+from posttrain.rewards.grading import Submission
 from posttrain.rewards.length import overlong
-from posttrain.rewards.numeric import correct, is_number
+from posttrain.rewards.numeric import exact, is_number, numeric
 from posttrain.rewards.scored import task_score
 
 
-def test_correct_compares_values_not_spelling() -> None:
-    assert correct("$1,000", "1000") == 1.0
-    assert correct("999", "1000") == 0.0
-    assert correct("999", "1000", tolerance=1.0) == 1.0
-    assert correct("998.9", "1000", tolerance=1.0) == 0.0
-    assert correct("Yes", "yes") == 1.0
+def outcome(extracted: str | None, answer: str | None, **options: float) -> str:
+    return numeric(Submission("", extracted, answer), **options).outcome
 
 
-def test_without_an_extracted_or_gold_answer_nothing_is_correct() -> None:
-    assert correct(None, "3") == 0.0
-    assert correct("3", None) == 0.0
-    assert correct("", "3") == 0.0
+def test_numeric_compares_values_not_spelling() -> None:
+    assert outcome("$1,000", "1000") == "right"
+    assert outcome("999", "1000") == "wrong"
+    assert outcome("999", "1000", tolerance=1.0) == "right"
+    assert outcome("998.9", "1000", tolerance=1.0) == "wrong"
+    assert outcome("Yes", "yes") == "right"
+
+
+def test_without_an_extracted_or_gold_answer_nothing_is_right() -> None:
+    assert outcome(None, "3") == "no_answer"
+    assert outcome("3", None) == "ungraded"
+    assert outcome("", "3") == "wrong"
+
+
+def test_exact_compares_spelling_not_values() -> None:
+    assert exact(Submission("", "1.0", "1")).outcome == "wrong"
+    assert exact(Submission("", " $Blue  Whale$.", "blue whale")).outcome == "right"
+    assert exact(Submission("", None, "1")).outcome == "no_answer"
+    assert exact(Submission("", "1", None)).outcome == "ungraded"
+
+
+def test_correct_asks_the_grader_of_each_example_and_keeps_the_order() -> None:
+    full = {"score": lambda text: len(text) / 4}
+    columns = {
+        "text": ["", "", "", ""],
+        "extracted": ["1.0", "1.0", "abcd", "abc"],
+        "answer": ["1", "1", None, None],
+        "grader": ["numeric", "exact", "scored", "scored"],
+        "meta": [{}, {}, full, full],
+    }
+    verdicts = correct(**columns)
+    assert [v.outcome for v in verdicts] == ["right", "wrong", "right", "wrong"]
+    assert [dict(v.facts) for v in verdicts[2:]] == [{"task_score": 1.0}, {"task_score": 0.75}]
+    assert [v.outcome for v in correct(**columns, mode="numeric")] == ["right", "right", "ungraded", "ungraded"]
+    assert correct(**columns, mode={"name": "numeric", "tolerance": 1.0})[0].value == 1.0
+
+
+def test_a_grader_that_is_not_there_is_refused_before_anything_is_sampled() -> None:
+    entry = registry.find("reward", "correct")
+    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'. Did you mean 'numeric'"):
+        bind_reward(entry, {"mode": "numerc"}, "rewards.0")
+    with pytest.raises(RecipeError, match=r"rewards.0.mode.tolerence"):
+        bind_reward(entry, {"mode": {"name": "numeric", "tolerence": 1}}, "rewards.0")
+    with pytest.raises(UsageError, match=r"rewards.0.mode: a grader has a name"):
+        bind_reward(entry, {"mode": {"tolerance": 1}}, "rewards.0")
 
 
 def test_is_number() -> None:
@@ -49,7 +89,7 @@ def test_overlong_refuses_a_margin_wider_than_the_limit() -> None:
         ("overlong", {"limit": 10}, "rewards.0.cache: reward 'overlong' needs this key"),
         ("overlong", {"limit": 10, "cashe": 2, "cache": 1}, "Did you mean 'cache'"),
         ("overlong", {"limit": 0, "cache": 1}, "greater than or equal to 1"),
-        ("correct", {"tolerance": -1}, "greater than or equal to 0"),
+        ("correct", {"tolerance": 1}, "'tolerance'"),
         ("xml_count", {"trailing": -0.1}, "greater than or equal to 0"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_file_of_a_later_posttrain_is_refused_and_unchanged(tmp_path: Path) ->
     RolloutStore(path).close()
     with connect(path, read_only=False) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(DataError, match=r"schema version 2.*up to 1.*upgrade"):
+    with pytest.raises(DataError, match=r"schema version 3.*up to 2.*upgrade"):
         RolloutStore(path)
     with connect(path, read_only=True) as db:
         assert schema_version(db) == 2

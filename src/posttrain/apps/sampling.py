@@ -25,7 +25,7 @@ from posttrain.models.load import load_model
 from posttrain.randomness import derive_key
 from posttrain.recipe import ModelSection, Recipe, RewardWord, Word, apply_override
 from posttrain.render import decode_response, encode_prompt, stop_ids
-from posttrain.rollout import Grader, build_grader
+from posttrain.rollout import Attempt, Grader, build_grader
 from posttrain.runs.directory import find_run, run_names
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.rollouts import RolloutStore
@@ -285,8 +285,8 @@ def _print_completion(console: Console, sampler: Sampler, example: Example, comp
         facts.append(f"mean log-prob {math.fsum(completion.logprobs) / len(completion.logprobs):.3f}")
     facts.append("no answer found" if extracted is None else f"answer {extracted}")
     if example.answer is not None:
-        parts, _ = sampler.grader.grade(example, "", text, completion)
-        facts.append("right" if parts["correct"] == 1.0 else f"wrong, it is {example.answer}")
+        grade = sampler.grader.grade([Attempt(example, "", text, completion)])[0]
+        facts.append("right" if grade.outcome == "right" else f"wrong, it is {example.answer}")
     console.print()
     console.print(Text(text))
     console.print(Text(" · ".join(facts), style="dim"))

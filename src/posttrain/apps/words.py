@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
     "reward": ("rewards", "a number for one completion"),
+    "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
     "task": ("task", "examples with answers"),
     "engine": ("rollout.engine", "samples completions"),

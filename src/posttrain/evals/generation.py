@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
 from posttrain.randomness import permutation
+from posttrain.rewards.grading import FAILURES
 from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.tasks.base import Task
 from posttrain.types import Rollout
@@ -112,7 +113,8 @@ def summarize(rollouts: Sequence[Rollout], n: int, grader: Grader, task: Task) -
         "accuracy_low": low,
         "accuracy_high": high,
         "format": sum(r.parts[grader.format_part] > 0 for r in rollouts) / n,
-        "parse_failures": sum(grader.template.extract(r.text) is None for r in rollouts) / n,
+        "parse_failures": sum(r.outcome == "no_answer" for r in rollouts) / n,
+        "grading_failures": sum(r.outcome in FAILURES for r in rollouts) / n,
         "truncated": sum(r.completion.finish == "length" for r in rollouts) / n,
         "num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
         "reward": statistics.fmean(r.reward for r in rollouts),

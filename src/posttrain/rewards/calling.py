@@ -2,21 +2,24 @@
 
 A reward is any function that returns a number. Its positional parameters are names from
 ``AVAILABLE``; its keyword-only parameters are options of the recipe. The same rule holds for
-ours and for users' (``module:function``).
+ours and for users' (``module:function``). A reward registered with ``batched=True`` is called once for many
+completions: each parameter is then a sequence, one value for each, and so is the result. A result is a
+number or a ``Verdict``.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
-from posttrain.registry import Entry, suggest
+from posttrain.registry import Entry, find, suggest
+from posttrain.rewards.grading import Verdict
 
 # What a reward may ask for, with its meaning.
 AVAILABLE: dict[str, str] = {
@@ -27,6 +30,7 @@ AVAILABLE: dict[str, str] = {
     "num_tokens": "length of the completion in tokens, the end token included (int)",
     "finish": "'stop' or 'length' (str)",
     "tags": "the template's tags (tuple of str, maybe empty)",
+    "grader": "the name of the task's own grader (str)",
     "meta": "the example's further facts (mapping)",
 }
 
@@ -38,26 +42,51 @@ class BoundReward:
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]
+    batched: bool = False
 
     def __call__(self, available: Mapping[str, Any], example_id: str = "") -> float:
-        """The reward for one completion.
+        """The reward for one completion; see ``grade``."""
+        found = self.grade([available], [example_id])[0]
+        return found.value if isinstance(found, Verdict) else found
+
+    def grade(self, available: Sequence[Mapping[str, Any]], example_ids: Sequence[str]) -> list[float | Verdict]:
+        """The rewards for many completions, in order.
 
         Args:
-            available: a value for every name of ``AVAILABLE`` that the reward asks for.
-            example_id: named in the message when the reward fails.
+            available: for each completion a value for every name of ``AVAILABLE`` that the reward asks for.
+            example_ids: named in the message when the reward fails.
 
         Raises:
             RewardFailure: the function raised, or returned no finite number.
         """
-        place = f"reward {self.name!r}" + (f", example {example_id!r}" if example_id else "")
-        given = {name: available[name] for name in self.parameters}
+        if self.batched:
+            where = example_ids[0] if len(set(example_ids)) == 1 else ""
+            columns = {name: [one[name] for one in available] for name in self.parameters}
+            values = self._call(columns, where)
+            if not isinstance(values, Sequence) or len(values) != len(available):
+                raise RewardFailure(f"reward {self.name!r}: {len(available)} completions need as many results")
+        else:
+            values = [
+                self._call({name: one[name] for name in self.parameters}, example_id)
+                for one, example_id in zip(available, example_ids, strict=True)
+            ]
+        return [
+            value if isinstance(value, Verdict) else _check_number(value, self._place(example_id))
+            for value, example_id in zip(values, example_ids, strict=True)
+        ]
+
+    def _place(self, example_id: str) -> str:
+        return f"reward {self.name!r}" + (f", example {example_id!r}" if example_id else "")
+
+    def _call(self, given: Mapping[str, Any], example_id: str) -> Any:
         try:
-            value = self.function(**given)
+            return self.function(**given)
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except Exception as error:  # a user's function may raise anything; the cause is kept
-            raise RewardFailure(f"{place}: the function raised {type(error).__name__}: {error}") from error
-        return _check_number(value, place)
+            raise RewardFailure(
+                f"{self._place(example_id)}: the function raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def bind_reward(
@@ -76,10 +105,25 @@ def bind_reward(
     """
     if isinstance(reward, Entry):
         name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
+        _check_words(reward, options or {}, where)
+        batched = bool(reward.traits.get("batched"))
     else:
         name, function = getattr(reward, "__name__", repr(reward)), reward
-        bound = partial(reward, **(options or {}))
-    return BoundReward(name, bound, _asked(name, function, where))
+        bound, batched = partial(reward, **(options or {})), False
+    return BoundReward(name, bound, _asked(name, function, where), batched)
+
+
+def _check_words(reward: Entry, options: Mapping[str, Any], where: str) -> None:
+    """Refuse an option that names a word of another kind (trait ``words``), if there is no such word."""
+    for key, kind in reward.traits.get("words", {}).items():
+        value = options.get(key, "auto")
+        if value == "auto":
+            continue
+        place = f"{where}.{key}" if where else key
+        given = {"name": value} if isinstance(value, str) else dict(value)
+        if "name" not in given:
+            raise UsageError(f"{place}: a {kind} has a name and maybe options; got {value!r}")
+        find(kind, str(given.pop("name")), place).bind(given, place)
 
 
 def call_reward(

@@ -1,4 +1,4 @@
-"""Rewards for exact answers. Verifiable rewards as in DeepSeek-R1 (Guo et al. 2025, section 2.2)."""
+"""Exact answers: numbers as exact fractions, anything else as text. Nothing is ever evaluated."""
 
 from __future__ import annotations
 
@@ -7,26 +7,39 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.registry import register
-from posttrain.rewards.answers import parse_quantity, same_answer
+from posttrain.rewards.answers import parse_quantity, same_answer, same_text
+from posttrain.rewards.grading import Submission, Verdict
 
 
-@register("reward")
-def correct(extracted: str | None, answer: str | None, *, tolerance: Annotated[float, Field(ge=0)] = 0.0) -> float:
-    """1 if the extracted answer equals the gold answer, else 0.
+@register("grader")
+def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] = 0.0) -> Verdict:
+    """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
-    ``r = 1[|x − y| ≤ tolerance]`` where x and y are exact fractions read from the two texts
-    (thousands separators, currency signs, %, units in words, ``a/b``, mixed numbers; see
-    ``rewards.answers``; nothing is evaluated). A gold answer that is no number is compared as
-    text. No extracted answer is wrong, and so is every answer to an example without gold.
+    x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
+    words, ``a/b``, mixed numbers; see ``rewards.answers``). A gold answer that is no number is compared as
+    text. Fast, and linear in the length of the text.
 
     Args:
         tolerance: the largest absolute difference that still counts as equal.
-
-    Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
     """
-    if extracted is None or answer is None:
-        return 0.0
-    return 1.0 if same_answer(answer, extracted, tolerance) else 0.0
+    if submission.answer is None:
+        return Verdict("ungraded")
+    if submission.extracted is None:
+        return Verdict("no_answer")
+    return Verdict("right" if same_answer(submission.answer, submission.extracted, tolerance) else "wrong")
+
+
+@register("grader")
+def exact(submission: Submission) -> Verdict:
+    """Right if the extracted answer is the gold answer as text: without outer dress, and for words without case.
+
+    See ``rewards.answers.same_text``.
+    """
+    if submission.answer is None:
+        return Verdict("ungraded")
+    if submission.extracted is None:
+        return Verdict("no_answer")
+    return Verdict("right" if same_text(submission.answer, submission.extracted) else "wrong")
 
 
 @register("reward")

@@ -42,7 +42,14 @@ def create_rollout_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables,)
+def add_verdicts(db: sqlite3.Connection) -> None:
+    """Version 2: the answer that was graded, and what the grader said of it."""
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN extracted TEXT")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN outcome TEXT NOT NULL DEFAULT ''")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts)
 
 
 def schema_version(db: sqlite3.Connection) -> int:

@@ -39,6 +39,8 @@ _COLUMNS = (
     "num_tokens",
     "finish",
     "mean_sampler_logprob",
+    "extracted",
+    "outcome",
 )
 _QUEUE_LENGTH = 256  # batches; a disk slower than the sampler makes ``record`` wait instead of filling the memory
 _ALIVE_CHECK_SECONDS = 0.5
@@ -50,7 +52,8 @@ class RecordedRollout:
 
     ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
     ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
-    ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
+    earlier posttrain). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
     id: int
@@ -68,6 +71,8 @@ class RecordedRollout:
     num_tokens: int
     finish: str
     mean_sampler_logprob: float | None
+    extracted: str | None = None
+    outcome: str = ""
     evaluation: str | None = None
 
 
@@ -361,6 +366,8 @@ def _to_row(rollout: Rollout) -> tuple[Any, ...]:
         len(rollout.completion.ids),
         rollout.completion.finish,
         math.fsum(logprobs) / len(logprobs) if logprobs else None,
+        None if rollout.extracted is None else _storable(rollout.extracted),
+        rollout.outcome,
     )
 
 

@@ -107,6 +107,7 @@ class GymExamples(ExamplesOnDemand):
             messages=(Message("user", str(entry["question"])),),
             answer=None if answer is None else str(answer),
             meta={"dataset": self.name, "entry": entry, "score": partial(_score, made, entry)},
+            grader="scored",
         )
 
     def _find(self, item: int) -> tuple[Any, dict[str, Any]]:

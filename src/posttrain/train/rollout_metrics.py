@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from posttrain.rewards.grading import FAILURES
 from posttrain.types import Rollout
 
 
@@ -12,7 +13,7 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
     ``num_tokens_right`` and ``num_tokens_wrong`` are mean lengths of correct and other answers,
-    absent when there are none.
+    absent when there are none. ``grading_failures``: the share whose grading had to be stopped, if there are any.
     """
     rollouts = [r for group in groups for r in group]
     lengths = [len(r.completion.ids) for r in rollouts]
@@ -26,7 +27,11 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
         "truncated": statistics.fmean(float(r.completion.finish == "length") for r in rollouts),
         "uniform_groups": statistics.fmean(float(len({r.reward for r in g}) == 1) for g in groups),
     }
-    facts |= {f"reward/{name}": statistics.fmean(r.parts[name] for r in rollouts) for name in rollouts[0].parts}
+    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
+    facts |= {f"reward/{name}": statistics.fmean(r.parts[name] for r in rollouts) for name in names}
+    failures = sum(r.outcome in FAILURES for r in rollouts)
+    if failures:
+        facts["grading_failures"] = failures / len(rollouts)
     if right:
         facts["num_tokens_right"] = statistics.fmean(right)
     if wrong:

@@ -1,0 +1,43 @@
+"""The reward for a right answer, by the grader of the task. Verifiable rewards as in DeepSeek-R1 (section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.registry import register
+from posttrain.rewards.grading import Submission, Verdict, grade
+
+
+@register("reward", batched=True, words={"mode": "grader"})
+def correct(
+    text: Sequence[str],
+    extracted: Sequence[str | None],
+    answer: Sequence[str | None],
+    grader: Sequence[str],
+    meta: Sequence[Mapping[str, Any]],
+    *,
+    mode: str | dict[str, Any] = "auto",
+) -> list[Verdict]:
+    """1 if the answer equals the gold answer, else 0.
+
+    ``r = 1[grader(completion, gold) = right]``. No answer, a grader that had to be stopped, and an example
+    without gold give 0.
+
+    Args:
+        mode: the grader: ``auto`` is the one that the task names (``numeric`` for GSM8K, ``math`` for MATH, ...);
+            or a grader's name; or a mapping with its ``name`` and options, such as
+            ``{name: numeric, tolerance: 0.01}``. `posttrain explain grader` lists them.
+
+    Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+    """
+    options = {} if isinstance(mode, str) else {key: value for key, value in mode.items() if key != "name"}
+    fixed = mode if isinstance(mode, str) else str(mode["name"])
+    names = list(grader) if fixed == "auto" else [fixed] * len(grader)
+    submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]
+    verdicts: dict[int, Verdict] = {}
+    for name in dict.fromkeys(names):
+        places = [i for i, own in enumerate(names) if own == name]
+        found = grade(name, [submissions[i] for i in places], options)
+        verdicts.update(zip(places, found, strict=True))
+    return [verdicts[i] for i in range(len(submissions))]

@@ -1,0 +1,70 @@
+"""What a grader is given and what it says.
+
+A grader is a function of a ``Submission``, registered under its name in the kind ``grader``; its keyword-only
+parameters are its options. One that is registered with ``batched=True`` takes a sequence of submissions and
+gives as many verdicts, in order. Each example names the grader of its task (``Example.grader``), and the
+reward ``correct`` asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from posttrain import registry
+
+# ``ungraded``: the example has nothing to grade against. ``timeout`` and ``crash``: the grader was stopped, or
+# died, while it looked at this submission; both count as not right, and both are counted.
+Outcome = Literal["right", "wrong", "no_answer", "ungraded", "timeout", "crash"]
+FAILURES: tuple[Outcome, ...] = ("timeout", "crash")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One completion as a grader sees it.
+
+    ``text`` is the template's opening and the completion, never the prompt; ``extracted`` the answer that the
+    template's rule finds in it, or None; ``answer`` the gold answer, or None; ``meta`` the example's further facts.
+    """
+
+    text: str
+    extracted: str | None
+    answer: str | None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a grader found.
+
+    ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
+    of the submission stands). ``facts`` are further numbers by name, the same names for every submission of a
+    grader, recorded beside the rewards.
+    """
+
+    outcome: Outcome
+    extracted: str | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        """1 for a right answer, else 0."""
+        return float(self.outcome == "right")
+
+
+def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, Any] | None = None) -> list[Verdict]:
+    """The verdicts of the grader ``name``, in order.
+
+    Raises:
+        UnknownWord: no such grader.
+        RecipeError: an option that it does not have.
+    """
+    entry = registry.find("grader", name, "grader")
+    function = entry.bind(options or {}, "grader")
+    if entry.traits.get("batched"):
+        verdicts = list(function(submissions))
+    else:
+        verdicts = [function(submission) for submission in submissions]
+    assert len(verdicts) == len(submissions), f"grader {name!r}: one verdict for each submission"
+    return verdicts
