@@ -12,6 +12,7 @@ import pytest
 
 from posttrain import cli
 from posttrain.apps.catalogue import recipes_called
+from posttrain.apps.words import KINDS
 from posttrain.recipe import load_recipe
 from posttrain.registry import kinds_of
 from posttrain.runs.compare import load_comparison
