@@ -29,7 +29,9 @@ def make_rollout(step: int, index: int = 0, reward: float = 0.5, text: str = "<t
 
 
 def test_a_rollout_comes_back_with_every_field(tmp_path: Path) -> None:
-    rollout = make_rollout(7, 4, reward=1.0, advantage=-0.25, parts={"correct": 1.0, "xml_format": 0.1})
+    rollout = make_rollout(
+        7, 4, reward=1.0, advantage=-0.25, parts={"correct": 1.0, "xml_format": 0.1}, extracted="41", outcome="wrong"
+    )
     with RolloutStore(tmp_path / "rollouts.db") as store:
         store.record([rollout])
         store.record([rollout], evaluation="stories/validation")
@@ -42,6 +44,7 @@ def test_a_rollout_comes_back_with_every_field(tmp_path: Path) -> None:
     assert (row.reward, row.advantage, row.num_tokens, row.finish, row.answer) == (1.0, -0.25, 3, "stop", "42")
     assert row.mean_sampler_logprob == math.fsum([-0.1, -0.2, -0.7]) / 3
     assert row.evaluation is None
+    assert (row.extracted, row.outcome) == ("41", "wrong")
     assert held_out.evaluation == "stories/validation"
     assert held_out.completion == row.completion
 
@@ -260,7 +263,7 @@ def test_migrations_run_once_each_in_order_and_an_interrupted_one_leaves_nothing
         db.execute("INSERT INTO one VALUES (5)")
         with pytest.raises(KeyError):
             migrate(db, path, [first, second, broken])
-        assert schema_version(db) == len(MIGRATIONS) + 1
+        assert schema_version(db) == 2
         assert db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("one",)]
         assert migrate(db, path, [first, second]) == 0
         assert db.execute("SELECT * FROM one").fetchall() == [(5, None)]
@@ -290,6 +293,21 @@ def test_the_schema_of_version_one_is_frozen(tmp_path: Path) -> None:
         ("mean_sampler_logprob", "REAL"),
         ("evaluation", "TEXT"),
     ]
+
+
+def test_a_file_of_version_one_is_brought_up_and_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "r.db"
+    with connect(path, read_only=False) as db:
+        migrate(db, path, MIGRATIONS[:1])
+        db.execute(
+            "INSERT INTO rollouts (step, epoch, prompt_index, rollout_index, example_id, prompt, completion, parts, "
+            "reward, num_tokens, finish) VALUES (3, 0, 1, 2, 'e', 'p', 'c', '{}', 0.5, 4, 'stop')"
+        )
+    with RolloutStore(path) as store:
+        store.record([make_rollout(4, outcome="right")])
+        old, new = store.training()
+    assert (old.step, old.reward, old.extracted, old.outcome) == (3, 0.5, None, "")
+    assert (new.step, new.outcome) == (4, "right")
 
 
 def test_facts_about_the_run_travel_with_the_file(tmp_path: Path) -> None:
