@@ -35,7 +35,7 @@ def byte_level(specials: list[str]) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def _chatml() -> Any:
+def chatml_at_rest() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_level(SPECIALS),
         eos_token="<|endoftext|>",
@@ -45,10 +45,10 @@ def _chatml() -> Any:
 
 
 @pytest.fixture
-def chatml(_chatml: Any) -> Any:
+def chatml(chatml_at_rest: Any) -> Any:
     """Byte-level BPE; turn markers and tags are special tokens; a ChatML template; nothing in front of a text."""
-    _chatml.chat_template = CHATML
-    return _chatml
+    chatml_at_rest.chat_template = CHATML
+    return chatml_at_rest
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.render.dialogue import dialogue_pieces
 from posttrain.render.encoding import Piece
 from posttrain.render.extraction import chat_answer, tagged_answer
 from posttrain.render.template import Template
@@ -26,7 +27,6 @@ XML_SYSTEM = (
     "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
 )
 BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
-_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 @register("template")
@@ -34,7 +34,8 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
 
     A demonstration continues `` reasoning </think> <answer> 42 </answer>``. The answer is the first
-    complete ``<answer>`` after the first ``</think>``.
+    complete ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn
+    (``Assistant: …``) is quoted with ``>``.
 
     Args:
         preamble: what stands above the conversation (trusted; its tags are the tokenizer's own). May
@@ -44,7 +45,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
-        return [_ours(f"{preamble}\n" if preamble else ""), *_dialogue(messages), _ours("\nAssistant: <think>")]
+        return [_ours(f"{preamble}\n" if preamble else ""), *dialogue_pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
         reasoning = [_ours(" "), _theirs(example.solution)] if example.solution else []
@@ -71,7 +72,7 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
         if chat:
             return chat_pieces(messages, tokenizer, system)
-        return [_ours(f"{system}\n\n" if system else ""), *_dialogue(messages), _ours("\nAssistant:\n")]
+        return [_ours(f"{system}\n\n" if system else ""), *dialogue_pieces(messages), _ours("\nAssistant:\n")]
 
     def response(example: Example) -> list[Piece]:
         reasoning = [_theirs(example.solution), _ours("\n")] if example.solution else []
@@ -187,19 +188,10 @@ def _theirs(text: str | None) -> Piece:
     return Piece(text or "", trusted=False)
 
 
-def _dialogue(messages: Sequence[Message]) -> list[Piece]:
-    """``User: …`` paragraphs, one per message."""
-    check_messages(messages)
-    pieces: list[Piece] = []
-    for number, message in enumerate(messages):
-        pieces += [_ours(f"{chr(10) if number else ''}{_NAMES[message.role]}: "), _theirs(message.content)]
-    return pieces
-
-
 def _bare(messages: Sequence[Message]) -> list[Piece]:
     """A single question as it is; several messages as a dialogue."""
     check_messages(messages)
-    return [_theirs(messages[0].content)] if len(messages) == 1 else _dialogue(messages)
+    return [_theirs(messages[0].content)] if len(messages) == 1 else dialogue_pieces(messages)
 
 
 def _answer_of(example: Example) -> str:
