@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def byte_level(specials: list[str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def chatml_at_rest() -> Any:
+    """Byte-level BPE; turn markers and tags are special tokens; a ChatML template; nothing in front of a text."""
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_level(SPECIALS),
         eos_token="<|endoftext|>",
@@ -45,10 +47,10 @@ def chatml_at_rest() -> Any:
 
 
 @pytest.fixture
-def chatml(chatml_at_rest: Any) -> Any:
-    """Byte-level BPE; turn markers and tags are special tokens; a ChatML template; nothing in front of a text."""
+def chatml(chatml_at_rest: Any) -> Iterator[Any]:
+    """The same, for a test that may give it another chat template."""
+    yield chatml_at_rest
     chatml_at_rest.chat_template = CHATML
-    return chatml_at_rest
 
 
 @pytest.fixture(scope="session")
