@@ -1,4 +1,4 @@
-"""The command line: ``posttrain demo | train | compare | evaluate | generate | recipes | explain | runs``.
+"""The command line: ``posttrain demo | train | compare | evaluate | generate | data | recipes | explain | runs``.
 
 Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
 each command lives in ``apps`` and is imported when it runs.
@@ -32,6 +32,7 @@ BODIES = {
     "generate": ("posttrain.apps.sampling", "run_generate"),
     "recipes": ("posttrain.apps.catalogue", "run_recipes"),
     "explain": ("posttrain.apps.catalogue", "run_explain"),
+    "data": ("posttrain.apps.data", "run_data"),
     "runs": ("posttrain.apps.records", "run_runs"),
 }
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
@@ -40,6 +41,7 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "compare": None,
     "evaluate": ("task", "template"),
     "generate": ("template",),
+    "data": ("task",),
 }
 INTERRUPTED = 130
 
@@ -98,6 +100,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     recipes.add_argument("name", nargs="?", help="the recipe to show")
     explain = add("explain", "explain a word or a section of a recipe: equation, options, recipes that use it")
     explain.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
+    _add_data_options(add("data", "list the data sets, or show what is in one", epilog=DATA_EPILOG))
     runs = add("runs", "list the runs, or show one", places)
     runs.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     runs.add_argument("name", nargs="?", help="the run to show")
@@ -121,6 +124,13 @@ EVALUATE_EPILOG = """\
 options of the task and of the template go behind their names:
   posttrain evaluate runs/tiny-grpo
   posttrain evaluate tiny --task gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --template boxed
+"""
+
+
+DATA_EPILOG = """\
+options of the task go behind its name:
+  posttrain data show stories --n 2000 --model tiny --plot
+  posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
 
 
@@ -168,6 +178,18 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=_nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling and of the story (default: 0)")
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
+    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
+    parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
+    parser.add_argument("--n", type=_positive, help="examples to read at most (default: all)")
+    parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="count examples that are longer than this")
+    parser.add_argument("--examples", type=_natural, default=3, help="examples to show in full (default: 3)")
+    parser.add_argument("--seed", type=_natural, default=0, help="which examples are shown (default: 0)")
+    parser.add_argument("--plot", metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG")
 
 
 def _names(text: str) -> list[str]:

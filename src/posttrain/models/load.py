@@ -83,6 +83,26 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model (``load_model``'s names), without its weights.
+
+    Raises:
+        UsageError: no such model, or it has no tokenizer.
+    """
+    source = resolve_model_name(name)
+    try:
+        return _load_tokenizer(source, trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UsageError(_explain(name, source, error)) from error
+
+
+def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
+    """Of an adapter folder without one, that of its base."""
+    while _is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
+        source = _base_of(source)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     quiet = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -94,10 +114,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
             model = PeftModel.from_pretrained(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
-        named = source
-        while _is_adapter(named) and not (Path(named) / "tokenizer_config.json").is_file():
-            named = _base_of(named)
-        tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=section.trust_remote_code)
+        tokenizer = _load_tokenizer(source, section.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(_explain(section.name, source, error)) from error
     finally:
