@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import UsageError
+from posttrain.models.scorer import SCORE
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipe import InitSection, ModelSection
@@ -104,8 +106,9 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
-    quiet = transformers_logging.is_progress_bar_enabled()
+    quiet, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
     try:
         if section.adapter is None and _is_adapter(source):
             from peft import PeftModel
@@ -118,6 +121,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(_explain(section.name, source, error)) from error
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if quiet:
             transformers_logging.enable_progress_bar()
     return model, tokenizer
@@ -130,17 +134,40 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     base and finds the same weights again.
     """
     if not _is_adapter(source):
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, section.dtype),
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,  # the other format is a pickle
+            output_loading_info=True,
         )
+        _check_weights(source, found)
+        return model
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(_load_weights(_base_of(source), section), source).merge_and_unload()
     merged.name_or_path = merged.config._name_or_path = source
     return merged
+
+
+def _check_weights(source: str, found: Mapping[str, Any]) -> None:
+    """Refuse files that leave weights at random; name those that the model has no place for.
+
+    Raises:
+        UsageError: some of the model's weights are not in the files.
+    """
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"model.name: {source} does not hold all weights of a causal language model; missing: "
+            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}. "
+            "They would be random; give a complete model"
+        )
+    unused = sorted(name for name in found["unexpected_keys"] if name != SCORE)  # a reward model's head
+    if unused:
+        warnings.warn(
+            f"{source}: {len(unused)} tensors have no place in the model: {', '.join(unused[:3])}", stacklevel=2
+        )
 
 
 def _is_adapter(source: str) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
+from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
 from posttrain.store.durable import explain_storage, storage_errors
 from posttrain.train.checkpoint_files import (
     ASIDE,
@@ -86,6 +87,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     pending: Mapping[str, Tensor] | None = None,
     companions: Mapping[str, Tensor] | None = None,
+    score: tuple[Tensor, int] | None = None,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
 
@@ -97,6 +99,8 @@ def save_checkpoint(
         state: whatever else the loop needs, as plain data for JSON.
         pending: tensors of a rollout batch that later optimizer steps still use.
         companions: what ``companion_tensors`` gives for the heads and critics.
+        score: of a reward model, the weight of its head and the id of the token at which it is read: the
+            model is then written in the layout of sequence classification too, where that fits.
 
     Raises:
         StorageError: the disk is full or not writable. Nothing new stands under a final name;
@@ -111,7 +115,7 @@ def save_checkpoint(
             remove_tree(aside)
             aside.mkdir()
             with _without_progress_bars():
-                _write_model(aside, model, tokenizer)
+                _write_model(aside, model, tokenizer, score)
             save_file(_storable(optimizer), aside / "optimizer.safetensors")
             if pending is not None:
                 save_file(_storable(pending), aside / "pending.safetensors")
@@ -186,6 +190,7 @@ def restore_model(model: Any, path: str | Path) -> None:
     live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
         stored.update(load_file(file))
+    stored.pop(SCORE, None)  # a reward model's head, which is among the companions
     same_kind = _model_type(folder) == model.config.model_type
     if same_kind and not stored.keys() <= live.keys():
         # architectures that fuse weights in memory (experts) have names of their own on disk
@@ -235,11 +240,13 @@ def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
     )
 
 
-def _write_model(path: Path, model: Any, tokenizer: Any) -> None:
+def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, int] | None) -> None:
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
         model.save_pretrained(path, save_embedding_layers=False)
-    else:
+        if score is not None:
+            save_adapter_scorer(path, model, score[0])
+    elif score is None or not save_scorer(path, model, *score):
         model.save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

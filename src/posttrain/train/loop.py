@@ -252,6 +252,7 @@ class Loop:
                 "source": self.parts.source.state(),
             },
             companions=companion_tensors(self.parts.companions),
+            score=self.parts.score_head(),
             pending=self.parts.source.pending(self.step),
         )
         self._tidy()

@@ -24,7 +24,7 @@ from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe, Word
 from posttrain.registry import Entry
-from posttrain.render import Template, stop_ids
+from posttrain.render import Template, end_id, stop_ids
 from posttrain.rollout import Grader, build_grader
 from posttrain.tasks.base import Task
 from posttrain.train.annotate import TEACHER_STREAMS, needed_streams
@@ -70,6 +70,12 @@ class Parts:
     teacher_source: str | None = None
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     drift_sampling: Sampling | None = None
+
+    def score_head(self) -> tuple[Tensor, int] | None:
+        """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
+        if not isinstance(self.forward, Forward) or self.forward.head is None or self.forward.reads != "at":
+            return None
+        return self.forward.head.weight, end_id(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""

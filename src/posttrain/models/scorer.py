@@ -1,0 +1,71 @@
+"""A reward model in the layout of transformers' sequence classification, so that other programs load it.
+
+There a model has a linear layer ``score`` without bias, and no other head; its score of a text is read at the last
+token that is no padding, which here is the end token of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+SCORE = "score.weight"
+ADAPTER_FOLDER = "sequence-classification"
+LABEL = "reward"
+
+
+def classifier_class(model: Any) -> str | None:
+    """The name of transformers' sequence classifier of this architecture, or None where there is none."""
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    return None if known is None else str(known.__name__)
+
+
+def save_scorer(path: Path, model: Any, weight: Tensor, end_id: int) -> bool:
+    """Save a plain transformers model with a score head; False (and nothing saved) where the layout does not fit.
+
+    The folder also loads as the language model that it was trained from: an LM head of its own stays in the file.
+
+    Args:
+        path: the folder.
+        model: a causal language model.
+        weight: ``float32 [1, d]`` of the head; one with more outputs does not fit.
+        end_id: the token at which scores are read. If padding is the same token, the configuration names no padding:
+            batches are then refused by transformers, which would otherwise read the score one token early.
+    """
+    name = classifier_class(model)
+    if name is None or weight.shape[0] != 1:
+        return False
+    model.save_pretrained(path, state_dict={**model.state_dict(), SCORE: weight.detach().cpu().clone()})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config |= {"architectures": [name], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
+    if config.get("pad_token_id") == end_id:
+        config["pad_token_id"] = None
+    _write_json(path / "config.json", config)
+    return True
+
+
+def save_adapter_scorer(path: Path, model: Any, weight: Tensor) -> bool:
+    """Beside a saved peft adapter, the same adapter with the head as peft writes sequence classifiers.
+
+    It stands in the folder ``sequence-classification``; False where the layout does not fit.
+    """
+    if classifier_class(model.get_base_model()) is None or weight.shape[0] != 1:
+        return False
+    folder = path / ADAPTER_FOLDER
+    folder.mkdir()
+    settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    _write_json(folder / "adapter_config.json", settings)
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors[f"base_model.model.{SCORE}"] = weight.detach().cpu().clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return True
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
