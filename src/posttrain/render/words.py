@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.registry import register
-from posttrain.render.dialogue import dialogue_pieces
+from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
 from posttrain.render.extraction import chat_answer, tagged_answer
 from posttrain.render.template import Template
@@ -45,7 +45,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
-        return [_ours(f"{preamble}\n" if preamble else ""), *dialogue_pieces(messages), _ours("\nAssistant: <think>")]
+        return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
         reasoning = [_ours(" "), _theirs(example.solution)] if example.solution else []
@@ -72,7 +72,7 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
         if chat:
             return chat_pieces(messages, tokenizer, system)
-        return [_ours(f"{system}\n\n" if system else ""), *dialogue_pieces(messages), _ours("\nAssistant:\n")]
+        return [_ours(f"{system}\n\n" if system else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant:\n")]
 
     def response(example: Example) -> list[Piece]:
         reasoning = [_theirs(example.solution), _ours("\n")] if example.solution else []
@@ -157,6 +157,39 @@ def plain() -> Template:
 
 
 @register("template")
+def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: str = "\n\n") -> Template:
+    """A transcript, for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
+
+    It ends with the assistant's name, behind which the model goes on; a demonstration is the solution, or else the
+    answer. The whole reply is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
+
+    Args:
+        user, assistant: the names of the two.
+        separator: stands between two turns; it ends a line.
+
+    Source: the transcripts of HH-RLHF (Bai et al. 2022).
+
+    Raises:
+        UsageError: equal or blank names, or a separator that does not end a line.
+    """
+    if not user.strip() or not assistant.strip() or len({n.casefold() for n in ("System", user, assistant)}) < 3:
+        raise UsageError(
+            f"template dialogue: user and assistant need names that differ (System is taken); got {user!r}, {assistant!r}"
+        )
+    if not separator.endswith("\n"):
+        raise UsageError(f"template dialogue: separator must end a line, as '\\n' does; got {separator!r}")
+    style = Dialogue(user=user, assistant=assistant, separator=separator)
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
+
+    def response(example: Example) -> list[Piece]:
+        return [_ours(" "), _theirs(example.solution or _answer_of(example))]
+
+    return Template("dialogue", "", (), prompt, response, lambda text: text.strip() or None)
+
+
+@register("template")
 def document() -> Template:
     """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then
     the solution.
@@ -191,7 +224,7 @@ def _theirs(text: str | None) -> Piece:
 def _bare(messages: Sequence[Message]) -> list[Piece]:
     """A single question as it is; several messages as a dialogue."""
     check_messages(messages)
-    return [_theirs(messages[0].content)] if len(messages) == 1 else dialogue_pieces(messages)
+    return [_theirs(messages[0].content)] if len(messages) == 1 else PARAGRAPHS.pieces(messages)
 
 
 def _answer_of(example: Example) -> str:
