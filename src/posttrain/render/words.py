@@ -174,7 +174,7 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
     """
     if not user.strip() or not assistant.strip() or len({n.casefold() for n in ("System", user, assistant)}) < 3:
         raise UsageError(
-            f"template dialogue: user and assistant need names that differ (System is taken); got {user!r}, {assistant!r}"
+            f"template dialogue: user and assistant need names that differ (not System); got {user!r}, {assistant!r}"
         )
     if not separator.endswith("\n"):
         raise UsageError(f"template dialogue: separator must end a line, as '\\n' does; got {separator!r}")
