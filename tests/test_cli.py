@@ -52,7 +52,7 @@ def test_only_the_sections_of_a_command_may_be_overridden() -> None:
 
 def test_parse_gives_the_namespace_of_the_command() -> None:
     namespace = parse(["evaluate", "tiny", "--task", "gsm8k", "--task.split", "test", "--n", "50"])
-    assert (namespace.command, namespace.model, namespace.task, namespace.n) == ("evaluate", "tiny", "gsm8k", 50)
+    assert (namespace.command, namespace.models, namespace.task, namespace.n) == ("evaluate", ["tiny"], ["gsm8k"], 50)
     assert namespace.overrides == [("task.split", "test")]
 
 
@@ -145,7 +145,7 @@ def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixtur
     assert "min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)" in out
     assert "clip_high" in out
     assert "one of k1, k2, k3" in out
-    assert "recipes that use it: grpo-gsm8k, grpo-math" in out
+    assert "recipes that use it: grpo-gsm8k, grpo-hh-gpt2" in out
 
 
 def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixture[str]) -> None:

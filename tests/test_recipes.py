@@ -21,7 +21,13 @@ PACKAGE = Path(posttrain.__file__).parent
 FILES = sorted(path for path in (PACKAGE / "recipes").rglob("*.yaml") if path.parent.name != "compare")
 NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES)
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
-FAMILIES = {"tiny": "qwen3", "Qwen/Qwen3-0.6B": "qwen3", "Qwen/Qwen3-14B": "qwen3", "Qwen/Qwen2.5-Math-1.5B": "qwen2"}
+FAMILIES = {
+    "tiny": "qwen3",
+    "Qwen/Qwen3-0.6B": "qwen3",
+    "Qwen/Qwen3-14B": "qwen3",
+    "Qwen/Qwen2.5-Math-1.5B": "qwen2",
+    "openai-community/gpt2": "gpt2",
+}
 NUM_STEPS = 2
 # A random model is never right. This reward is above every threshold that a recipe names, or 0.
 COIN = {"name": "test_recipes:coin", "weight": 2.0}
@@ -115,7 +121,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A few rows in the layouts of GSM8K, of MATH, and of preference pairs."""
+    """A few rows in the layout of each task that reads a file."""
     folder = tmp_path_factory.mktemp("data")
     sums = [(a, b) for a in range(2, 8) for b in range(2, 8)]
     rows = {
@@ -123,11 +129,51 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             {"question": f"What is {a} plus {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in sums
         ],
         "math": [{"problem": f"Find ${a}+{b}$.", "solution": f"It is $\\boxed{{{a + b}}}$."} for a, b in sums],
+        "hh_rlhf": [
+            {
+                "chosen": f"\n\nHuman: {a} and {b}?\n\nAssistant: {a + b}.",
+                "rejected": f"\n\nHuman: {a} and {b}?\n\nAssistant: {a * b + 1}!",
+                "subset": "helpful-base",
+            }
+            for a, b in sums
+        ],
+        "ultrafeedback": [
+            {"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": "No.", "score_chosen": 8, "score_rejected": 3}
+            for a, b in sums
+        ],
+        "gsm8k_solutions": [
+            {"question": f"{a} + {b}?", "ground_truth": f"#### {a + b}", "model": m, "solution": s, "is_correct": c}
+            for a, b in sums
+            for m, s, c in (("one", f"#### {a + b}", True), ("two", "#### -1", False))
+        ],
+        "prm800k": [
+            {
+                "instruction": f"Find ${a}+{b}$.",
+                "responses": [],
+                "next_response": f"It is {a + b + slip}.",
+                "answer": str(a + b),
+                "is_human_response": False,
+                "is_solution": True,
+                "is_preferred_response": slip == 0,
+                "rating": 1 - 2 * slip,
+            }
+            for a, b in sums
+            for slip in (0, 1)
+        ],
         "preferences": [{"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": f"{a * b}!"} for a, b in sums[1:]],
     }
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     return {name: folder / f"{name}.jsonl" for name in rows}
+
+
+@pytest.fixture(scope="module")
+def judge(
+    random_models: dict[str, Path], local_data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run of a reward model, for recipes whose reward is one."""
+    root = tmp_path_factory.mktemp("judge")
+    return launch(small("rm-hh-gpt2", random_models, local_data), root=root, name="judge").folder
 
 
 def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
@@ -145,6 +191,8 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
         changes.append(("model.adapter.rank", 4))
     if recipe.task.name in data:
         changes += [("task.path", str(data[recipe.task.name])), ("task.validation_share", 0.3)]
+        if "test_share" in recipe.task.options:
+            changes.append(("task.test_path", str(data[recipe.task.name])))
     else:
         changes.append(("task.size", 200))
     if recipe.teacher is not None and recipe.teacher.name != "self":
@@ -158,10 +206,11 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
     return load_recipe(name, [(key, json.dumps(value)) for key, value in changes])
 
 
-def with_coin(recipe: Recipe) -> Recipe:
-    """The recipe with one more reward, which a random model sometimes gets."""
+def with_coin(recipe: Recipe, judge: Path) -> Recipe:
+    """The recipe with one more reward, which a random model sometimes gets; ``judge`` stands for a reward's run."""
     data = recipe.dump()
     if recipe.rollout is not None:
+        data["rewards"] = [word | ({"run": str(judge)} if "run" in word else {}) for word in data["rewards"]]
         data["rewards"] = [*data["rewards"], COIN]
         if data["rollout"]["uniform_by"] != "reward":  # it is never right, so no group would differ in that part
             data["rollout"]["uniform_by"] = COIN["name"]
@@ -176,9 +225,9 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_trains_two_steps(
-    name: str, random_models: dict[str, Path], local_data: dict[str, Path], tmp_path: Path
+    name: str, random_models: dict[str, Path], local_data: dict[str, Path], judge: Path, tmp_path: Path
 ) -> None:
-    recipe = with_coin(small(name, random_models, local_data))
+    recipe = with_coin(small(name, random_models, local_data), judge)
     result = launch(recipe, root=tmp_path, name="run")
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     steps = steps_of(result.folder)

@@ -84,11 +84,11 @@ def test_an_answer_that_is_not_known_is_never_right() -> None:
     assert parts["correct"] == 0.0
 
 
-def asks_for_everything(prompt, text, extracted, answer, num_tokens, finish, tags, grader, meta) -> float:
+def asks_for_everything(prompt, text, extracted, answer, num_tokens, finish, tags, grader, example, meta) -> float:
     assert prompt.endswith("<think>")
     assert text == "<think>" + RIGHT
     assert (extracted.strip(), answer, finish) == ("42", "42", "stop")
-    assert (tags, grader, dict(meta)) == (("think", "answer"), "numeric", {})
+    assert (tags, grader, example.answer, dict(meta)) == (("think", "answer"), "numeric", "42", {})
     return float(num_tokens)
 
 

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from posttrain import __version__
+from posttrain.apps import evaluation_options, quantize_options, records_options, serve_options
+from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, share
 from posttrain.errors import PosttrainError, UsageError
 
 # Where the body of each command is: module of the package, function taking the namespace.
@@ -28,8 +30,12 @@ BODIES = {
     "demo": ("posttrain.apps.demo", "run_demo"),
     "train": ("posttrain.apps.training", "run_train"),
     "compare": ("posttrain.apps.compare", "run_compare"),
-    "evaluate": ("posttrain.apps.sampling", "run_evaluate"),
+    "evaluate": ("posttrain.apps.evaluation", "run_evaluate"),
     "generate": ("posttrain.apps.sampling", "run_generate"),
+    "chat": ("posttrain.apps.chat", "run_chat"),
+    "studio": ("posttrain.apps.studio", "run_studio"),
+    "serve-command": ("posttrain.apps.serve", "run_serve_command"),
+    "quantize": ("posttrain.apps.quantize", "run_quantize"),
     "recipes": ("posttrain.apps.catalogue", "run_recipes"),
     "explain": ("posttrain.apps.catalogue", "run_explain"),
     "data": ("posttrain.apps.data", "run_data"),
@@ -39,8 +45,10 @@ BODIES = {
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
-    "evaluate": ("task", "template"),
+    "evaluate": evaluation_options.SECTIONS,
     "generate": ("template",),
+    "chat": ("template",),
+    "quantize": quantize_options.SECTIONS,
     "data": ("task",),
 }
 INTERRUPTED = 130
@@ -87,23 +95,33 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         )
 
     demo = add("demo", "watch a small model learn to reason, and read the report", places)
-    demo.add_argument("--seed", type=_natural, default=0, help="seed of both training runs (default: 0)")
+    demo.add_argument("--seed", type=natural, default=0, help="seed of both training runs (default: 0)")
     demo.add_argument("--quiet", action="store_true", help="no live progress")
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
     _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
-    _add_evaluate_options(
-        add("evaluate", "measure a model or a run on a held-out task", places, epilog=EVALUATE_EPILOG)
+    evaluation_options.add_options(
+        add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
     )
     _add_generate_options(add("generate", "sample answers from a model or a run", places))
+    _add_chat_options(add("chat", "talk to a model, or to several at once", places))
+    serve_options.add_options(add("serve-command", "print the line that starts a vLLM server", places))
+    quantize_options.add_options(
+        add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize_options.EPILOG)
+    )
+    studio = add("studio", "a page on this machine: talk to models, look into runs and rollouts", places)
+    studio.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
+    studio.add_argument("--port", type=positive, default=7860, help="where 127.0.0.1 serves it (default: 7860)")
+    studio.add_argument("--browser", action="store_true", help="open it in the browser")
     recipes = add("recipes", "list the recipes that ship, or show one")
     recipes.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     recipes.add_argument("name", nargs="?", help="the recipe to show")
     explain = add("explain", "explain a word or a section of a recipe: equation, options, recipes that use it")
     explain.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
     _add_data_options(add("data", "list the data sets, or show what is in one", epilog=DATA_EPILOG))
-    runs = add("runs", "list the runs, or show one", places)
-    runs.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    runs.add_argument("name", nargs="?", help="the run to show")
+    records_options.add_options(
+        add("runs", "list, compare, tag, prune, delete, export and resume runs", places, epilog=records_options.EPILOG),
+        common,
+    )
     return parser, dict(commands.choices)
 
 
@@ -119,13 +137,6 @@ the same command again goes on where it stopped; finished runs are kept:
   posttrain compare compare/ppo-grpo-dpo --seeds 3
   posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
 """
-
-EVALUATE_EPILOG = """\
-options of the task and of the template go behind their names:
-  posttrain evaluate runs/tiny-grpo
-  posttrain evaluate tiny --task gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --template boxed
-"""
-
 
 DATA_EPILOG = """\
 options of the task go behind its name:
@@ -146,27 +157,12 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
     parser.add_argument("recipe", metavar="RECIPE", help="a compare/ name that `posttrain recipes` lists, or a file")
-    parser.add_argument("--methods", type=_names, metavar="A,B", help="only these rows (default: all of the recipe)")
-    parser.add_argument("--seeds", type=_positive, metavar="N", help="runs of each method (default: the recipe's)")
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="runs at a time (default: cores; 1 on a GPU)")
+    parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of each method (default: the recipe's)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: cores; 1 on a GPU)")
     parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
-
-
-def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "posttrain evaluate MODEL_OR_RUN [options] [--task.key value ...] [--template.key value ...]"
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
-    parser.add_argument("--task", help="what to measure on (default for a run: its own task)")
-    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
-    parser.add_argument("--n", type=_positive, default=500, help="number of examples at most (default: 500)")
-    parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
-    parser.add_argument("--temperature", type=_nonnegative_float, default=0.0, help="0 is greedy (default: 0)")
-    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument(
-        "--out", metavar="DIR", help="where results and records go (default: in the run, else evaluations/)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
 
 
 def _add_generate_options(parser: argparse.ArgumentParser) -> None:
@@ -174,53 +170,36 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: a story that is made up)")
     parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
-    parser.add_argument("-n", type=_positive, default=1, help="number of answers (default: 1)")
-    parser.add_argument("--max-tokens", type=_positive, help="longest answer (default: the run's, else 256)")
-    parser.add_argument("--temperature", type=_nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling and of the story (default: 0)")
+    parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
+    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+    parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling and of the story (default: 0)")
+
+
+def _add_chat_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]"
+    help_line = "tiny, a model directory, a run, or a hub name"
+    parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="+", help=help_line)
+    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message above the conversation")
+    parser.add_argument("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)")
+    parser.add_argument("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)")
+    parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
+    parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--colours", action="store_true", help="show how sure the model was of each token")
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
-    parser.add_argument("--n", type=_positive, help="examples to read at most (default: all)")
+    parser.add_argument("--n", type=positive, help="examples to read at most (default: all)")
     parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="count examples that are longer than this")
-    parser.add_argument("--examples", type=_natural, default=3, help="examples to show in full (default: 3)")
-    parser.add_argument("--seed", type=_natural, default=0, help="which examples are shown (default: 0)")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
+    parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
+    parser.add_argument("--seed", type=natural, default=0, help="which examples are shown (default: 0)")
     parser.add_argument("--plot", metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _positive(text: str) -> int:
-    value = _natural(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
-    return value
-
-
-def _natural(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {text!r}")
-    return value
-
-
-def _nonnegative_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {text!r}")
-    return value
 
 
 def split_overrides(
@@ -285,6 +264,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             known = list(choices[command]._option_string_actions)
             own, overrides = split_overrides(rest[start + 1 :], known, OVERRIDABLE[command])
             rest = rest[: start + 1] + own
+        elif command == "runs":
+            rest = rest[: start + 1] + records_options.complete_action(rest[start + 1 :])
     namespace = parser.parse_args(rest)
     namespace.overrides = overrides
     if namespace.command is None:
@@ -315,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
-        remedy = "; continue with the same command" if "compare" in arguments else remedy
+        remedy = "; continue with the same command" if {"compare", "evaluate"} & set(arguments) else remedy
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

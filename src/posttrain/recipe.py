@@ -35,6 +35,7 @@ from posttrain.sections import (
     TokenizerSection,
     TrainSection,
     Word,
+    Words,
     as_list,
 )
 
@@ -76,7 +77,10 @@ WORD_KINDS = {
 
 
 class Recipe(Section):
-    """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training."""
+    """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
+
+    ``track``: where the metrics are shown besides ``metrics.jsonl``.
+    """
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
@@ -95,6 +99,7 @@ class Recipe(Section):
     optimizer: Word = Word(name="adamw")
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+    track: Words = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -133,6 +138,7 @@ class Recipe(Section):
                 resolved.rollout.select = _resolve_word(resolved.rollout.select, "selection", "rollout.select")
         resolved.rewards = [_resolve_word(w, "reward", f"rewards.{i}") for i, w in enumerate(resolved.rewards)]
         resolved.eval.tasks = [_resolve_word(w, "task", f"eval.tasks.{i}") for i, w in enumerate(resolved.eval.tasks)]
+        resolved.track = [_resolve_word(w, "tracker", f"track.{i}") for i, w in enumerate(resolved.track)]
         return resolved
 
     def _fill_defaults(self) -> None:
@@ -159,8 +165,11 @@ class Recipe(Section):
         return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100)
 
     def fingerprint(self) -> str:
-        """SHA-256 (16 hex digits) of the resolved recipe; two runs with it are the same experiment."""
-        content = json.dumps(self.dump(), sort_keys=True)
+        """SHA-256 (16 hex digits) of the resolved recipe; two runs with it are the same experiment.
+
+        Who watches (``track``) is no part of it.
+        """
+        content = json.dumps({key: value for key, value in self.dump().items() if key != "track"}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.rewards.calling import BoundReward, bind_reward
+from posttrain.rewards.calling import BoundReward, Result, bind_reward
 from posttrain.rewards.grading import Verdict
 from posttrain.types import Completion, Example, Rollout
 
@@ -67,6 +67,7 @@ class Grader:
                 "tags": self.template.tags,
                 "grader": attempt.example.grader,
                 "meta": attempt.example.meta,
+                "example": attempt.example,
             }
             for attempt, found in zip(attempts, extracted, strict=True)
         ]
@@ -78,18 +79,18 @@ class Grader:
         ]
 
 
-def _sum_up(parts: Sequence[tuple[str, float, float | Verdict]], extracted: str | None) -> Grade:
+def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
     facts: dict[str, float] = {}
     outcome, total = "ungraded", 0.0
     for name, weight, found in parts:
-        value = found.value if isinstance(found, Verdict) else found
+        value = found if isinstance(found, float) else found.value
         values[name] = value
         total += weight * value
-        if isinstance(found, Verdict):
+        if not isinstance(found, float):
             facts |= found.facts
-            if name == "correct":
-                outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
+        if isinstance(found, Verdict) and name == "correct":
+            outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
     return Grade(facts | values, total, extracted, outcome)
 
 
@@ -130,17 +131,20 @@ def collect(
     step: int,
     epoch: int = 0,
     prompt_indices: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
 ) -> tuple[list[list[Rollout]], float]:
     """Sample ``group`` completions of every prompt and grade them.
 
     ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together
-    with its place (prompt slot, sample). Returns the rollouts grouped by prompt, and the seconds
+    with its place (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a
+    caller who asks for them in several calls. Returns the rollouts grouped by prompt, and the seconds
     spent in grading.
     """
     import time
 
     seed, purpose, counter = key
-    keys = [[derive_key(seed, purpose, counter, slot, g) for g in range(group)] for slot in range(len(prompts))]
+    places = range(len(prompts)) if slots is None else slots
+    keys = [[derive_key(seed, purpose, counter, slot, g) for g in range(group)] for slot in places]
     completions = engine.generate(prompts, keys, sampling)
     started = time.perf_counter()
     attempts = [

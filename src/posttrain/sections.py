@@ -77,14 +77,26 @@ class AdapterSection(Section):
 
 
 class ModelSection(Section):
-    """``name``: ``tiny``, a directory, a run directory, or a hub name."""
+    """``name``: ``tiny``, a directory, a run directory, or a hub name.
+
+    ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
+    double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
+    fp32 (QLoRA, Dettmers et al. 2023).
+    """
 
     name: str = "tiny"
     init: InitSection | None = None
     adapter: AdapterSection | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check_bits(self) -> Self:
+        if self.load_bits is not None and self.init is not None:
+            raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
+        return self
 
 
 class PromptSection(Section):

@@ -35,14 +35,14 @@ class Response:
 
     ``score``: higher is better; of a preference pair the chosen one has the higher score, of a
     judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (one class index per
-    step) are for process supervision; ``text`` is then the steps joined. With an ``answer``, ``text`` is the
-    reasoning alone, and the template writes both as it writes a demonstration.
+    step, None where a step has no label) are for process supervision; ``text`` is then the steps joined. With an
+    ``answer``, ``text`` is the reasoning alone, and the template writes both as it writes a demonstration.
     """
 
     text: str
     score: float
     steps: tuple[str, ...] = ()
-    step_labels: tuple[int, ...] = ()
+    step_labels: tuple[int | None, ...] = ()
     answer: str | None = None
 
 

@@ -1,28 +1,25 @@
-"""`posttrain evaluate` and `posttrain generate`."""
+"""Models by name, with their templates and engines; `posttrain generate`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from posttrain.apps.sampling import choose_task, chosen_words
-from posttrain.cli import main, parse
+from posttrain import registry
+from posttrain.apps.sampling import (
+    ModelSource,
+    choose_task,
+    complete_template,
+    find_source,
+    grader_for,
+    open_sampler,
+)
+from posttrain.cli import main
 from posttrain.errors import UsageError
 from posttrain.recipe import Word, load_recipe
-from posttrain.store.rollouts import RolloutStore
-
-
-def words(*arguments: str) -> dict[str, Word]:
-    return chosen_words(parse(["evaluate", "tiny", *arguments]))
-
-
-def test_words_of_the_command_line_take_their_options() -> None:
-    found = words("--task", "gsm8k", "--task.path", "x.jsonl", "--template", "boxed", "--task.validation_share", "0.1")
-    assert found["task"] == Word(name="gsm8k", path="x.jsonl", validation_share=0.1)
-    assert found["template"] == Word(name="boxed")
-    assert words() == {}
+from posttrain.types import Message
 
 
 def test_the_test_split_is_measured_unless_another_is_given() -> None:
@@ -51,49 +48,11 @@ def test_a_model_that_is_no_run_needs_a_task() -> None:
         choose_task(None, "some/model", None)
 
 
-@pytest.fixture
-def problems(tmp_path: Path) -> Path:
-    path = tmp_path / "test.jsonl"
-    rows = [{"question": f"What is {a} + 1?", "answer": f"{a} + 1 = {a + 1}\n#### {a + 1}"} for a in range(6)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_evaluation_writes_results_and_every_answer(
-    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    arguments = ["evaluate", "tiny", "--task", "gsm8k", "--task.path", str(problems), "--max-tokens", "6"]
-    arguments += ["--out", str(out), "--n", "4"]
-    assert main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert "gsm8k/test, n = 4" in shown
-    content = json.loads((out / "results.json").read_text())
-    assert content["evaluation"] == "gsm8k/test"
-    assert content["results"]["n"] == 4.0
-    assert content["results"]["accuracy_low"] <= content["results"]["accuracy"] <= content["results"]["accuracy_high"]
-    assert content["settings"]["task"]["path"] == str(problems)
-    first = RolloutStore(out / "rollouts.db", read_only=True).evaluations("gsm8k/test")
-    assert len(first) == 4
-    assert main([*arguments, "--quiet"]) == 0  # again: replaced, not added, and the same answers
-    assert capsys.readouterr().out == ""
-    again = RolloutStore(out / "rollouts.db", read_only=True).evaluations("gsm8k/test")
-    assert [row.completion for row in again] == [row.completion for row in first]
-
-
-def test_a_malformed_line_is_named(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with problems.open("a") as file:
-        file.write("{not json\n")
-    assert main(["evaluate", "tiny", "--task", "gsm8k", "--task.path", str(problems)]) == 2
-    assert f"{problems}:7:" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "tiny", "--task", "gsm9k"], "there is no task named 'gsm9k'. Did you mean 'gsm8k'?"),
-        (["evaluate", "tiny", "--task.sizze", "3"], "task 'stories' has no key 'sizze'. Did you mean 'size'?"),
-        (["evaluate", "tiny", "--template", "boxd"], "there is no template named 'boxd'. Did you mean 'boxed'?"),
+        (["generate", "tiny", "--template", "boxd"], "there is no template named 'boxd'. Did you mean 'boxed'?"),
+        (["generate", "tiny", "--template.preambel", "x"], "template 'r1_zero' has no key 'preambel'. Did you mean"),
         (["generate", "./nowhere", "Hello"], "nowhere"),
     ],
 )
@@ -126,6 +85,74 @@ def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
     assert "ask it" not in capsys.readouterr().out
     assert "posttrain generate" not in (tmp_path / "rm" / "report.html").read_text()
-    for command in ("generate", "evaluate"):
-        assert main([command, str(tmp_path / "rm")]) == 2
-        assert "reward model (bradley_terry); it scores answers and writes none" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "rm")]) == 2
+    assert "reward model (bradley_terry); it scores answers and writes none" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint after each, under a template with an option of its own."""
+    root = tmp_path_factory.mktemp("runs")
+    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--train.save_every", "1", "--eval.every"]
+    small += ["0", "--eval.max_tokens", "17", "--prompt.template.preamble", "Think."]
+    assert main(["train", "tiny/sft", "--runs-dir", str(root), "--run", "taught", "--quiet", *small]) == 0
+    return root / "taught"
+
+
+def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
+    for name in (str(run), "taught"):
+        source = find_source(name, run.parent)
+        assert (source.label, Path(source.path), source.run) == ("taught", run, run)
+    folder = run / "checkpoints" / "step-000001"
+    source = find_source(str(folder), "elsewhere")
+    assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
+    assert source.recipe is not None
+    assert (source.template, source.max_tokens) == (Word(name="r1_zero", preamble="Think."), 17)
+    plain = find_source("tiny", run.parent)
+    assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Word(name="r1_zero"), 256)
+
+
+def test_a_checkpoint_has_its_own_weights_and_its_runs_template(run: Path) -> None:
+    samplers = [open_sampler(str(run / "checkpoints" / f"step-00000{step}"), run.parent) for step in (1, 2)]
+    first, second = (dict(sampler.model.named_parameters()) for sampler in samplers)
+    assert any(not first[name].equal(second[name]) for name in first)
+    newest = dict(open_sampler("taught", run.parent).model.named_parameters())
+    assert all(newest[name].equal(second[name]) for name in second)
+    assert samplers[0].sampling(None, 0.0).max_tokens == 17
+    drawn = samplers[0].sampling(5, 0.7, 3, 0.9)
+    assert (drawn.max_tokens, drawn.temperature, drawn.top_k, drawn.top_p) == (5, 0.7, 3, 0.9)
+    assert samplers[0].tokenizer.eos_token_id in drawn.stop_ids
+    (piece,) = samplers[0].grader.template.prompt((Message("user", "Hello"),), samplers[0].tokenizer)[:1]
+    assert piece.text.startswith("Think.")
+
+
+def test_the_runs_own_template_keeps_its_options_when_it_is_named(run: Path) -> None:
+    source = find_source(str(run), "elsewhere")
+    assert complete_template(Word(name="r1_zero"), source) == Word(name="r1_zero", preamble="Think.")
+    assert complete_template(Word(name="r1_zero", preamble=""), source) == Word(name="r1_zero", preamble="")
+    assert complete_template(Word(name="", preamble="Go."), source) == Word(name="r1_zero", preamble="Go.")
+    assert complete_template(Word(name="boxed"), source) == Word(name="boxed")
+    assert complete_template(None, source) is None
+
+
+def test_the_runs_rewards_belong_to_its_own_template() -> None:
+    recipe = load_recipe("tiny/grpo", [("rewards.0.weight", "3.0")])
+    source = ModelSource("x", "x", "x", Path("x"), recipe)
+    for template, weight in ((None, 3.0), (Word(name="r1_zero"), 3.0), (Word(name="boxed"), 1.0)):
+        grader = grader_for(source, template)
+        assert [own for name, own, _ in grader.rewards if name == "correct"] == [weight]
+
+
+def test_an_engine_elsewhere_gets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remote(model: object, tokenizer: object, *, checkpoint: str = "", url: str = "here") -> object:
+        assert model is None
+        assert (Path(checkpoint).name, url) == ("tiny", "there")
+        assert tokenizer is not None
+        return SimpleNamespace(context_tokens=99)
+
+    entry = registry.Entry("engine", "remote", remote, {"needs_model": False})
+    monkeypatch.setitem(registry._ENTRIES["engine"], "remote", entry)
+    monkeypatch.setattr("posttrain.apps.sampling.load_model", None)  # it is not called
+    sampler = open_sampler("tiny", "runs", engine=Word(name="remote", url="there"))
+    assert sampler.model is None
+    assert sampler.context_tokens == 99

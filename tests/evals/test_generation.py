@@ -1,9 +1,6 @@
-"""Evaluation by generation: intervals, fixed items, and what counts as wrong."""
+"""Evaluation by generation: fixed items, batches, and what counts as wrong."""
 
 from __future__ import annotations
-
-from fractions import Fraction
-from math import comb, sqrt
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,53 +9,14 @@ from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
-from posttrain.evals.generation import Z_95, evaluate, held_out_indices, wilson_interval
+from posttrain.evals.generation import evaluate, held_out_indices
+from posttrain.evals.statistics import wilson_interval
 from posttrain.models.load import TINY
 from posttrain.recipe import RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.rollout import build_grader
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message
-
-
-def test_wilson_by_hand() -> None:
-    # 8 of 10 at z = 1.96: (0.8 + 0.19208 ± 1.96 √(0.016 + 0.009604)) / 1.38416
-    low, high = wilson_interval(8, 10, z=1.96)
-    assert low == pytest.approx((0.99208 - 1.96 * sqrt(0.025604)) / 1.38416, abs=1e-12)
-    assert (low, high) == (pytest.approx(0.4901, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-
-
-@pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (3, 7), (0, 500), (495, 500), (250, 500)])
-def test_wilson_bounds_are_where_the_score_test_turns(successes: int, n: int) -> None:
-    """By definition: at a bound p the observed share lies exactly z standard errors (of p) away."""
-    share = successes / n
-    low, high = wilson_interval(successes, n)
-    assert 0.0 <= low <= share <= high <= 1.0
-    for bound, inside in ((low, successes > 0), (high, successes < n)):
-        if inside:
-            assert abs(share - bound) == pytest.approx(Z_95 * sqrt(bound * (1 - bound) / n), rel=1e-9)
-        else:
-            assert bound == share  # 0 of n reaches down to 0, n of n up to 1
-    mirrored = wilson_interval(n - successes, n)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
-
-
-def test_wilson_covers_near_its_level_exactly() -> None:
-    """Exact coverage over all outcomes, averaged over p: near 95 %, where the plain interval falls short."""
-    n = 30
-    shares = [Fraction(i, 100) for i in range(5, 96, 5)]
-    coverage = 0.0
-    for p in shares:
-        for k in range(n + 1):
-            low, high = wilson_interval(k, n)
-            if low <= p <= high:
-                coverage += float(comb(n, k) * p**k * (1 - p) ** (n - k)) / len(shares)
-    assert coverage == pytest.approx(0.95, abs=0.01)
-
-
-def test_no_interval_for_nothing() -> None:
-    with pytest.raises(ValueError, match="a proportion of nothing"):
-        wilson_interval(0, 0)
 
 
 def test_items_are_fixed_and_spread() -> None:
@@ -159,3 +117,105 @@ def test_the_items_do_not_depend_on_seed_or_step(tokenizer, grader) -> None:
 def test_an_empty_task_is_refused(tokenizer, grader) -> None:
     with pytest.raises(UsageError, match="task 'sums', split 'test': no example"):
         measure(tokenizer, grader, make_task(0), {})
+
+
+def drawn(tokenizer, grader, task: Task, choices: list[str], **options):
+    """Evaluate an engine that draws every answer out of ``choices`` by its key."""
+    ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in choices]
+    engine = ScriptedEngine(ids, logprob=-1.0)
+    sampling = Sampling(max_tokens=40, stop_ids=stop_ids(tokenizer, grader.template))
+    settings = {"n": 100, "context_tokens": 128} | options
+    return evaluate(engine, tokenizer, grader, task, sampling=sampling, **settings), engine
+
+
+CHOICES = [GOOD.format(i) for i in (1, 2, 3)]
+
+
+def test_answers_do_not_depend_on_batches_nor_on_what_else_is_asked(tokenizer, grader) -> None:
+    task = make_task(7)
+    whole, engine = drawn(tokenizer, grader, task, CHOICES, samples=3)
+    assert len(engine.calls) == 1
+    texts = [[s.text for s in item.samples] for item in whole.items]
+    assert len({tuple(row) for row in texts}) > 3  # drawn, and not all alike
+    parts, engine = drawn(tokenizer, grader, task, CHOICES, samples=3, batch=7)
+    assert [len(prompts) for prompts, _, _ in engine.calls] == [2, 2, 2, 1]  # whole items
+    assert parts.items == whole.items
+    assert {k: v for k, v in parts.results.items() if k != "seconds"} == {
+        k: v for k, v in whole.results.items() if k != "seconds"
+    }
+    other, _ = drawn(tokenizer, grader, task, CHOICES, samples=3, seed=1)
+    assert [[s.text for s in item.samples] for item in other.items] != texts
+    fewer, _ = drawn(tokenizer, grader, task, CHOICES, samples=2)
+    assert [[s.text for s in item.samples] for item in fewer.items] == [row[:2] for row in texts]
+
+
+def test_a_prompt_that_does_not_fit_moves_no_other_items_answers(tokenizer, grader) -> None:
+    whole, _ = drawn(tokenizer, grader, make_task(8), CHOICES)
+    holed, _ = drawn(tokenizer, grader, make_task(8, long=(2, 5)), CHOICES, batch=2)
+    assert [item.samples for item in holed.items if item.samples] == [
+        item.samples for item in whole.items if item.index not in (2, 5)
+    ]
+    assert [item.index for item in holed.items if not item.samples] == [2, 5]
+
+
+def test_what_is_known_is_not_asked_again(tokenizer, grader) -> None:
+    task = make_task(6)
+    whole, _ = drawn(tokenizer, grader, task, CHOICES, samples=2)
+    known = {i: whole.items[i] for i in (0, 3)}
+    rest, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=known)
+    assert len(engine.calls[0][0]) == 4
+    assert rest.items == whole.items
+    assert rest.results["accuracy"] == whole.results["accuracy"]
+    assert rest.timing["generated_tokens"] < whole.timing["generated_tokens"]  # of this call alone
+    done, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=dict(enumerate(whole.items)))
+    assert engine.calls == []
+    assert done.items == whole.items
+
+
+def test_batches_are_recorded_and_told_as_they_come(tokenizer, grader) -> None:
+    recorded, told = [], []
+    evaluation, _ = drawn(
+        tokenizer, grader, make_task(5, long=(4,)), CHOICES, batch=2, record=recorded.append, observe=told.append
+    )
+    assert [[r.prompt_index for r in batch] for batch in recorded] == [[0, 1], [2, 3]]
+    assert evaluation.rollouts == []  # they are not kept as well
+    assert [(a.phase, a.num_done, a.num_items) for a in told] == [("sampling", 3, 5), ("sampling", 5, 5)]
+    assert told[-1].num_right == sum(item.share for item in evaluation.items)
+    assert told[-1].num_tokens == sum(s.num_tokens for item in evaluation.items for s in item.samples)
+
+
+class LengthScorer:
+    """Longer is better; texts with a 3 cannot be scored."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def score(self, examples, texts):
+        self.asked += [(example.id, text) for example, text in zip(examples, texts, strict=True)]
+        return [None if "3" in text else float(len(text)) for text in texts]
+
+
+def test_a_scorer_is_asked_about_every_answer(tokenizer, grader) -> None:
+    scorer = LengthScorer()
+    evaluation, _ = drawn(
+        tokenizer, grader, make_task(4, long=(1,)), [*CHOICES, "x"], samples=3, ks=(1, 3), scorer=scorer, batch=3
+    )
+    assert scorer.asked == [(item.id, s.text) for item in evaluation.items for s in item.samples]
+    for item in evaluation.items:
+        for sample in item.samples:
+            assert sample.score == (None if "3" in sample.text else float(len(sample.text)))
+    unscored = sum("3" in text for _, text in scorer.asked)
+    assert unscored > 0
+    assert evaluation.results["unscored"] == unscored / 12
+    assert {"best_of@1", "best_of@3", "best_of@3_low"} <= set(evaluation.results)
+    assert "scoring_seconds" in evaluation.timing
+
+
+def test_nothing_to_grade_against_is_said(tokenizer, grader) -> None:
+    examples = [Example(f"free/{i}", (Message("user", f"Tell me of {i}."),)) for i in range(3)]
+    evaluation, _ = drawn(tokenizer, grader, Task("free", "test", examples), CHOICES)
+    results = evaluation.results
+    assert (results["n"], results["num_graded"]) == (3.0, 0.0)
+    assert (results["accuracy"], results["accuracy_low"], results["accuracy_high"]) == (0.0, 0.0, 1.0)
+    assert results["parse_failures"] == 0.0
+    assert results["format"] == 1.0

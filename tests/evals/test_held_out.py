@@ -90,12 +90,13 @@ def test_pairs_equal_a_loop_over_the_models_own_forward_pass() -> None:
 
 
 def test_judged_answers_are_counted_one_by_one() -> None:
-    """Seven units are three and a half examples, as each has two answers; the score is that of the last token."""
+    """Seven units are drawn from those of seven examples, which have two each; the score is that of the last token."""
     recipe = recipe_of("outcome", "judged")
     parts = prepare(recipe)
     results = evaluated(parts, recipe)
     chosen = [parts.eval_tasks[0].examples[i] for i in held_out_indices(24, 7)]
-    units = [(e, r) for e in chosen for r in e.responses][:7]
+    every = [(e, r) for e in chosen for r in e.responses]
+    units = [every[i] for i in held_out_indices(14, 7)]
     right = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
     assert results["accuracy"] == results["final_accuracy"] == pytest.approx(sum(right) / 7)
     assert results["n"] == 7.0
@@ -107,8 +108,9 @@ def test_steps_are_averaged_over_steps_and_the_interval_over_solutions() -> None
     results = evaluated(parts, recipe)
     template = r1_zero(preamble="")
     chosen = [parts.eval_tasks[0].examples[i] for i in held_out_indices(24, 7)]
+    every = [(e, r) for e in chosen for r in e.responses]
     right, positive = [], []
-    for example, response in [(e, r) for e in chosen for r in e.responses][:7]:
+    for example, response in [every[i] for i in held_out_indices(14, 7)]:
         ids = encode_prompt(parts.tokenizer, template, example.messages)
         for step, label in zip(response.steps, response.step_labels, strict=True):
             ids = ids + encode_plain(parts.tokenizer, step)
@@ -226,7 +228,7 @@ def test_what_was_dropped_is_counted() -> None:
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
     chosen = choose_held_out(read, [task], "pair", 10, only_scores=True)["pairs/test"]
-    assert (chosen.num_units, chosen.num_dropped) == (2, 2)
+    assert (len(chosen.units), chosen.num_dropped) == (2, 2)
     with pytest.raises(UsageError, match="no example to evaluate on"):
         choose_held_out(read, [Task("pairs", "test", [])], "pair", 10, only_scores=True)
 

@@ -60,13 +60,15 @@ def test_traits():
         "level": "pair",
         "needs": (),
         "head": "score",
+        "scores": "preference",
         "optional_needs": {"margin": "margins"},
     }
-    assert words["outcome"].traits == {"level": "token", "needs": ("labels",), "head": "score"}
+    assert words["outcome"].traits == {"level": "token", "needs": ("labels",), "head": "score", "scores": "outcome"}
     assert words["process"].traits == {
         "level": "token",
         "needs": ("step_labels",),
         "head": "score",
+        "scores": "process",
         "head_outputs": "num_classes",
     }
     assert words["process"].options({}) == {"num_classes": 2}

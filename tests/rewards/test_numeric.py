@@ -53,6 +53,10 @@ def test_correct_asks_the_grader_of_each_example_and_keeps_the_order() -> None:
     assert [dict(v.facts) for v in verdicts[2:]] == [{"task_score": 1.0}, {"task_score": 0.75}]
     assert [v.outcome for v in correct(**columns, mode="numeric")] == ["right", "right", "ungraded", "ungraded"]
     assert correct(**columns, mode={"name": "numeric", "tolerance": 1.0})[0].value == 1.0
+    near = {key: values[:1] for key, values in columns.items()} | {"extracted": ["2.5"]}
+    assert [correct(**near, tolerance=t)[0].outcome for t in (0.0, 1.0, 1.5)] == ["wrong", "wrong", "right"]
+    with pytest.raises(RecipeError, match=r"grader\.tolerance: grader 'exact' has no key"):
+        correct(**near, mode="exact", tolerance=1.0)
 
 
 def test_a_grader_that_is_not_there_is_refused_before_anything_is_sampled() -> None:
@@ -89,7 +93,7 @@ def test_overlong_refuses_a_margin_wider_than_the_limit() -> None:
         ("overlong", {"limit": 10}, "rewards.0.cache: reward 'overlong' needs this key"),
         ("overlong", {"limit": 10, "cashe": 2, "cache": 1}, "Did you mean 'cache'"),
         ("overlong", {"limit": 0, "cache": 1}, "greater than or equal to 1"),
-        ("correct", {"tolerance": 1}, "'tolerance'"),
+        ("correct", {"tolerance": -1}, "greater than or equal to 0"),
         ("xml_count", {"trailing": -0.1}, "greater than or equal to 0"),
     ],
 )

@@ -143,7 +143,7 @@ def test_resume_continues_and_says_how(tmp_path: Path, make_recipe: MakeRecipe) 
     assert (result.step, result.reason) == (4, "interrupted")
     assert status_of(result.folder).state == "interrupted"
     assert notes == [
-        f"stopped after step 4 of 10, which is saved; continue with the same command and --resume --run a ({tmp_path})"
+        f"stopped after step 4 of 10, which is saved; continue with: posttrain runs resume a --runs-dir {tmp_path}"
     ]
     loop = FakeLoop()
     result = launch(make_recipe(), root=tmp_path, name="a", resume=True, train=loop)
@@ -246,7 +246,11 @@ def test_a_failure_is_recorded_and_can_be_resumed(tmp_path: Path, make_recipe: M
         launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=NonFiniteLoss("loss is NaN at step 3")))
     status = status_of(tmp_path / "a")
     assert (status.state, status.step, status.message) == ("failed", 3, "NonFiniteLoss: loss is NaN at step 3")
-    assert RunDirectory(tmp_path / "a").log_path.read_text().endswith("failed: NonFiniteLoss: loss is NaN at step 3\n")
+    assert [line[21:] for line in RunDirectory(tmp_path / "a").log_path.read_text().splitlines()[-2:]] == [
+        "failed: NonFiniteLoss: loss is NaN at step 3",
+        "failed after step 3 of 10; no checkpoint had been saved yet; once the cause is mended, continue (from the "
+        f"beginning) with: posttrain runs resume a --runs-dir {tmp_path}",
+    ]
     assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
     assert status_of(tmp_path / "a").message is None
 
@@ -256,6 +260,32 @@ def test_stopped_at_once_is_interrupted(tmp_path: Path, make_recipe: MakeRecipe,
     with pytest.raises(type(error)):
         launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=error))
     assert status_of(tmp_path / "a").state == "interrupted"
+
+
+def test_a_failure_says_which_checkpoint_is_the_newest(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch(make_recipe(), root="runs", name="a", train=FakeLoop(stop_after=2))
+    notes, error = Notes(), ValueError("broken")
+    error.add_note("step 2 could not be saved")
+    with pytest.raises(ValueError, match="broken"):
+        launch(make_recipe(), root="runs", name="a", resume=True, observer=notes, train=FakeLoop(fail=error))
+    assert notes == [
+        "failed after step 3 of 10; the newest checkpoint is of step 2; once the cause is mended, continue with: "
+        "posttrain runs resume a"
+    ]
+    assert status_of(tmp_path / "runs" / "a").message == "ValueError: broken; step 2 could not be saved"
+
+
+def test_an_observer_that_fails_does_not_hide_the_first_error(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    def closed(event: str, facts: dict[str, Any]) -> None:
+        if event == "notice":
+            raise BrokenPipeError("nobody reads")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        launch(make_recipe(), root=tmp_path, name="a", observer=closed, train=FakeLoop(fail=ZeroDivisionError()))
+    assert caught.value.__notes__ == ["nobody reads"]
 
 
 def test_a_bug_is_recorded_too_and_keeps_its_traceback(tmp_path: Path, make_recipe: MakeRecipe) -> None:

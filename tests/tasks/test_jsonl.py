@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError
+from posttrain.errors import DataError, RecipeError, UnknownWord
 from posttrain.tasks.jsonl import jsonl
 from posttrain.types import Message
 
@@ -58,6 +58,21 @@ def test_data_without_answers(tmp_path: Path) -> None:
     assert (example.answer, example.solution) == (None, None)
 
 
+def test_grader_and_further_keys(tmp_path: Path) -> None:
+    row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
+    path = write(tmp_path / "x.jsonl", [row])
+    (example,) = jsonl(path=path, split="test", grader="multiple_choice", meta_keys=["subject", "choices"]).examples
+    assert (example.grader, example.meta) == ("multiple_choice", {"subject": "sums", "choices": ["1", "2"]})
+    (plain,) = jsonl(path=path, split="test").examples
+    assert (plain.grader, plain.meta) == ("numeric", {})
+    with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
+        jsonl(path=path, grader="exct")
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:1: the key 'subjet' of task.meta_keys is missing. Did you mean 'subject'"
+    ):
+        jsonl(path=path, split="test", meta_keys=["subjet"])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -86,3 +101,30 @@ def test_an_empty_file(tmp_path: Path) -> None:
 def test_the_path_is_required() -> None:
     with pytest.raises(RecipeError, match=r"task.path: task 'jsonl' needs this key"):
         registry.find("task", "jsonl").bind({}, "task")
+
+
+def test_thinking_can_be_left_out_of_solutions(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1 + 1?", "answer": "2", "solution": "<think>hm</think> It is 2."},
+        {"prompt": "1 + 2?", "answer": "3", "solution": "<think>hm"},
+        {"prompt": "1 + 3?", "answer": "4"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = jsonl(path=str(path), split="test", strip_thinking=True)
+    assert [example.solution for example in task.examples] == ["It is 2.", None]
+    assert task.dropped == {"a <think> that never closes": 1}
+    assert len(jsonl(path=str(path), split="test").examples) == 3
+
+
+def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Path) -> None:
+    rows = []
+    for i in range(40):
+        turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "a"}]
+        rows += [{"messages": turns}, {"messages": [*turns, *turns]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    held = jsonl(path=str(path), split="validation", validation_share=0.3, answer_key="").examples
+    firsts = [example.messages[0].content for example in held]
+    assert 0 < len(held) < 80
+    assert all(firsts.count(first) == 2 for first in firsts)

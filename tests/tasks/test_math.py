@@ -28,7 +28,7 @@ def test_the_answer_is_the_last_box_of_the_solution(tmp_path: Path) -> None:
     assert example.messages[0].content == "Find it."
     assert example.solution == SOLUTION
     assert example.meta == {"level": 5, "subject": "Algebra"}
-    assert example.id == "math/test/1"
+    assert (example.id, example.grader) == ("math/test/1", "math")
 
 
 def test_an_answer_of_its_own_comes_first(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from given_rows import needs_data, real_file
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
@@ -113,7 +115,7 @@ def test_scores_give_margins(read: Read, better: str, worse: str) -> None:
     assert task.dropped == {
         "chosen and rejected have the same score": 1,
         "chosen has a lower score than rejected": 1,
-        f"{worse!r} is missing, which the first row has": 2,
+        f"{worse!r} is missing, and every row needs a score": 2,
     }
 
 
@@ -172,7 +174,99 @@ def test_malformed_pairs_are_refused_with_their_line(read: Read, row: dict[str, 
         read([good, row])
 
 
+def sharegpt(*contents: str, system: str = "") -> list[dict[str, str]]:
+    said = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
+    return [{"from": "system", "value": system}, *said] if system else said
+
+
+@pytest.mark.parametrize("form", ["message", "list", "text", "role and content"])
+def test_sharegpt_pairs(read: Read, form: str) -> None:
+    """The conversation up to the answer, and two answers as one message, as a list of one, or as text."""
+    answers: dict[str, Any] = {"chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"}}
+    if form == "list":
+        answers = {key: [value] for key, value in answers.items()}
+    elif form == "text":
+        answers = {"chosen": "2", "rejected": "3"}
+    elif form == "role and content":
+        answers = {"chosen": said("2")[0], "rejected": said("3")[0]}
+    (example,) = read([{"conversations": sharegpt("Hi", "Hello.", "1+1?", system="Be brief.")} | answers]).examples
+    assert [(m.role, m.content) for m in example.messages] == [
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "1+1?"),
+    ]  # fmt: skip
+    assert example.responses == (Response("2", 1.0), Response("3", 0.0))
+
+
+def test_sharegpt_pairs_that_cannot_be_used(read: Read) -> None:
+    good = {"conversations": sharegpt("1+1?"), "chosen": "2", "rejected": "3"}
+    task = read([good, good | {"conversations": sharegpt(" ")}, good | {"conversations": []}])
+    assert task.dropped == {"'conversations' has a blank message": 1, "'conversations' is blank": 1}
+    with pytest.raises(DataError, match="'conversations' ends with the assistant's message"):
+        read([good | {"conversations": sharegpt("1+1?", "2")}])
+    with pytest.raises(DataError, match="message 1: unknown role 'bing'"):
+        read([good | {"conversations": [{"from": "bing", "value": "x"}]}])
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ({"instruction": "Add."}, "Add."),
+        ({"instruction": "Add.", "input": None}, "Add."),
+        ({"instruction": "Add.", "input": " "}, "Add."),
+        ({"instruction": "Add.", "input": "1+1"}, "Add.\n\n1+1"),
+        ({"instruction": "Add.", "input": "1+1", "prompt": "1+1?"}, "1+1?"),
+    ],
+)
+def test_alpaca_prompts(read: Read, given: dict[str, Any], prompt: str) -> None:
+    for row in (PAIR, JUDGED, STEPS):
+        (example,) = read([{key: value for key, value in row.items() if key != "prompt"} | given]).examples
+        assert example.messages == (Message("user", prompt),)
+
+
+def test_thinking_can_be_left_out(read: Read) -> None:
+    rows = [
+        PAIR | {"chosen": "<think>1 and 1</think>\n2"},
+        PAIR | {"chosen": "<think>hm</think>2", "rejected": "<think>so</think>2"},
+        PAIR | {"rejected": "<think>3"},
+    ]
+    assert [r.text for r in read(rows).examples[0].responses] == ["<think>1 and 1</think>\n2", "3"]
+    task = read(rows, strip_thinking=True)
+    assert [[r.text for r in e.responses] for e in task.examples] == [["2", "3"]]
+    assert task.dropped == {"'chosen' and 'rejected' are the same": 1, "a <think> that never closes": 1}
+    task = read(
+        [JUDGED | {"completion": "<think>x</think>2"}, JUDGED | {"completion": "<think>x</think>"}], strip_thinking=True
+    )
+    assert [e.responses for e in task.examples] == [(Response("2", 1.0),)]
+    assert task.dropped == {"an answer of nothing but thinking": 1}
+    with pytest.raises(UsageError, match="strip_thinking is for pairs and judged answers"):
+        read([STEPS], strip_thinking=True)
+
+
 # --- judged answers ---
+
+
+def test_judged_conversations(read: Read) -> None:
+    """The last message is the answer that is judged."""
+    rows = [
+        {"messages": turns("Hi", "Hello.", "1+1?", "2"), "label": False},
+        {"messages": sharegpt("1+1?", "2"), "label": True},
+        {"messages": turns("1+1?"), "label": True},
+        {"messages": said("2"), "label": True},
+        {"messages": turns("1+1?", ""), "label": True},
+        {"messages": turns("1+1?", "2"), "label": None},
+        {"messages": [], "label": True},
+    ]
+    task = read(rows)
+    first, second = task.examples
+    assert [m.content for m in first.messages] == ["Hi", "Hello.", "1+1?"]
+    assert (first.responses, second.responses) == ((Response("2", 0.0),), (Response("2", 1.0),))
+    assert second.messages == ASKED
+    assert task.dropped == {
+        "'messages' does not end with the assistant's message, which 'label' would be about": 1,
+        "'messages' holds nothing but the assistant's message": 1,
+        "'messages' has a blank message": 1,
+        "'messages' is blank": 1,
+        "'label' is missing": 1,
+    }
 
 
 def test_judged_answers(read: Read) -> None:
@@ -308,7 +402,36 @@ def test_a_prompt_is_never_in_two_splits(read: Read, tmp_path: Path) -> None:
         entry.bind({}, "task")
 
 
+def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
+    rows = [{"messages": turns(f"{i % 60}?", *("a", "b") * (i // 60), "c"), "label": True} for i in range(180)]
+    sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation")]
+    asked = [{example.messages[0] for example in side} for side in sides]
+    assert not asked[0] & asked[1]
+    assert [len(side) for side in sides] == [3 * len(side) for side in asked]
+
+
 def test_compressed_files(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(PAIR).encode()))
     assert len(preferences(path=str(path), split="test").examples) == 1
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "size", "turns", "last"),
+    [
+        ("dpo_en_demo", 294, {1: 112, 2: 79, 3: 1, 5: 55, 7: 45, 9: 1, 13: 1}, [1.0, 0.0]),
+        ("kto_en_demo", 299, {1: 222, 3: 3, 5: 47, 7: 22, 9: 1, 11: 4}, None),
+        ("politeness_pairs", 1094, {1: 1094}, [1.0, 0.0]),
+    ],
+)
+def test_real_rows(name: str, size: int, turns: dict[int, int], last: list[float] | None) -> None:
+    task = preferences(path=real_file(f"preference/{name}"), split="test")
+    assert (len(task.examples), task.dropped) == (size, {})
+    assert Counter(len(example.messages) for example in task.examples) == turns
+    scores = [[response.score for response in example.responses] for example in task.examples]
+    if last is not None:
+        assert scores == [last] * size
+    else:
+        assert Counter(score for (score,) in scores) == {1.0: 150, 0.0: 149}
+    assert all(example.messages[-1].role == "user" for example in task.examples)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError, MissingExtra
-from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.reading import Row, read_file, read_hub, read_hub_file
 from posttrain.types import Message
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
@@ -168,3 +168,41 @@ def test_the_hub_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[1].text("a")
     with pytest.raises(DataError, match=r"hub:no/such/train: cannot be loaded .*doesn't exist.* give a local file"):
         list(read_hub("no/such", None, "train"))
+
+
+def test_messages_of_sharegpt_and_single_messages() -> None:
+    said = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    row = Row(
+        "f", 1, {"list": said, "one": {"role": "user", "content": "q"}, "mixed": [{"role": "human", "content": "q"}]}
+    )
+    assert row.messages("list") == (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
+    assert row.messages("one") == (Message("user", "q"),)
+    with pytest.raises(DataError, match="'mixed', message 1: unknown role 'human'"):  # that name is ShareGPT's alone
+        row.messages("mixed")
+    with pytest.raises(DataError, match="'half', message 1: needs the keys 'role' and 'content'"):
+        Row("f", 1, {"half": [{"role": "user", "value": "q"}]}).messages("half")
+
+
+def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    (tmp_path / "part.jsonl").write_text(lines_of(ROWS), encoding="utf-8")
+    asked: list[tuple[str, str, str]] = []
+
+    def hf_hub_download(repo_id: str, filename: str, repo_type: str) -> str:
+        asked.append((repo_id, filename, repo_type))
+        if repo_id == "no/entry":
+            raise EntryNotFoundError("404")
+        if repo_id == "no network":
+            raise OSError("offline")
+        return str(tmp_path / "part.jsonl")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    rows = list(read_hub_file("some/set", "a/part.jsonl"))
+    assert [(row.place, row.line, row.data) for row in rows] == [
+        ("hub:some/set/a/part.jsonl", line, data) for line, data in enumerate(ROWS, start=1)
+    ]
+    assert asked == [("some/set", "a/part.jsonl", "dataset")]
+    for name in ("no/entry", "no network"):
+        with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
+            list(read_hub_file(name, "x.jsonl"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.errors import DataError
-from posttrain.tasks.splits import choose_split, prompt_hash
+from posttrain.tasks.splits import choose_split, opening_hash, prompt_hash
 from posttrain.types import Example, Message
 
 
@@ -60,3 +60,19 @@ def test_nothing_held_out() -> None:
         choose_split(examples, "validation", 0.0, "f")
     with pytest.raises(DataError, match="f: no usable examples"):
         choose_split([], "train", 0.05, "f")
+
+
+def test_the_opening_is_all_up_to_the_first_user_message() -> None:
+    def asked(*turns: tuple[str, str]) -> Example:
+        return Example("x", tuple(Message(role, content) for role, content in turns))
+
+    system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
+    alone = asked(first)
+    assert opening_hash(alone) == opening_hash(asked(first, answer, second)) == prompt_hash(alone)
+    assert opening_hash(asked(system, first)) == opening_hash(asked(system, first, answer, second))
+    assert len({opening_hash(asked(*turns)) for turns in ((first,), (system, first), (second,), (system,))}) == 4
+    examples = [asked(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
+    sides = [choose_split(examples, split, 0.2, "f", opening_hash) for split in ("train", "validation")]
+    openings = [{example.messages[0] for example in side} for side in sides]
+    assert not openings[0] & openings[1]
+    assert [len(side) for side in sides] == [3 * len(side) for side in openings]

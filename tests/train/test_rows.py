@@ -111,6 +111,18 @@ def test_labels_stand_at_the_last_token_of_each_step(tokenizer, template) -> Non
     assert len(row.ids) - 1 not in ends  # the end token is no step
 
 
+def test_a_step_without_a_label_is_read_and_not_trained(tokenizer, template) -> None:
+    steps = ("2 and 3 are 5. ", "So, ", "it is 5.")
+    labelled, partly, never = (
+        Response("".join(steps), 1.0, steps, labels) for labels in ((1, 0, 1), (None, 0, None), (None,) * 3)
+    )
+    (full,), (row,), reason = units(tokenizer, template, example(labelled, partly, never), "steps")
+    assert row.ids == full.ids  # type: ignore[union-attr]
+    middle = sorted(full.step_labels)[1]  # type: ignore[union-attr]
+    assert row.step_labels == {middle: 0}  # type: ignore[union-attr]
+    assert reason == "no labelled steps"
+
+
 def test_answers_without_labelled_steps_and_empty_steps_are_named(tokenizer, template) -> None:
     good = Response("2 and 3 are 5.", 1.0, ("2 and 3 are 5.",), (1,))
     empty = Response("2 and 3 are 5.", 1.0, ("2 and 3 are 5.", ""), (1, 0))

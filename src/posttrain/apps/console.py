@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Console
 
 PIPED_COLUMNS = 120
+# Characters by which a text could steer the terminal that shows it, and those that turn the reading direction.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str) -> str:
+    """``text`` with control characters written out (``\\x1b``); line ends and tabs stay.
+
+    For what models and data say: an escape sequence in it would otherwise reach the terminal.
+    """
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class OutputConsole(Console):

@@ -101,11 +101,9 @@ def _facts(found: Description, unit: str, limit: int | None) -> list[str]:
         lines.append(f"longer than {limit:,} {unit}, prompt and answer: {over:,} ({over / found.num_read:.1%})")
     if found.answers:
         common = ", ".join(f"{answer[:40]!r} {n:,} ×" for answer, n in found.answers.most_common(NUM_COMMONEST))
-        graders = ", ".join(name for name, n in found.graders.items() if n)
-        lines += [
-            f"answers: {found.answers.total():,}, {len(found.answers):,} different; commonest {common}",
-            f"graded by: {graders}",
-        ]
+        lines.append(f"answers: {found.answers.total():,}, {len(found.answers):,} different; commonest {common}")
+    if found.answers or not found.lengths.keys() & {"chosen", "response"}:  # given answers are not graded
+        lines.append(f"graded by: {', '.join(found.graders)}")
     if found.num_pairs:
         margins = found.margins
         lines += [

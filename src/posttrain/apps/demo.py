@@ -20,8 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.apps.console import open_console
+from posttrain.apps.evaluation import measure, print_results
+from posttrain.apps.evaluation_files import write_evaluation
+from posttrain.apps.evaluation_plan import Drawing
 from posttrain.apps.progress import choose_progress, show_duration
-from posttrain.apps.sampling import Sampler, measure, open_sampler, print_results, write_evaluation
+from posttrain.apps.sampling import Sampler, open_sampler
 from posttrain.apps.summary import chapter_of, last_start, template_of, write_summary
 from posttrain.cli import INTERRUPTED
 from posttrain.evals.generation import Evaluation
@@ -156,7 +159,7 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
 
 def _measure(console: Console, sampler: Sampler, task: Task, plan: Plan, label: str, description: str) -> Measured:
     max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
-    evaluation = measure(sampler, task, n=NUM_HELD_OUT, max_tokens=max_tokens)
+    evaluation = measure(sampler, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
     settings = {
         "model": sampler.label,
         "label": label,

@@ -1,18 +1,15 @@
-"""``posttrain evaluate`` and ``posttrain generate``: a model, a template, an engine."""
+"""Models that can be asked: by name, with a template and an engine; and ``posttrain generate``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from posttrain import registry
@@ -20,99 +17,160 @@ from posttrain.apps.console import open_console
 from posttrain.apps.summary import read_run_recipe
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
-from posttrain.evals.generation import Evaluation, evaluate
-from posttrain.models.load import load_model
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer, resolve_model_name
 from posttrain.randomness import derive_key
 from posttrain.recipe import ModelSection, Recipe, RewardWord, Word, apply_override
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.rollout import Attempt, Grader, build_grader
 from posttrain.runs.directory import find_run, run_names
-from posttrain.store.durable import replace_file, storage_errors
-from posttrain.store.rollouts import RolloutStore
-from posttrain.tasks.base import Task
 from posttrain.train.setup import build_task, build_template, context_length, held_out_task
 from posttrain.types import Completion, Example, Message
 
 DEFAULT_MAX_TOKENS = 256
-ROLLOUTS = "rollouts.db"
+DEFAULT_TEMPLATE = Word(name="r1_zero")
+NATIVE = Word(name="native")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a name on the command line stands for.
+
+    ``label`` is what tables call it, ``path`` what is loaded. ``run`` and ``recipe`` are there when it came out of
+    a run, whole or one of its checkpoints.
+    """
+
+    name: str
+    label: str
+    path: str
+    run: Path | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def template(self) -> Word:
+        """The template that it was trained with."""
+        return self.recipe.prompt.template if self.recipe is not None else DEFAULT_TEMPLATE
+
+    @property
+    def max_tokens(self) -> int:
+        """How long its answers may be, as its run says."""
+        if self.recipe is None:
+            return DEFAULT_MAX_TOKENS
+        trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
+        return self.recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
+
+    def refuse_scorer(self) -> None:
+        """Raises ``UsageError`` if the run trained a reward model."""
+        if self.recipe is not None and not writes_answers(self.recipe):
+            raise UsageError(
+                f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
+                "writes none. Its held-out accuracy is in results.json and report.html of the run"
+            )
+
+
+def find_source(name: str, runs_dir: str | Path) -> ModelSource:
+    """A model by the name of a run, the path of a run or of one of its checkpoints, or any name of a model.
+
+    Raises:
+        UsageError: a run without a recipe that can be read.
+    """
+    path = Path(name)
+    if (path / "recipe.yaml").is_file() or name in run_names(runs_dir):
+        run = find_run(runs_dir, name)
+        return ModelSource(name, run.name, str(run), run, read_run_recipe(run))
+    checkpoint = path.parent if path.name in QUANTIZED_FOLDERS.values() else path
+    run = checkpoint.parent.parent
+    if path.is_dir() and checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
+        label = f"{run.resolve().name}@{path.relative_to(checkpoint.parent)}"
+        return ModelSource(name, label, str(path), run, read_run_recipe(run))
+    return ModelSource(name, name, name)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A model that can be asked. ``run`` and ``recipe`` are there when it came out of a run."""
+    """A model that can be asked. ``model`` is None where the engine samples in another process."""
 
-    label: str
+    source: ModelSource
     model: Any
     tokenizer: Any
     engine: Engine
     grader: Grader
-    max_tokens: int
-    run: Path | None = None
-    recipe: Recipe | None = None
+    context_tokens: int
 
-    def sampling(self, max_tokens: int | None, temperature: float) -> Sampling:
-        """How tokens are drawn; None: as long as the run's answers may be."""
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def run(self) -> Path | None:
+        return self.source.run
+
+    @property
+    def max_tokens(self) -> int:
+        return self.source.max_tokens
+
+    def sampling(
+        self, max_tokens: int | None, temperature: float, top_k: int | None = None, top_p: float = 1.0
+    ) -> Sampling:
+        """How tokens are drawn; ``max_tokens`` None: as long as the run's answers may be."""
         stops = stop_ids(self.tokenizer, self.grader.template)
-        return Sampling(max_tokens or self.max_tokens, temperature=temperature, stop_ids=stops)
+        return Sampling(max_tokens or self.source.max_tokens, temperature, top_k, top_p, stops)
+
+    def with_template(self, template: Word | None) -> Sampler:
+        """The same model, asked and graded by another template (None: its own, with its run's rewards)."""
+        return replace(self, grader=grader_for(self.source, template))
 
 
-def open_sampler(name: str, runs_dir: str | Path, template: Word | None = None) -> Sampler:
+def grader_for(source: ModelSource, template: Word | None) -> Grader:
+    """The grader under a template; with a run's own template, its rewards count too."""
+    word = template or source.template
+    own = source.recipe is not None and word.name == source.template.name
+    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
+    return build_grader(rewards, build_template(word, "template"))
+
+
+def open_sampler(
+    name: str | ModelSource,
+    runs_dir: str | Path,
+    template: Word | None = None,
+    *,
+    engine: Word = NATIVE,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+) -> Sampler:
     """Load a model by name, directory, or run, with the template that it was trained with.
+
+    An engine that samples elsewhere gets no model here: its tokenizer alone is loaded, and where the engine has an
+    option ``checkpoint``, it is told which model is meant.
 
     Raises:
         UsageError: no such model or run, or one that cannot be loaded.
     """
-    run = _run_folder(name, runs_dir)
-    recipe = read_run_recipe(run) if run is not None else None
-    if recipe is not None and not writes_answers(recipe):
-        raise UsageError(
-            f"{name}: this run trained a reward model ({recipe.objective.name}); it scores answers and writes none. "
-            "Its held-out accuracy is in results.json and report.html of the run"
-        )
-    section = ModelSection(name=str(run) if run is not None else name)
-    if recipe is not None:
-        section = section.model_copy(update={"dtype": recipe.model.dtype, "device": recipe.model.device})
-    loaded = load_model(section, seed=0)
-    word = template or (recipe.prompt.template if recipe is not None else Word(name="r1_zero"))
-    rewards = recipe.rewards if recipe is not None and template is None else [RewardWord(name="correct")]
-    grader = build_grader(rewards, build_template(word, "template"))
-    engine = registry.find("engine", "native").bind({}, "engine")(loaded.model, loaded.tokenizer)
-    label = run.name if run is not None else name
-    return Sampler(label, loaded.model, loaded.tokenizer, engine, grader, _max_tokens(recipe), run, recipe)
+    source = find_source(name, runs_dir) if isinstance(name, str) else name
+    source.refuse_scorer()
+    section = ModelSection(name=source.path)
+    if source.recipe is not None:
+        trained = source.recipe.model
+        kept = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
+        section = section.model_copy(update=kept)
+    section = section.model_copy(update={k: v for k, v in (("dtype", dtype), ("device", device)) if v is not None})
+    grader = grader_for(source, template)
+    entry = registry.find("engine", engine.name, "--engine")
+    options = dict(engine.options)
+    if "checkpoint" in entry.options_model().model_fields:
+        options.setdefault("checkpoint", resolve_model_name(source.path))
+    build = entry.bind(options, "--engine")
+    if entry.traits.get("needs_model", True):
+        loaded = load_model(section, seed=0)
+        built = build(loaded.model, loaded.tokenizer)
+        return Sampler(source, loaded.model, loaded.tokenizer, built, grader, context_length(loaded.model))
+    tokenizer = load_tokenizer(source.path, trust_remote_code=section.trust_remote_code)
+    built = build(None, tokenizer)
+    return Sampler(source, None, tokenizer, built, grader, built.context_tokens)
 
 
 def writes_answers(recipe: Recipe) -> bool:
     """Whether what a recipe trains is a policy, and not a reward model."""
     return registry.find("objective", recipe.objective.name).traits.get("head") != "score"
-
-
-def _run_folder(name: str, runs_dir: str | Path) -> Path | None:
-    if (Path(name) / "recipe.yaml").is_file() or name in run_names(runs_dir):
-        return find_run(runs_dir, name)
-    return None
-
-
-def _max_tokens(recipe: Recipe | None) -> int:
-    if recipe is None:
-        return DEFAULT_MAX_TOKENS
-    trained = recipe.rollout.max_tokens if recipe.rollout is not None else None
-    return recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
-
-
-def measure(
-    sampler: Sampler, task: Task, *, n: int, max_tokens: int | None = None, temperature: float = 0.0, seed: int = 0
-) -> Evaluation:
-    """Evaluate a sampler on a task (``evals/generation.py``)."""
-    return evaluate(
-        sampler.engine,
-        sampler.tokenizer,
-        sampler.grader,
-        task,
-        n=n,
-        sampling=sampler.sampling(max_tokens, temperature),
-        context_tokens=context_length(sampler.model),
-        seed=seed,
-    )
 
 
 def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
@@ -158,113 +216,26 @@ def choose_task(given: Word | None, model: str, recipe: Recipe | None) -> Word:
     return Word(name=name, **options)
 
 
-def run_evaluate(arguments: argparse.Namespace) -> int:
-    """Measure, print a table, write ``results.json`` and every graded answer."""
-    words = chosen_words(arguments)
-    run = _run_folder(arguments.model, arguments.runs_dir)
-    recipe = read_run_recipe(run) if run is not None else None
-    word = choose_task(words.get("task"), arguments.model, recipe)
-    task = build_task(word, "--task")
-    template = words.get("template")
-    sampler = open_sampler(arguments.model, arguments.runs_dir, _completed(template, recipe))
-    evaluation = measure(
-        sampler,
-        task,
-        n=arguments.n,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-    )
-    out = Path(arguments.out) if arguments.out else _default_out(sampler, evaluation.name)
-    settings = {
-        "model": arguments.model,
-        "task": word.model_dump(),
-        "template": sampler.grader.template.name,
-        "max_tokens": arguments.max_tokens or sampler.max_tokens,
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
-        "dropped": task.dropped,
-    }
-    write_evaluation(out, evaluation, settings)
-    if not arguments.quiet:
-        print_results(open_console(), [(sampler.label, evaluation)])
-        _print_dropped(task, evaluation)
-        print(f"results and every answer: {out}")
-    return 0
-
-
-def _completed(template: Word | None, recipe: Recipe | None) -> Word | None:
-    """Options alone (``--template.preamble``) belong to the run's own template."""
-    if template is None or template.name:
-        return template
-    base = recipe.prompt.template if recipe is not None else Word(name="r1_zero")
-    return Word(name=base.name, **(base.options | template.options))
-
-
-def _default_out(sampler: Sampler, evaluation: str) -> Path:
-    leaf = evaluation.replace("/", "-")
-    if sampler.run is not None:
-        return sampler.run / "evaluation" / leaf
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", sampler.label).strip("-.") or "model"
-    return Path("evaluations") / f"{plain}-{leaf}"
-
-
-def write_evaluation(out: Path, evaluation: Evaluation, settings: dict[str, Any]) -> None:
-    """``results.json`` and ``rollouts.db`` in ``out``; those of an earlier evaluation there are replaced.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    with storage_errors("evaluation", out):
-        out.mkdir(parents=True, exist_ok=True)
-    with RolloutStore(out / ROLLOUTS) as store:
-        store.trim(-1)
-        store.record(evaluation.rollouts, evaluation=evaluation.name)
-    content = {"evaluation": evaluation.name, "results": evaluation.results, "settings": settings}
-    replace_file(out / "results.json", json.dumps(content, indent=1).encode() + b"\n")
-
-
-def print_results(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
-    """A table with one row per model: accuracy with its 95 % interval, and what surrounds it."""
-    title = f"{rows[0][1].name}, n = {rows[0][1].results['n']:.0f}"
-    table = Table(title=title, title_justify="left")
-    has_worked = any("worked" in e.results for _, e in rows)
-    table.add_column("model")
-    for column in ("right", "95 % interval", "format", *(["worked"] if has_worked else []), "no answer", "cut off"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("tokens", justify="right")
-    for label, evaluation in rows:
-        r = evaluation.results
-        cells = [f"{r['accuracy']:.1%}", f"{r['accuracy_low']:.1%} – {r['accuracy_high']:.1%}", f"{r['format']:.1%}"]
-        if has_worked:
-            cells.append(f"{r['worked']:.1%}" if "worked" in r else "–")
-        cells += [f"{r['parse_failures']:.1%}", f"{r['truncated']:.1%}", f"{r['num_tokens']:.0f}"]
-        table.add_row(Text(label), *cells)
-    console.print(table)
-
-
-def _print_dropped(task: Task, evaluation: Evaluation) -> None:
-    dropped = {reason: count for reason, count in task.dropped.items() if count}
-    if dropped:
-        print("left out of the data: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
-    too_long = int(evaluation.results.get("prompts_too_long", 0))
-    if too_long:
-        print(f"{too_long} prompts do not fit into the model's context; they count as wrong")
+def complete_template(given: Word | None, source: ModelSource) -> Word | None:
+    """Options alone (``--template.preamble``), or the name of the run's own template, add to what the run had."""
+    own = source.template
+    if given is None or given.name not in ("", own.name):
+        return given
+    return Word(name=own.name, **(own.options | given.options))
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt, or to a made-up problem, and show what they are worth."""
     words = chosen_words(arguments)
-    run = _run_folder(arguments.model, arguments.runs_dir)
-    recipe = read_run_recipe(run) if run is not None else None
+    source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         example = Example("prompt", (Message("user", arguments.prompt),))
     else:
-        task = build_task(choose_task(None, arguments.model, recipe), "task")
+        task = build_task(choose_task(None, arguments.model, source.recipe), "task")
         example = task.examples[arguments.seed % len(task.examples)]
-    sampler = open_sampler(arguments.model, arguments.runs_dir, _completed(words.get("template"), recipe))
+    sampler = open_sampler(source, arguments.runs_dir, complete_template(words.get("template"), source))
     prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages)
     keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.n)]
     sampling = sampler.sampling(arguments.max_tokens, arguments.temperature)

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "task": ("task", "examples with answers"),
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
+    "tracker": ("track", "shows the metrics somewhere else, too"),
 }
 
 
@@ -134,6 +135,7 @@ def words_of(recipe: Recipe) -> set[tuple[str, str]]:
     used |= {("optimizer", recipe.optimizer.name), ("template", recipe.prompt.template.name)}
     used |= {("reward", word.name) for word in recipe.rewards}
     used |= {("task", word.name) for word in recipe.eval.tasks}
+    used |= {("tracker", word.name) for word in recipe.track}
     for kind, word in (
         ("aggregation", recipe.aggregate),
         ("advantage", recipe.advantage),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from posttrain.errors import UsageError
 from posttrain.types import Completion
 
 
@@ -42,3 +43,43 @@ class Engine(Protocol):
             UsageError: an empty prompt, or one that leaves no room in the model's context.
         """
         ...
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse options out of range.
+
+    Raises:
+        UsageError: the message names the option.
+    """
+    checks = {
+        "max_tokens": (sampling.max_tokens >= 1, "1 or more"),
+        "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
+        "top_k": (sampling.top_k is None or sampling.top_k >= 1, "1 or more, or none"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+    }
+    for name, (valid, wanted) in checks.items():
+        if not valid:
+            raise UsageError(f"sampling.{name} is {getattr(sampling, name)}; it must be {wanted}")
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int | None) -> None:
+    """Refuse prompts that cannot be continued in ``context`` tokens; None: the vocabulary is not known here.
+
+    Raises:
+        UsageError: the message names the prompt.
+    """
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
+        if len(prompt) >= context:
+            raise UsageError(
+                f"prompt {i} has {len(prompt)} tokens and the model's context is {context}: no room for a completion. "
+                "Shorten it, or drop such prompts with prompt.max_prompt_tokens"
+            )
+        if min(prompt) < 0:
+            raise UsageError(f"prompt {i} has token id {min(prompt)}; ids are 0 or more")
+        if vocab_size is not None and max(prompt) >= vocab_size:
+            raise UsageError(
+                f"prompt {i} has token id {max(prompt)} but the model's vocabulary has {vocab_size} entries; "
+                "tokenizer and model do not belong together"
+            )

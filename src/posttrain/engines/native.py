@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.decoder import Decoder
 from posttrain.engines.lean import LeanDecoder
 from posttrain.engines.modules import ModulesDecoder
@@ -54,7 +54,7 @@ class NativeEngine:
     @property
     def path(self) -> Path:
         """The decoding path that serves the model as it is now (found out by a probe, once)."""
-        with _sampling_mode(self.model):
+        with sampling_mode(self.model):
             return self._choose()[0]
 
     def generate(
@@ -69,15 +69,15 @@ class NativeEngine:
             RunFailure: the model's logits are not finite.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
-        context = _context_length(self.model)
-        _check_sampling(sampling)
-        _check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
+        context = context_length(self.model)
+        check_sampling(sampling)
+        check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
         limits = [min(sampling.max_tokens, context - len(prompt)) for prompt in prompts]
         groups = [[Row(i, key, limits[i]) for key in keys[i]] for i in range(len(prompts))]
         rows = [row for group in groups for row in group]
         if rows:
             reach = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
-            with _sampling_mode(self.model):
+            with sampling_mode(self.model):
                 decoder = self._bind(reach)
                 with torch.inference_mode(decoder.name == "lean"):
                     Schedule(decoder, prompts, rows, sampling, self.slots).run()
@@ -98,7 +98,7 @@ class NativeEngine:
         return self._chosen[structure]
 
     def _probe_paths(self) -> tuple[Path, list[LayerShape]]:
-        context = _context_length(self.model)
+        context = context_length(self.model)
         refused = "its blocks are not those of Qwen3, Qwen2 or Llama"
         if self.wanted != "modules":
             # Hooks see the modules' own forward only, so a model that has some keeps it.
@@ -122,7 +122,7 @@ class NativeEngine:
 
 
 @contextmanager
-def _sampling_mode(model: Any) -> Iterator[None]:
+def sampling_mode(model: Any) -> Iterator[None]:
     """Evaluation mode, no gradients, no autocast; every module's own mode is put back."""
     modes = [(module, module.training) for module in model.modules()]
     device_type = next(model.parameters()).device.type
@@ -149,34 +149,7 @@ def _has_hooks(model: Any) -> bool:
     )
 
 
-def _context_length(model: Any) -> int:
+def context_length(model: Any) -> int:
+    """The longest sequence that the model's positions reach, in tokens."""
     config = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or 2**31)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    checks = {
-        "max_tokens": (sampling.max_tokens >= 1, "1 or more"),
-        "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
-        "top_k": (sampling.top_k is None or sampling.top_k >= 1, "1 or more, or none"),
-        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
-    }
-    for name, (valid, wanted) in checks.items():
-        if not valid:
-            raise UsageError(f"sampling.{name} is {getattr(sampling, name)}; it must be {wanted}")
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
-        if len(prompt) >= context:
-            raise UsageError(
-                f"prompt {i} has {len(prompt)} tokens and the model's context is {context}: no room for a completion. "
-                "Shorten it, or drop such prompts with prompt.max_prompt_tokens"
-            )
-        if max(prompt) >= vocab_size or min(prompt) < 0:
-            raise UsageError(
-                f"prompt {i} has token id {max(prompt)} but the model's vocabulary has {vocab_size} entries; "
-                "tokenizer and model do not belong together"
-            )

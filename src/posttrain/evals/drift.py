@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.engines.base import Engine, Sampling
+from posttrain.errors import UsageError
 from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward import Forward
 from posttrain.objectives.primitives import categorical_kl, with_tail
@@ -16,7 +19,7 @@ from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.tasks.base import Task
 from posttrain.train.micro import split_rows
 from posttrain.train.reference import Reference
-from posttrain.types import Batch, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, collate
 
 NUM_CANDIDATES = 1024
 # Probabilities of all candidates exist for so many tokens at a time, whatever training can afford.
@@ -62,12 +65,7 @@ def measure_drift(
         step=0,
     )
     rollouts = [g[0] for g in groups]
-    samples = []
-    for index, rollout in enumerate(rollouts):
-        prompt, answer = rollout.prompt_ids, rollout.completion.ids
-        mask = [False] * len(prompt) + [True] * len(answer)
-        samples.append(Sample([*prompt, *answer], mask, group=index, prefix=len(prompt)))
-    batch = collate(samples)
+    batch = answers_as_batch(rollouts)
     kl, entropy = 0.0, 0.0
     for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS)):
         part = batch.select(rows)
@@ -75,22 +73,43 @@ def measure_drift(
         assert now.entropy is not None
         trained = part.mask.to(now.entropy.device)
         entropy += float(torch.where(trained, now.entropy, torch.zeros_like(now.entropy)).sum(dtype=torch.float64))
-        kl += float(_kl_of_states(part, policy, start).sum())
+        kl += float(kl_of_states(part, policy, start.open()).sum())
     facts = {
         "kl_from_start": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
         "sampled_num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
     }
-    if any(example.answer is not None for example in examples):
+    if any(rollout.outcome != "ungraded" for rollout in rollouts):
         facts["sampled_accuracy"] = statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts)
     return facts
 
 
-def _kl_of_states(batch: Batch, policy: Forward, start: Reference) -> Tensor:
-    """``float64 [B, T]``: KL(π‖π_start) of the next token's distribution at each trained token, 0 elsewhere."""
+def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
+    """One row for each answer behind its prompt, the tokens of the answer trained."""
+    samples = []
+    for index, rollout in enumerate(rollouts):
+        prompt, answer = rollout.prompt_ids, rollout.completion.ids
+        mask = [False] * len(prompt) + [True] * len(answer)
+        samples.append(Sample([*prompt, *answer], mask, group=index, prefix=len(prompt)))
+    return collate(samples)
+
+
+@torch.no_grad()
+def kl_of_states(batch: Batch, policy: Forward, opened: AbstractContextManager[Forward]) -> Tensor:
+    """``float64 [B, T]``: KL(π‖π_other) of the next token's distribution at each trained token, 0 elsewhere.
+
+    ``opened`` gives the other model for the time that it is read: it may be the policy's own module with its
+    adapter off.
+
+    Raises:
+        UsageError: the other model's vocabulary is smaller, and lacks a likely token.
+    """
     ids, own = policy.top_candidates(batch, NUM_CANDIDATES)
     batch.streams["teacher_ids"] = ids.cpu()
-    with start.open() as model:  # which may be the policy itself with its adapter off, so only here
+    with opened as model:
+        size = model.model.get_input_embeddings().weight.shape[0]
+        if int(ids.max()) >= size:
+            raise UsageError(f"a likely token of one model is none of the other's {size}; their vocabularies differ")
         theirs = model(batch, "none", with_candidates=True).candidate_logprobs
     assert theirs is not None
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]

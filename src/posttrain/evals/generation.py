@@ -1,48 +1,61 @@
-"""Evaluation by generation: accuracy with its interval, and what surrounds it."""
+"""Evaluation by generation: answers are sampled, graded, and counted."""
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
+from posttrain.evals.items import Item, item_of, sample_of, with_scores
+from posttrain.evals.measures import Kinds, break_down, summarize
+from posttrain.evals.statistics import Z_95 as Z_95
+from posttrain.evals.statistics import wilson_interval as wilson_interval
 from posttrain.randomness import permutation
-from posttrain.rewards.grading import FAILURES
 from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.tasks.base import Task
-from posttrain.types import Rollout
+from posttrain.types import Example, Rollout
 
-Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+SCORES_AT_A_TIME = 256
+
+
+class Scorer(Protocol):
+    """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
+
+    def score(self, examples: Sequence[Example], texts: Sequence[str]) -> Sequence[float | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How far an evaluation has come: items done of all, the sum of their shares of right answers, tokens sampled.
+
+    ``phase``: ``sampling`` (grading with it), then ``scoring`` where a reward model is asked.
+    """
+
+    phase: str
+    num_done: int
+    num_items: int
+    num_right: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``results`` by name (shares in 0..1, lengths in tokens, seconds) and the graded rollouts."""
+    """What was found.
+
+    ``results`` by name (``measures.summarize``; ``seconds`` is the wall time), ``rollouts`` the graded rollouts
+    (empty where they were handed to a recorder), ``items`` every item with its answers, ``kinds`` accuracy by
+    kind of item, ``timing`` where the time went and the throughput: of this call, without what was known before.
+    """
 
     name: str
     results: dict[str, float]
     rollouts: list[Rollout]
-
-
-def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson 1927, eq. 4), 95 % by default.
-
-    Raises:
-        ValueError: ``n`` is 0.
-    """
-    if n == 0:
-        raise ValueError("no interval for a proportion of nothing")
-    share = successes / n
-    denominator = 1.0 + z * z / n
-    centre = (share + z * z / (2 * n)) / denominator
-    half = z * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n)) / denominator
-    # the interval holds the share itself; rounding may not push a bound past it
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
+    items: list[Item] = field(default_factory=list)
+    kinds: Kinds = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
 
 
 def held_out_indices(size: int, n: int) -> list[int]:
@@ -50,6 +63,11 @@ def held_out_indices(size: int, n: int) -> list[int]:
     if n >= size:
         return list(range(size))
     return sorted(int(i) for i in permutation(0, "evaluation items", 0, size)[:n])
+
+
+def task_label(task: Task) -> str:
+    """``name/split``: how a task's results are called."""
+    return f"{task.name}/{task.split}"
 
 
 def evaluate(
@@ -63,62 +81,151 @@ def evaluate(
     context_tokens: int,
     seed: int = 0,
     step: int = 0,
+    samples: int = 1,
+    ks: Sequence[int] = (),
+    batch: int | None = None,
+    known: Mapping[int, Item] | None = None,
+    scorer: Scorer | None = None,
+    record: Callable[[list[Rollout]], None] | None = None,
+    observe: Callable[[Advance], None] | None = None,
 ) -> Evaluation:
-    """One completion for each of ``n`` fixed held-out items, graded.
+    """``samples`` completions for each of ``n`` fixed held-out items, graded.
 
-    A prompt without room in the model's context counts as wrong (``prompts_too_long`` says how
-    many), so that models with different contexts are measured on the same items.
+    A prompt without room in the model's context counts as wrong (``prompts_too_long`` says how many), so that
+    models with different contexts are measured on the same items. What is sampled for an item is a function of
+    (seed, task, its place among the items, number of the sample): neither of ``batch`` nor of what was known.
+
+    Args:
+        engine, tokenizer, grader, task, sampling, context_tokens: who answers how, who grades, what is asked.
+        n: items at most.
+        seed, step: of the random numbers; under which step rollouts are recorded.
+        samples: completions per item.
+        ks: what pass@k, majority@k and best_of@k are computed for.
+        batch: completions that the engine is asked for at a time (whole items, at least one); None: all.
+        known: by index, items that an interrupted evaluation has answered already.
+        scorer: a reward model that scores every answer.
+        record: takes the rollouts of each batch once they are graded; they are not kept then.
+        observe: told how far it has come, after each batch.
 
     Raises:
         UsageError: the task is empty, or no prompt fits.
     """
-    started = time.perf_counter()
-    if len(task.examples) == 0:
-        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    kept, prompts, too_long = encode_prompts(tokenizer, grader.template, examples, context_tokens - 1)
-    if not kept:
-        raise UsageError(f"task {task.name!r}: no prompt fits into the model's {context_tokens} tokens")
-    groups, _ = collect(
-        engine,
-        tokenizer,
-        grader,
-        [examples[i] for i in kept],
-        prompts,
-        1,
-        sampling,
-        key=(seed, f"evaluation {task.name}", 0),
-        step=step,
-        prompt_indices=kept,
-    )
-    rollouts = [g[0] for g in groups]
-    results = summarize(rollouts, len(examples), grader, task)
-    results["prompts_too_long"] = float(too_long)
-    results["seconds"] = time.perf_counter() - started
-    return Evaluation(task_label(task), results, rollouts)
+    session = _Session(tokenizer, grader, task, n, context_tokens, known or {}, observe)
+    for slots in session.batches(None if batch is None else max(1, batch // samples)):
+        groups, grading_seconds = collect(
+            engine,
+            tokenizer,
+            grader,
+            [session.examples[slot] for slot in slots],
+            [session.prompts[slot] for slot in slots],
+            samples,
+            sampling,
+            key=(seed, f"evaluation {task.name}", 0),
+            step=step,
+            prompt_indices=slots,
+            slots=slots,
+        )
+        session.take(slots, groups, grading_seconds, record)
+    if scorer is not None:
+        session.score(scorer)
+    return session.finish(samples, ks)
 
 
-def task_label(task: Task) -> str:
-    """``name/split``: how a task's results are called."""
-    return f"{task.name}/{task.split}"
+class _Session:
+    """One evaluation under way: its items so far, and what they have cost."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        grader: Grader,
+        task: Task,
+        n: int,
+        context_tokens: int,
+        known: Mapping[int, Item],
+        observe: Callable[[Advance], None] | None,
+    ) -> None:
+        self.started = self.mark = time.perf_counter()
+        if len(task.examples) == 0:
+            raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+        self.examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+        kept, prompts, self.num_too_long = encode_prompts(tokenizer, grader.template, self.examples, context_tokens - 1)
+        if not kept:
+            raise UsageError(f"task {task.name!r}: no prompt fits into the model's {context_tokens} tokens")
+        self.prompts = dict(zip(kept, prompts, strict=True))
+        self.items = [known.get(i) or item_of(example, i) for i, example in enumerate(self.examples)]
+        self.task, self.grader, self.observe = task, grader, observe
+        self.rollouts: list[Rollout] = []
+        self.num_tokens = 0
+        self.sampling_seconds = self.grading_seconds = self.scoring_seconds = 0.0
+
+    def batches(self, size: int | None) -> list[list[int]]:
+        """The items that are still to be asked, so many at a time (None: all at once)."""
+        asked = [slot for slot in self.prompts if not self.items[slot].samples]
+        return [asked[span] for span in _spans(len(asked), size or len(asked))]
+
+    def take(
+        self,
+        slots: Sequence[int],
+        groups: Sequence[list[Rollout]],
+        grading_seconds: float,
+        record: Callable[[list[Rollout]], None] | None,
+    ) -> None:
+        """Enter the graded answers to some of the items."""
+        self.sampling_seconds += self._lap() - grading_seconds
+        self.grading_seconds += grading_seconds
+        for slot, group in zip(slots, groups, strict=True):
+            found = [sample_of(rollout, self.grader.format_part) for rollout in group]
+            self.items[slot] = item_of(self.examples[slot], slot, found)
+            self.num_tokens += sum(len(r.completion.ids) for r in group)
+        graded = [rollout for group in groups for rollout in group]
+        if record is None:
+            self.rollouts += graded
+        else:
+            record(graded)
+        self._tell("sampling", sum(bool(item.samples) for item in self.items) + self.num_too_long)
+        self._lap()
+
+    def score(self, scorer: Scorer) -> None:
+        """Have every answer scored, those of known items too."""
+        self._lap()
+        owners = [(i, sample.text) for i, item in enumerate(self.items) for sample in item.samples]
+        scores: list[list[float | None]] = [[] for _ in self.items]
+        for span in _spans(len(owners), SCORES_AT_A_TIME):
+            part = owners[span]
+            found = scorer.score([self.examples[i] for i, _ in part], [text for _, text in part])
+            for (i, _), value in zip(part, found, strict=True):
+                scores[i].append(value)
+            self._tell("scoring", part[-1][0] + 1)
+        self.items = with_scores(self.items, scores)
+        self.scoring_seconds = self._lap()
+
+    def timing(self) -> dict[str, float]:
+        found = {"sampling_seconds": self.sampling_seconds, "grading_seconds": self.grading_seconds}
+        found |= {"scoring_seconds": self.scoring_seconds} if self.scoring_seconds else {}
+        found["generated_tokens"] = float(self.num_tokens)
+        if self.sampling_seconds > 0:
+            found["generated_tokens_per_second"] = self.num_tokens / self.sampling_seconds
+        return found
+
+    def finish(self, samples: int, ks: Sequence[int]) -> Evaluation:
+        """Count."""
+        own_parts = ("correct", self.grader.format_part)
+        results = summarize(self.items, samples=samples, ks=ks, worked=self.task.worked, own_parts=own_parts)
+        results["prompts_too_long"] = float(self.num_too_long)
+        kinds, timing = break_down(self.items, samples), self.timing()
+        results["seconds"] = time.perf_counter() - self.started
+        return Evaluation(task_label(self.task), results, self.rollouts, self.items, kinds, timing)
+
+    def _tell(self, phase: str, num_done: int) -> None:
+        if self.observe is not None:
+            num_right = sum(item.share for item in self.items)
+            self.observe(Advance(phase, num_done, len(self.items), num_right, self.num_tokens))
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self.mark = now - self.mark, now
+        return seconds
 
 
-def summarize(rollouts: Sequence[Rollout], n: int, grader: Grader, task: Task) -> dict[str, float]:
-    """Shares over ``n`` items (items without a rollout count as wrong)."""
-    correct = sum(r.parts["correct"] == 1.0 for r in rollouts)
-    low, high = wilson_interval(correct, n)
-    results = {
-        "n": float(n),
-        "accuracy": correct / n,
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "format": sum(r.parts[grader.format_part] > 0 for r in rollouts) / n,
-        "parse_failures": sum(r.outcome == "no_answer" for r in rollouts) / n,
-        "grading_failures": sum(r.outcome in FAILURES for r in rollouts) / n,
-        "truncated": sum(r.completion.finish == "length" for r in rollouts) / n,
-        "num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
-        "reward": statistics.fmean(r.reward for r in rollouts),
-    }
-    if task.worked is not None:
-        results["worked"] = sum(task.worked(r.text) for r in rollouts) / n
-    return results
+def _spans(total: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, total, max(1, size))]

@@ -29,18 +29,18 @@ ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy"
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The first ``num_units`` units of a source over held-out examples.
+    """Units of a source over held-out examples.
 
     ``num_dropped``: units of these examples that could not be used (too long, no responses, a tie).
     """
 
     source: SupervisedSource
-    num_units: int
+    units: Sequence[int]
     num_dropped: int = 0
 
     def batch(self) -> Batch:
         """All of them, with what depends on the weights of this very moment."""
-        return self.source.batch_of(range(self.num_units))
+        return self.source.batch_of(self.units)
 
 
 def choose_held_out(
@@ -49,7 +49,8 @@ def choose_held_out(
     """By a task's label, what the objective is evaluated on; tasks that are not here are evaluated by generation.
 
     These are the tasks whose examples carry responses, where the data are anything but demonstrations.
-    The units are those of the ``n`` examples that every evaluation of the task uses.
+    The units are of the ``n`` examples that every evaluation of the task uses; if these have more than ``n`` units, a
+    fixed sample of them, so that one problem with many solutions does not stand for all.
 
     Args:
         read: the recipe's source over a task.
@@ -68,7 +69,9 @@ def choose_held_out(
         examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
         if any(example.responses for example in examples):
             source = read(replace(task, examples=examples, dropped={}))
-            chosen[task_label(task)] = HeldOut(source, min(n, len(source.units)), sum(source.dropped.values()))
+            chosen[task_label(task)] = HeldOut(
+                source, held_out_indices(len(source.units), n), sum(source.dropped.values())
+            )
         elif only_scores:
             raise RecipeError(
                 f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
@@ -109,7 +112,7 @@ def evaluate_objective(
         )
     if not (math.isfinite(loss) and math.isfinite(metrics[name])):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
-    n = held_out.num_units
+    n = len(held_out.units)
     low, high = wilson_interval(metrics[name] * n, n)
     results = {"n": float(n), "accuracy": metrics[name], "accuracy_low": low, "accuracy_high": high, "loss": loss}
     results |= metrics | {"rows_dropped": float(held_out.num_dropped)}

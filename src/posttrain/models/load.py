@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -23,6 +25,9 @@ from posttrain.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
 
 TINY = Path(__file__).parent / "tiny"
+BASE_BITS = "base_quantization.json"
+# Inside a checkpoint, the copies of its model in few bits.
+QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,12 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     dropouts is active in training mode either: sampler and trainer must see the same model. An
     adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for
     a new adapter, the old one becomes part of the base (in memory) first. ``texts`` train the
-    tokenizer of a new model.
+    tokenizer of a new model. A folder with quantized weights is loaded as it is; ``section.load_bits``
+    quantizes one in full precision, and an adapter finds its base in the bits that it was trained on.
 
     Raises:
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
+        MissingExtra: quantized weights, without the package that reads them.
     """
     if section.init is not None:
         model, tokenizer = _new_model(section.init, seed, texts or iter(()))
@@ -83,6 +90,28 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
     return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
+
+
+def quantized_bits(model: Any) -> Literal[4, 8] | None:
+    """In how many bits bitsandbytes keeps the linear layers of ``model`` (plain, or a base under an adapter)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return _bits_in(base.config)
+
+
+def num_parameters(model: Any) -> int:
+    """How many numbers a model's weights are, however they are packed; tied ones once."""
+    shapes = (getattr(p, "quant_state", p).shape for p in model.parameters())
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def note_base_bits(model: Any, folder: Path) -> None:
+    """Write beside an adapter in how many bits its base was while it was trained, if it was quantized.
+
+    An adapter also makes up for what its base lost, so on another base it is another model.
+    """
+    bits = quantized_bits(model)
+    if bits is not None:
+        (folder / BASE_BITS).write_text(json.dumps({"load_bits": bits}) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -105,6 +134,11 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
+def adapter_base(source: str) -> str | None:
+    """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
+    return _base_of(source) if _is_adapter(source) else None
+
+
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     quiet, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
@@ -113,7 +147,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
         if section.adapter is None and _is_adapter(source):
             from peft import PeftModel
 
-            base = _load_weights(_base_of(source), section)
+            base = _load_weights(_base_of(source), _section_of_base(source, section))
             model = PeftModel.from_pretrained(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
@@ -128,26 +162,81 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
-    """A plain model; that of an adapter folder has the adapter added to its weights.
+    """A model without an adapter; that of an adapter folder has the adapter added to its weights.
 
     Such a model keeps the folder's name, so an adapter trained on top of it names the folder as its
     base and finds the same weights again.
     """
-    if not _is_adapter(source):
+    if _is_adapter(source):
+        merged = _merge_adapter(source, section)
+        if section.load_bits is None:
+            return merged
+        with TemporaryDirectory(prefix="posttrain-") as folder:  # quantized as any other model: on its way from disk
+            merged.save_pretrained(folder)
+            del merged
+            model = _load_weights(folder, section)
+        model.name_or_path = model.config._name_or_path = source
+        return model
+    stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.trust_remote_code))
+    if stored is not None and section.load_bits not in (None, stored):
+        raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
+    dtype = getattr(torch, section.dtype)
+    if stored is None and section.load_bits is None:
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=getattr(torch, section.dtype),
+            dtype=dtype,
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
         )
-        _check_weights(source, found)
-        return model
+    else:
+        from posttrain.models.quantize import load_quantized
+
+        model, found = load_quantized(
+            source,
+            bits=section.load_bits if stored is None else None,
+            dtype=dtype,
+            device=_device(section.device),
+            trust_remote_code=section.trust_remote_code,
+        )
+    _check_weights(source, found)
+    return model
+
+
+def _merge_adapter(source: str, section: ModelSection) -> Any:
+    """The base of an adapter folder with the adapter added to its weights, none of them quantized (any more)."""
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(_load_weights(_base_of(source), section), source).merge_and_unload()
+    base = _load_weights(_base_of(source), _section_of_base(source, section, load_bits=None))
+    if quantized_bits(base) is not None:
+        from posttrain.models.quantize import dequantize
+
+        base = dequantize(base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # as it was on a quantized GPT-2; peft corrects it
+        merged = PeftModel.from_pretrained(base, source).merge_and_unload()
     merged.name_or_path = merged.config._name_or_path = source
     return merged
+
+
+def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
+    """How the base of an adapter folder is loaded: in the bits that are asked for, else those noted there."""
+    asked = section.model_copy(update=changes)
+    note = Path(adapter) / BASE_BITS
+    if asked.load_bits is not None or not note.is_file():
+        return asked
+    return asked.model_copy(update={"load_bits": json.loads(note.read_text(encoding="utf-8"))["load_bits"]})
+
+
+def _bits_in(config: Any) -> Literal[4, 8] | None:
+    """What a configuration says about quantization by bitsandbytes; other ways are transformers' business."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    stated = stated if isinstance(stated, dict) else stated.to_dict()
+    if stated.get("load_in_8bit"):
+        return 8
+    return 4 if stated.get("load_in_4bit") else None
 
 
 def _check_weights(source: str, found: Mapping[str, Any]) -> None:

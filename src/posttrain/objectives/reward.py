@@ -19,7 +19,7 @@ from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
 
-@register("objective", level="pair", needs=(), head="score", optional_needs={"margin": "margins"})
+@register("objective", level="pair", needs=(), head="score", scores="preference", optional_needs={"margin": "margins"})
 def bradley_terry(
     outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Field(ge=0)] = 0.0
 ) -> Loss:
@@ -58,7 +58,7 @@ def bradley_terry(
     return Loss(values, metrics)
 
 
-@register("objective", level="token", needs=("labels",), head="score")
+@register("objective", level="token", needs=("labels",), head="score", scores="outcome")
 def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"] = "all") -> Loss:
     """Outcome reward model: at each token, the probability that the answer will turn out right.
 
@@ -93,7 +93,9 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
     return Loss(values, metrics)
 
 
-@register("objective", level="token", needs=("step_labels",), head="score", head_outputs="num_classes")
+@register(
+    "objective", level="token", needs=("step_labels",), head="score", scores="process", head_outputs="num_classes"
+)
 def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -> Loss:
     """Process reward model: each step of a solution is judged at its last token.
 

@@ -7,7 +7,7 @@ read by a fixed grammar into an exact ``Fraction``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
@@ -15,24 +15,30 @@ MAX_EXPONENT = 400
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _PREFIX = re.compile(r"([+-]?)\s*([$€£]?)\s*([+-]?)\s*")
-_LATEX_FRACTION = re.compile(
-    r"\\[dtc]?frac(?:\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|\s*([0-9])\s*([0-9]))"  # \frac{1}{2} and \frac12
-)
+_FRAC = r"\\[dtc]?frac\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"  # \frac{1}{2}, \frac12
+_LATEX_FRACTION = re.compile(_FRAC)
+_LATEX_MIXED = re.compile(r"([0-9]+)\s*" + _FRAC)
 _MIXED = re.compile(r"([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _FRACTION = re.compile(rf"({_DIGITS}(?:\.[0-9]+)?)\s*/\s*({_DIGITS}(?:\.[0-9]+)?)")
 _DECIMAL = re.compile(rf"((?:{_DIGITS}(?:\.[0-9]*)?)|\.[0-9]+)(?:[eE]([+-]?[0-9]+))?")
-_WORDS = re.compile(r"[A-Za-z°][A-Za-z° .'/-]*")
+_POWER_OF_TEN = re.compile(
+    r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:\\times|\\cdot|[*×·])\s*)?10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([+-]?[0-9]+))"
+)
+_UNIT = re.compile(r"([A-Za-z°][A-Za-z° .'/-]*)(?:(?:\^\{?([23])\}?)|([²³]))?")
 _LAST_NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-−])?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))(?:\.[0-9]+)?"
     r"(?:\s?/\s?[0-9]+)?%?"
 )
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+_BETWEEN_DIGITS = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
+_SPACE = re.compile(r"\s+")
+_GROUPING = re.compile(r",\s*\\!\s*")  # 1,\!000
 
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound"}
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Words that make a number part of something larger: what they follow is no plain quantity.
-_CONNECTIVES = frozenset(
+CONNECTIVES = frozenset(
     ("and", "or", "to", "plus", "minus", "times", "over", "pi", "half", "halves", "third", "thirds", "quarter",
      "quarters", "fourth", "fourths", "fifth", "fifths", "tenth", "tenths", "point", "squared", "cubed", "mod",
      "modulo", "choose", "factorial", "sqrt", "not", "is", "equals")
@@ -41,28 +47,51 @@ _CONNECTIVES = frozenset(
 _SHORT_UNITS = frozenset(
     ("cm", "mm", "km", "kg", "mg", "ml", "cl", "dl", "mi", "ft", "in", "lb", "oz", "hr", "am", "pm", "°")
 )  # fmt: skip
+# Units by name. Behind a number without a space only these are units: anything else may be variables (2abc).
+KNOWN_UNITS = _SHORT_UNITS | frozenset(
+    ("m", "g", "s", "h", "l", "k", "%", "cc", "mph", "kph", "sec", "min", "yd", "usd", "km/h", "m/s", "th", "pct",
+     "square", "cubic", "sq", "cu", "per", "percent", "dollar", "cent", "euro", "pound", "degree", "deg", "unit",
+     "foot", "feet", "inch", "inche", "mile", "yard", "meter", "metre", "centimeter", "centimetre", "millimeter",
+     "kilometer", "kilometre", "gram", "kilogram", "liter", "litre", "milliliter", "ounce", "ton", "acre", "gallon",
+     "hour", "minute", "second", "day", "week", "month", "year", "people", "person", "point", "million", "billion")
+)  # fmt: skip
+# Spellings of one unit.
+_UNIT_NAMES = {
+    "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "kg": "kilogram", "g": "gram",
+    "mg": "milligram", "ml": "milliliter", "l": "liter", "mi": "mile", "ft": "foot", "feet": "foot", "in": "inch",
+    "inche": "inch", "lb": "pound", "oz": "ounce", "hr": "hour", "h": "hour", "min": "minute", "sec": "second",
+    "s": "second", "yd": "yard", "deg": "°", "degree": "°", "usd": "dollar", "metre": "meter",
+    "centimetre": "centimeter", "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter",
+    "sq": "square", "cu": "cubic", "mph": "mile per hour", "people": "person", "men": "man", "women": "woman",
+}  # fmt: skip
 # How LaTeX and typists dress a number.
 _DRESS = (
     ("\u2212", "-"), ("\u00a0", " "), ("\u202f", " "), ("\\$", "$"), ("\\%", "%"), ("\\!", ""), ("\\,", ""),
-    ("{,}", ","), ("\\left", ""), ("\\right", ""), ("^\\circ", "°"), ("^{\\circ}", "°"),
+    ("{,}", ","), ("\\left", ""), ("\\right", ""), ("^\\circ", "°"), ("^{\\circ}", "°"), ("\\;", " "), ("\\:", " "),
+    ("\\ ", " "), ("~", " "),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number with what stands behind it. ``percent``: a % sign, not divided by 100."""
+    """A number with what stands behind it.
+
+    ``percent``: a % sign, not divided by 100. ``marked``: the unit was marked as text (``5\\text{ m}``), so that it
+    cannot be a variable.
+    """
 
     value: Fraction
     percent: bool = False
     unit: str = ""
+    marked: bool = field(default=False, compare=False)
 
 
 def parse_quantity(text: str) -> Quantity | None:
     """The quantity that ``text`` states, or None when it states anything else.
 
-    Understood: a sign, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed
-    numbers (``1 1/2``), exponents (up to 400), ``%`` or ``percent``, scale words (``3 million``), a unit in
-    words, a trailing period, enclosing ``$…$`` or ``\\boxed{…}``. The whole text must be used.
+    Understood: a sign, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed numbers
+    (``1 1/2``), exponents and powers of ten (up to 400), ``%`` or ``percent``, scale words (``3 million``), a unit
+    in words with maybe a power, a trailing period, enclosing ``$…$`` or ``\\boxed{…}``. The whole text must be used.
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
@@ -77,14 +106,25 @@ def parse_quantity(text: str) -> Quantity | None:
     value, end = found
     if "-" in (first_sign, second_sign):
         value = -value
-    return _with_unit(value, body[end:].strip(), _CURRENCIES.get(currency, ""))
+    marked = _TEXT_COMMAND.search(text) is not None
+    return _with_unit(value, body[end:], _CURRENCIES.get(currency, ""), marked)
 
 
 def _match_number(body: str) -> tuple[Fraction, int] | None:
     """The number at the start of ``body`` and where it ends."""
+    if match := _POWER_OF_TEN.match(body):
+        exponent = int(match[2] or match[3])
+        return (
+            (Fraction(match[1] or 1) * Fraction(10) ** exponent, match.end()) if abs(exponent) <= MAX_EXPONENT else None
+        )
     if match := _LATEX_FRACTION.match(body):
-        numerator, denominator = int(match[1] or match[3]), int(match[2] or match[4])
+        numerator, denominator = int(match[1] or match[2]), int(match[3] or match[4])
         return (Fraction(numerator, denominator), match.end()) if denominator else None
+    if match := _LATEX_MIXED.match(body):
+        numerator, denominator = int(match[2] or match[3]), int(match[4] or match[5])
+        if numerator < 0 or not denominator:
+            return None
+        return int(match[1]) + Fraction(numerator, denominator), match.end()
     if match := _MIXED.match(body):
         whole, numerator, denominator = (int(part) for part in match.groups())
         return (whole + Fraction(numerator, denominator), match.end()) if denominator else None
@@ -99,24 +139,47 @@ def _match_number(body: str) -> tuple[Fraction, int] | None:
     return None
 
 
-def _with_unit(value: Fraction, tail: str, currency: str) -> Quantity | None:
-    if tail in ("%", "percent", "per cent"):
+def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quantity | None:
+    tail = rest.strip()
+    if tail in ("%", "percent", "per cent", "percentage", "pct"):
         return None if currency else Quantity(value, percent=True)
     if not currency and tail in _CURRENCIES:
         return Quantity(value, unit=_CURRENCIES[tail])
     if not tail:
         return Quantity(value, unit=currency)
-    if not _WORDS.fullmatch(tail):
+    match = _UNIT.fullmatch(tail)
+    if match is None:
         return None
-    words = tail.replace(".", " ").split()
-    if any(word.lower() in _CONNECTIVES for word in words):
+    words = match[1].replace(".", " ").split()
+    if not rest[0].isspace() and rest[0] != "°" and not is_known_unit(words[0]):
+        return None
+    if any(word.lower() in CONNECTIVES for word in words):
         return None
     while words and words[0].lower() in _SCALES:
         value *= _SCALES[words.pop(0).lower()]
     unit = " ".join(_singular(word) for word in words)
+    if power := match[2] or {"²": "2", "³": "3"}.get(match[3]):
+        unit = f"{unit}^{power}"
     if currency and unit and unit != currency:
         unit = f"{currency} {unit}"
-    return Quantity(value, unit=unit or currency)
+    return Quantity(value, unit=unit or currency, marked=marked)
+
+
+def is_known_unit(word: str) -> bool:
+    """Whether the word is the name of a common unit."""
+    return word.lower() in KNOWN_UNITS or _singular(word) in KNOWN_UNITS
+
+
+def canonical_unit(unit: str) -> str:
+    """One name for the spellings of a unit: ``sq ft``, ``square feet`` and ``ft^2`` are ``foot^2``."""
+    base, _, power = unit.partition("^")
+    words = " ".join(
+        _UNIT_NAMES.get(_singular(word), _singular(word)) for word in base.replace(".", " ").split()
+    ).split()
+    for name, exponent in (("square", "2"), ("cubic", "3")):
+        if len(words) > 1 and words[0] == name and not power:
+            words, power = words[1:], exponent
+    return " ".join(words) + (f"^{power}" if power else "")
 
 
 def _singular(word: str) -> str:
@@ -130,9 +193,12 @@ def same_quantity(gold: Quantity, given: Quantity, tolerance: float = 0.0) -> bo
     A unit that only one side states is forgiven, except one that may be a variable (``5x``, ``5 m``);
     two units must agree. A ``%`` that only one side states may mean either reading (50 % = 50 = 0.5).
     """
-    if gold.unit != given.unit:
-        stated = gold.unit or given.unit
-        if (gold.unit and given.unit) or (len(stated) < 3 and stated not in _SHORT_UNITS):
+    if gold.unit and given.unit:
+        if canonical_unit(gold.unit) != canonical_unit(given.unit):
+            return False
+    elif (stated := gold.unit or given.unit) and not (gold.marked or given.marked):
+        symbol = stated.partition("^")[0]
+        if len(symbol) < 3 and symbol not in _SHORT_UNITS:
             return False
     limit = Fraction(tolerance)
     return any(abs(x - y) <= limit for x in _readings(gold, given) for y in _readings(given, gold))
@@ -146,7 +212,7 @@ def _readings(quantity: Quantity, other: Quantity) -> tuple[Fraction, ...]:
 
 def clean_answer(text: str) -> str:
     """The text without typographic dress: outer ``$…$`` or box, ``\\text{}``, odd spaces and minus signs."""
-    cleaned = text.strip().rstrip(".").rstrip()
+    cleaned = _GROUPING.sub(",", text.strip().rstrip(".").rstrip())
     for old, new in _DRESS:
         cleaned = cleaned.replace(old, new)
     if cleaned.startswith("\\boxed") and cleaned.endswith("}"):
@@ -155,7 +221,7 @@ def clean_answer(text: str) -> str:
         cleaned = cleaned[2:-2]
     if len(cleaned) > 2 and cleaned[0] == cleaned[-1] == "$":
         cleaned = cleaned[1:-1]
-    cleaned = _TEXT_COMMAND.sub(r"\1", cleaned).strip()
+    cleaned = _TEXT_COMMAND.sub(r" \1", cleaned).strip()
     return cleaned.rstrip(".").rstrip()
 
 
@@ -163,14 +229,20 @@ def same_text(gold: str, given: str) -> bool:
     """Exact match of two answers that are no numbers.
 
     Both are cleaned (``clean_answer``). Two answers of letters and spaces, each longer than one
-    letter, compare without case and with single spaces; all others compare without any space.
+    letter, compare without case and with single spaces; all others compare without any space that does not separate
+    digits.
     """
     if len(given) > 2 * len(gold) + MAX_NUMBER_CHARS:
         return False
     left, right = clean_answer(gold), clean_answer(given)
     if _is_words(left) and _is_words(right):
         return left.casefold().split() == right.casefold().split()
-    return "".join(left.split()) == "".join(right.split())
+    return without_spaces(left) == without_spaces(right)
+
+
+def without_spaces(text: str) -> str:
+    """The text without white space, except that between two digits, of which a mark stays (``4 2`` is not 42)."""
+    return _SPACE.sub("", _BETWEEN_DIGITS.sub("\u2423", text.strip()))
 
 
 def _is_words(text: str) -> bool:
@@ -200,15 +272,30 @@ def last_boxed(text: str) -> str | None:
 
     Of nested boxes it is the inner one. ``\\{`` and ``\\}`` are text and do not count as braces.
     """
-    opened: list[tuple[bool, int]] = []
-    best: tuple[int, int] | None = None
+    boxes = find_boxes(text)
+    return text[boxes[-1].start : boxes[-1].end].strip() if boxes else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """Where a box begins with its backslash, and where its content starts and ends."""
+
+    begin: int
+    start: int
+    end: int
+
+
+def find_boxes(text: str) -> list[Box]:
+    """All complete boxes, by where they begin; see ``last_boxed``."""
+    opened: list[tuple[int, int]] = []  # where a box begins, or -1 of a plain brace; where its content starts
+    boxes: list[Box] = []
     for match in _BRACES.finditer(text):
         token = match[0]
         if token == "}":
             if opened:
-                is_box, start = opened.pop()
-                if is_box and (best is None or start > best[0]):
-                    best = (start, match.start())
+                begin, start = opened.pop()
+                if begin >= 0:
+                    boxes.append(Box(begin, start, match.start()))
         elif token.endswith("{") and token != "\\{":
-            opened.append((token != "{", match.end()))
-    return text[best[0] : best[1]].strip() if best is not None else None
+            opened.append((match.start() if token != "{" else -1, match.end()))
+    return sorted(boxes)

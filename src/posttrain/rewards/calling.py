@@ -4,7 +4,7 @@ A reward is any function that returns a number. Its positional parameters are na
 ``AVAILABLE``; its keyword-only parameters are options of the recipe. The same rule holds for
 ours and for users' (``module:function``). A reward registered with ``batched=True`` is called once for many
 completions: each parameter is then a sequence, one value for each, and so is the result. A result is a
-number or a ``Verdict``.
+number, a ``Verdict`` or ``Measured``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.registry import Entry, find, suggest
-from posttrain.rewards.grading import Verdict
+from posttrain.rewards.grading import Measured, Verdict
 
 # What a reward may ask for, with its meaning.
 AVAILABLE: dict[str, str] = {
@@ -31,8 +31,12 @@ AVAILABLE: dict[str, str] = {
     "finish": "'stop' or 'length' (str)",
     "tags": "the template's tags (tuple of str, maybe empty)",
     "grader": "the name of the task's own grader (str)",
+    "example": "the example itself (Example)",
     "meta": "the example's further facts (mapping)",
 }
+
+
+Result = float | Verdict | Measured
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class BoundReward:
     def __call__(self, available: Mapping[str, Any], example_id: str = "") -> float:
         """The reward for one completion; see ``grade``."""
         found = self.grade([available], [example_id])[0]
-        return found.value if isinstance(found, Verdict) else found
+        return found if isinstance(found, float) else found.value
 
-    def grade(self, available: Sequence[Mapping[str, Any]], example_ids: Sequence[str]) -> list[float | Verdict]:
+    def grade(self, available: Sequence[Mapping[str, Any]], example_ids: Sequence[str]) -> list[Result]:
         """The rewards for many completions, in order.
 
         Args:
@@ -71,8 +75,7 @@ class BoundReward:
                 for one, example_id in zip(available, example_ids, strict=True)
             ]
         return [
-            value if isinstance(value, Verdict) else _check_number(value, self._place(example_id))
-            for value, example_id in zip(values, example_ids, strict=True)
+            _check_result(value, self._place(example_id)) for value, example_id in zip(values, example_ids, strict=True)
         ]
 
     def _place(self, example_id: str) -> str:
@@ -107,6 +110,9 @@ def bind_reward(
         name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
         _check_words(reward, options or {}, where)
         batched = bool(reward.traits.get("batched"))
+        prepare = reward.traits.get("prepare")
+        if prepare is not None:
+            prepare(**reward.options(options or {}, where))
     else:
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
@@ -157,6 +163,15 @@ def _asked(name: str, function: Callable[..., Any], where: str) -> tuple[str, ..
             )
         asked.append(parameter.name)
     return tuple(asked)
+
+
+def _check_result(value: Any, place: str) -> Result:
+    if isinstance(value, Verdict):
+        return value
+    if isinstance(value, Measured):
+        _check_number(value.value, place)
+        return value
+    return _check_number(value, place)
 
 
 def _check_number(value: Any, place: str) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.rewards.grading import Submission, Verdict, grade
@@ -18,6 +20,7 @@ def correct(
     meta: Sequence[Mapping[str, Any]],
     *,
     mode: str | dict[str, Any] = "auto",
+    tolerance: Annotated[float, Field(ge=0)] = 0.0,
 ) -> list[Verdict]:
     """1 if the answer equals the gold answer, else 0.
 
@@ -27,11 +30,17 @@ def correct(
     Args:
         mode: the grader: ``auto`` is the one that the task names (``numeric`` for GSM8K, ``math`` for MATH, ...);
             or a grader's name; or a mapping with its ``name`` and options, such as
-            ``{name: numeric, tolerance: 0.01}``. `posttrain explain grader` lists them.
+            ``{name: multiple_choice}``. `posttrain explain grader` lists them.
+        tolerance: for graders of numbers, the largest absolute difference that still counts as equal.
 
     Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+
+    Raises:
+        RecipeError: a tolerance, and a grader that has none.
     """
     options = {} if isinstance(mode, str) else {key: value for key, value in mode.items() if key != "name"}
+    if tolerance:
+        options = {"tolerance": tolerance} | options
     fixed = mode if isinstance(mode, str) else str(mode["name"])
     names = list(grader) if fixed == "auto" else [fixed] * len(grader)
     submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]

@@ -53,6 +53,14 @@ class Verdict:
         return float(self.outcome == "right")
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A reward that is a number, with further numbers by name that are recorded beside it (as ``Verdict.facts``)."""
+
+    value: float
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
 def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, Any] | None = None) -> list[Verdict]:
     """The verdicts of the grader ``name``, in order.
 

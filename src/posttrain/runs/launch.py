@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.train.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.train.files import Observer, RunFiles
 
+DEFAULT_ROOT = "runs"
 # train/loop.py: train(recipe, files, *, resume, observer, should_stop), with .step, .reason, .evaluations
 Train = Callable[..., Any]
 
@@ -109,10 +111,16 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     with stop_on_signals() as should_stop:
         result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
     if result.reason == "interrupted":
-        name, root = directory.folder.name, directory.folder.parent
         what = f"stopped after step {result.step} of {recipe.train.steps}, which is saved"
-        record("notice", {"message": f"{what}; continue with the same command and --resume --run {name} ({root})"})
+        record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to go on with a run."""
+    words = ["posttrain", "runs", "resume", folder.name]
+    root = str(folder.parent)
+    return shlex.join(words if root == DEFAULT_ROOT else [*words, "--runs-dir", root])
 
 
 def _new_folder(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
@@ -312,8 +320,20 @@ class _Record:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         state = "interrupted" if stopped else "failed"
         message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
+        message = "; ".join([message, *getattr(error, "__notes__", [])])
         try:
             self._update(state=state, message=message)
             self.directory.log(f"{state}: {message}")
-        except StorageError as failure:  # the first error is the one to show
+            if self.started:
+                self("notice", {"message": self._how_to_go_on(stopped)})
+        except (StorageError, OSError) as failure:  # the first error is the one to show
             error.add_note(str(failure))
+
+    def _how_to_go_on(self, stopped: bool) -> str:
+        """After a stop at once or a failure: what is saved, and the command that goes on from there."""
+        saved = max(checkpoint_steps(self.directory.folder / "checkpoints"), default=None)
+        kept = "no checkpoint had been saved yet" if saved is None else f"the newest checkpoint is of step {saved}"
+        what = f"{'stopped' if stopped else 'failed'} after step {self.status.step} of {self.status.steps}; {kept}"
+        remedy = "" if stopped else "once the cause is mended, "
+        again = " (from the beginning)" if saved is None else ""
+        return f"{what}; {remedy}continue{again} with: {resume_command(self.directory.folder)}"

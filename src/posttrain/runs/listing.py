@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
+
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
+from posttrain.runs.notes import Notes, read_notes
+from posttrain.runs.places import CELLS, COMPARE_FILE, cell_names, comparison_names, every_run_name
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
@@ -25,7 +29,8 @@ class RunSummary:
     ``state`` is ``running`` only while a process holds the run's lock; a run that says so without
     one was killed and is ``dead``. ``damaged`` runs have files that cannot be read: ``problem`` says
     which. ``metrics`` are those of the last step, ``accuracy`` that of the last held-out evaluation,
-    ``disk_bytes`` what the directory holds, ``created`` the first start (ISO 8601, UTC).
+    ``disk_bytes`` what the directory holds, ``created`` the first start (ISO 8601, UTC), ``updated`` the last
+    change of its status (seconds since 1970). ``name`` is relative to the runs folder.
     """
 
     name: str
@@ -41,12 +46,57 @@ class RunSummary:
     disk_bytes: int = 0
     created: str | None = None
     problem: str | None = None
+    updated: float | None = None
+    tags: tuple[str, ...] = ()
 
 
-def list_runs(root: str | Path) -> list[RunSummary]:
-    """All runs under ``root``, oldest first; none where there is no such folder."""
-    summaries = [summarize_run(Path(root) / name) for name in run_names(root)]
+@dataclass(frozen=True, slots=True)
+class ComparisonSummary:
+    """What `posttrain compare` made, at a glance: ``num_finished`` of ``num_cells`` are done; ``runs`` are those there.
+
+    ``num_cells`` and ``methods`` are those of the last command; cells of an earlier one count among the runs.
+    """
+
+    name: str
+    path: Path
+    state: Literal["running", "finished", "unfinished", "damaged"]
+    methods: tuple[str, ...]
+    num_cells: int
+    num_finished: int
+    runs: tuple[RunSummary, ...]
+    disk_bytes: int
+    problem: str | None = None
+
+
+def list_runs(root: str | Path, *, with_cells: bool = False) -> list[RunSummary]:
+    """All runs under ``root``, oldest first; none where there is no such folder. Runs of comparisons on request."""
+    names = every_run_name(root) if with_cells else run_names(root)
+    summaries = [replace(summarize_run(Path(root) / name), name=name) for name in names]
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
+
+
+def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
+    """All comparisons under ``root``, by name."""
+    return [summarize_comparison(root, name) for name in comparison_names(root)]
+
+
+def summarize_comparison(root: str | Path, name: str) -> ComparisonSummary:
+    """One comparison at a glance. A compare file that cannot be read makes it ``damaged``."""
+    folder = Path(root) / name
+    runs = tuple(replace(summarize_run(Path(root) / cell), name=cell) for cell in cell_names(root, name))
+    methods: tuple[str, ...] = ()
+    num_seeds, problem = 0, None
+    try:
+        content = yaml.safe_load((folder / COMPARE_FILE).read_text(encoding="utf-8"))
+        methods, num_seeds = tuple(map(str, content["methods"])), int(content["seeds"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        problem = f"{folder / COMPARE_FILE}: damaged ({type(error).__name__})"
+    wanted = {f"{name}/{CELLS}/{method}-seed{seed}" for method in methods for seed in range(num_seeds)}
+    finished = sum(run.state == "finished" for run in runs if run.name in wanted)
+    state: Literal["running", "finished", "unfinished", "damaged"]
+    state = "damaged" if problem else "finished" if finished == len(wanted) else "unfinished"
+    state = "running" if is_live(folder) else state
+    return ComparisonSummary(name, folder, state, methods, len(wanted), finished, runs, disk_bytes(folder), problem)
 
 
 def summarize_run(path: str | Path) -> RunSummary:
@@ -54,6 +104,7 @@ def summarize_run(path: str | Path) -> RunSummary:
     directory = RunDirectory(path)
     problems: list[str] = []
     recipe, environment, status, rows = _read_all(directory, problems)
+    notes = _read_or(lambda: read_notes(directory.folder), Notes(), problems)
     trained = [row for row in rows if not _is_evaluation(row)]
     state = _state(status, is_live(directory.folder))
     return RunSummary(
@@ -70,6 +121,8 @@ def summarize_run(path: str | Path) -> RunSummary:
         disk_bytes=disk_bytes(directory.folder),
         created=environment.get("created"),
         problem="; ".join(problems) or None,
+        updated=status.updated if status else None,
+        tags=notes.tags,
     )
 
 
@@ -77,9 +130,9 @@ def show_run(path: str | Path) -> dict[str, Any]:
     """Everything about one run as plain data.
 
     Keys: the fields of ``RunSummary``, ``recipe_text`` (YAML), ``environment`` (``env.json``),
-    ``status`` (``status.json``), ``checkpoints`` (step, path, disk_bytes, best), ``first_metrics``,
-    ``evaluations`` (name, step, and results), ``rollouts`` (number by step), ``evaluation_rollouts``
-    (number by "name at step").
+    ``status`` (``status.json``), ``remarks`` (time, text), ``disk`` (bytes by kind), ``checkpoints``
+    (step, path, disk_bytes, best), ``first_metrics``, ``evaluations`` (name, step, and results),
+    ``rollouts`` (number by step), ``evaluation_rollouts`` (number by "name at step").
     """
     directory = RunDirectory(path)
     _, environment, status, rows = _read_all(directory, [])
@@ -90,6 +143,8 @@ def show_run(path: str | Path) -> dict[str, Any]:
         "recipe_text": directory.recipe_path.read_text(encoding="utf-8", errors="replace"),
         "environment": environment,
         "status": asdict(status) if status else {},
+        "remarks": [asdict(remark) for remark in _read_or(lambda: read_notes(path), Notes(), []).remarks],
+        "disk": disk_use(directory.folder),
         "checkpoints": _checkpoints(directory.folder / "checkpoints"),
         "first_metrics": trained[0].metrics if trained else {},
         "evaluations": evaluations(rows),
@@ -120,6 +175,13 @@ def disk_bytes(folder: str | Path) -> int:
         except FileNotFoundError:  # a live run prunes its checkpoints
             continue
     return total
+
+
+def disk_use(folder: Path) -> dict[str, int]:
+    """Bytes of a run by what they are: checkpoints, rollouts, and everything else."""
+    checkpoints = disk_bytes(folder / "checkpoints")
+    rollouts = sum(item.stat().st_size for item in folder.glob("rollouts.db*") if item.is_file())
+    return {"checkpoints": checkpoints, "rollouts": rollouts, "other": disk_bytes(folder) - checkpoints - rollouts}
 
 
 def _read_all(

@@ -22,7 +22,7 @@ from posttrain.errors import DataError, PosttrainError
 from posttrain.store.database import connect, sqlite_errors
 from posttrain.store.durable import sync_folder
 from posttrain.store.migrations import MIGRATIONS, migrate, refuse_newer, schema_version
-from posttrain.types import Rollout
+from posttrain.types import Example, Rollout
 
 _COLUMNS = (
     "step",
@@ -357,7 +357,7 @@ def _to_row(rollout: Rollout) -> tuple[Any, ...]:
         rollout.prompt_index,
         rollout.rollout_index,
         _storable(rollout.example.id),
-        _storable(_prompt_text(rollout)),
+        _storable(prompt_text(rollout.example)),
         _storable(rollout.text),
         None if rollout.example.answer is None else _storable(rollout.example.answer),
         json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
@@ -371,8 +371,9 @@ def _to_row(rollout: Rollout) -> tuple[Any, ...]:
     )
 
 
-def _prompt_text(rollout: Rollout) -> str:
-    messages = rollout.example.messages
+def prompt_text(example: Example) -> str:
+    """What was asked, for a reader: the message, or all of them with their roles."""
+    messages = example.messages
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)

@@ -65,7 +65,7 @@ def describe_task(task: Task, measure: Measure, *, n: int) -> Description:
         found.repeated_prompts += prompt in seen
         seen.add(prompt)
         found.turns[len(example.messages)] += 1
-        found.graders[example.grader] += example.answer is not None
+        found.graders[example.grader] += 1
         if example.answer is not None:
             found.answers[example.answer] += 1
         _measure(found, example, measure)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.registry import register
+from posttrain.registry import find, register, suggest
 from posttrain.tasks.base import Task
+from posttrain.tasks.collect import collect
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.splits import Split, choose_split
+from posttrain.tasks.splits import Split, choose_split, opening_hash
+from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
 
 
@@ -22,7 +26,10 @@ def jsonl(
     messages_key: str = "messages",
     answer_key: str = "answer",
     solution_key: str = "solution",
+    meta_keys: list[str] | None = None,
+    grader: str = "numeric",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    strip_thinking: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
 
@@ -32,20 +39,36 @@ def jsonl(
 
     Args:
         path: the file.
-        split: ``validation`` is a part of the rows chosen by a hash of the prompt, and ``train`` is the rest;
+        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
+            that a conversation and one that goes on from it stand on the same side, and ``train`` is the rest;
             ``test`` is the whole file.
         prompt_key, messages_key: where the prompt stands; a row with both uses the messages.
         answer_key: where the gold answer stands; ``""`` if the data have none.
         solution_key: where the worked solution stands; rows may lack it.
+        meta_keys: further keys that every row has, kept as they are: what results are broken down by (``subject``), and
+            what the grader asks for (``choices``).
+        grader: what says whether an answer is right (``posttrain explain grader``).
         validation_share: share of the rows that is held out.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of the solutions; a row whose thinking never closes, or
+            that holds nothing else, is dropped and counted.
 
     Raises:
         DataError: a missing or malformed file or row, with its line.
+        UnknownWord: no such grader.
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
+    find("grader", grader, "task.grader")
     keys = (prompt_key, messages_key, answer_key, solution_key)
-    examples = [read_example(row, split, *keys) for row in read_file(path)]
-    return Task("jsonl", split, choose_split(examples, split, validation_share, path))
+
+    def read(row: Row) -> Example:
+        example = read_example(row, split, *keys)
+        if example.solution is not None:
+            example = replace(example, solution=answer_text(example.solution, strip_thinking=strip_thinking))
+        return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
+
+    found = collect(read_file(path), read, path)
+    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
+    return Task("jsonl", split, chosen, dict(found.dropped))
 
 
 def read_example(
@@ -77,3 +100,11 @@ def read_example(
             )
         answer = row.answer(answer_key)
     return Example(id=f"jsonl/{split}/{row.line}", messages=messages, answer=answer, solution=solution)
+
+
+def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
+    for key in keys:
+        if key not in row.data:
+            there = ", ".join(row.data)
+            raise row.fail(f"the key {key!r} of task.meta_keys is missing.{suggest(key, row.data)} There are: {there}")
+    return {key: row.data[key] for key in keys}

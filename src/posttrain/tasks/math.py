@@ -54,8 +54,8 @@ def math(
     return Task("math", split, chosen, dict(dropped))
 
 
-def read_example(row: Row, split: str) -> Example:
-    """One row as an example; its answer is None where the row gives none.
+def read_example(row: Row, split: str, name: str = "math") -> Example:
+    """One row as an example of the task ``name``; its answer is None where the row gives none.
 
     Raises:
         DataError: the problem is missing, or a key has the wrong type or is empty.
@@ -69,7 +69,8 @@ def read_example(row: Row, split: str) -> Example:
     if subject is not None:
         meta["subject"] = subject
     problem = Message("user", row.text("problem").strip())
-    return Example(id=f"math/{split}/{row.line}", messages=(problem,), answer=answer, solution=solution, meta=meta)
+    place = f"{name}/{split}/{row.line}"
+    return Example(place, (problem,), answer=answer, solution=solution, meta=meta, grader="math")
 
 
 def _read_level(row: Row) -> int | None:

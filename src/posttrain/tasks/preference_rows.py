@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from posttrain.tasks.collect import Dropped
 from posttrain.tasks.reading import Row
+from posttrain.tasks.thinking import answer_text
 from posttrain.types import Message, Response
 
 SCORE_KEYS = (
@@ -14,13 +17,13 @@ SCORE_KEYS = (
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
 )
+# Where a prompt may stand; the first of these that a row has.
+PROMPT_KEYS = ("prompt", "conversations", "instruction")
 
 
-class Dropped(Exception):
-    """A row that is left out and counted; the text is the reason, the same for all such rows."""
-
-
-def read_pair(row: Row, *, scores: tuple[str, str] | None) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
+def read_pair(
+    row: Row, *, scores: tuple[str, str] | None, strip_thinking: bool = False
+) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
     """The prompt, and the chosen and the rejected answer with their scores.
 
     Raises:
@@ -28,7 +31,7 @@ def read_pair(row: Row, *, scores: tuple[str, str] | None) -> tuple[tuple[Messag
         DataError: something has the wrong type.
     """
     for key in ("chosen", "rejected"):
-        _present(row, key)
+        require(row, key)
     if isinstance(row.data["chosen"], str) != isinstance(row.data["rejected"], str):
         raise row.fail("'chosen' and 'rejected' must both be text, or both lists of messages")
     if isinstance(row.data["chosen"], str):
@@ -36,9 +39,10 @@ def read_pair(row: Row, *, scores: tuple[str, str] | None) -> tuple[tuple[Messag
         chosen, rejected = row.text("chosen"), row.text("rejected")
     else:
         prompt, chosen, rejected = _read_conversations(row)
+    chosen, rejected = (answer_text(text, strip_thinking=strip_thinking) for text in (chosen, rejected))
     if chosen == rejected:
         raise Dropped("'chosen' and 'rejected' are the same")
-    better, worse = (1.0, 0.0) if scores is None else (_read_score(row, key) for key in scores)
+    better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
     if better == worse:
         raise Dropped("chosen and rejected have the same score")
     if better < worse:
@@ -52,29 +56,101 @@ def score_keys(row: Row) -> tuple[str, str] | None:
 
 
 def read_prompt(row: Row) -> tuple[Message, ...]:
-    """``prompt`` as messages: a text is the user's.
+    """The prompt as messages.
+
+    It is ``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction`` with its
+    ``input``, where there is one, behind a blank line.
 
     Raises:
         Dropped: missing or blank.
         DataError: of the wrong type, or it ends with the assistant's turn.
     """
-    _present(row, "prompt")
-    if isinstance(row.data["prompt"], str):
-        return (Message("user", row.text("prompt")),)
-    messages = row.messages("prompt")
+    key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
+    require(row, key)
+    if key == "instruction":
+        asked = row.text(key)
+        more = row.data.get("input")
+        given = row.checked(more, "input") if more is not None and not is_blank(more) else ""
+        return (Message("user", f"{asked}\n\n{given}" if given else asked),)
+    if isinstance(row.data[key], str):
+        return (Message("user", row.text(key)),)
+    messages = row.messages(key)
     if messages[-1].role == "assistant":
-        raise row.fail("'prompt' ends with the assistant's message, which the answers would have to continue")
+        raise row.fail(f"{key!r} ends with the assistant's message, which the answers would have to continue")
     return messages
 
 
-def read_text(row: Row, key: str) -> str:
-    """An answer: text, or a list of one message of the assistant.
+def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
+    """A prompt with one answer that is desirable or not: ``completion``, or the last of the ``messages``.
 
     Raises:
-        Dropped: missing or blank.
-        DataError: of the wrong type or role.
+        Dropped: something is missing or blank.
+        DataError: something has the wrong type.
     """
-    _present(row, key)
+    if row.has("completion") or not row.has("messages"):
+        messages, text = read_prompt(row), _read_text(row, "completion")
+    else:
+        require(row, "messages")
+        conversation = row.messages("messages")
+        if conversation[-1].role != "assistant":
+            raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
+        if len(conversation) == 1:
+            raise Dropped("'messages' holds nothing but the assistant's message")
+        messages, text = conversation[:-1], conversation[-1].content
+    verdict = read_verdict(row, "label")
+    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), verdict),)
+
+
+def read_verdict(row: Row, key: str) -> float:
+    """1 or 0 from true, false, 1 or 0.
+
+    Raises:
+        Dropped: missing.
+        DataError: anything else.
+    """
+    if not row.has(key):
+        raise Dropped(f"{key!r} is missing")
+    value = row.data[key]
+    if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
+        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}")
+    return float(value)
+
+
+def read_score(row: Row, key: str) -> float:
+    """A score of a file in which every row should have one.
+
+    Raises:
+        Dropped: missing.
+        DataError: no finite number.
+    """
+    if not row.has(key):
+        raise Dropped(f"{key!r} is missing, and every row needs a score")
+    value = row.data[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise row.fail(f"{key!r} must be a finite number; got {value!r}")
+    return float(value)
+
+
+def require(row: Row, key: str) -> None:
+    """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
+    value = row.data.get(key)
+    if value is None:
+        raise Dropped(f"{key!r} is missing")
+    if value == [] or is_blank(value):
+        raise Dropped(f"{key!r} is blank")
+    messages = value if isinstance(value, list) else [value]
+    if any(isinstance(item, Mapping) and is_blank(item.get("content", item.get("value"))) for item in messages):
+        raise Dropped(f"{key!r} has a blank message")
+
+
+def is_blank(value: Any) -> bool:
+    """Whether it is a text of nothing but white space."""
+    return isinstance(value, str) and not value.strip()
+
+
+def _read_text(row: Row, key: str) -> str:
+    """An answer: text, or a list of one message of the assistant."""
+    require(row, key)
     if isinstance(row.data[key], str):
         return row.text(key)
     messages = row.messages(key)
@@ -97,8 +173,8 @@ def _read_conversations(row: Row) -> tuple[tuple[Message, ...], str, str]:
 
 
 def _whole_prompt(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The turns of the conversations, or the longer ``prompt`` that ends with them."""
-    if not row.has("prompt") and turns:
+    """The turns of the conversations, or the longer prompt of the row that ends with them."""
+    if not any(row.has(key) for key in PROMPT_KEYS) and turns:
         prompt = turns
     else:
         prompt = read_prompt(row)
@@ -117,27 +193,3 @@ def _holds(turns: tuple[Message, ...], prompt: tuple[Message, ...]) -> bool:
     """Whether the prompt's messages stand one behind the other among the turns."""
     width = len(prompt)
     return any(turns[start : start + width] == prompt for start in range(len(turns) - width + 1))
-
-
-def _read_score(row: Row, key: str) -> float:
-    if not row.has(key):
-        raise Dropped(f"{key!r} is missing, which the first row has")
-    value = row.data[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise row.fail(f"{key!r} must be a finite number; got {value!r}")
-    return float(value)
-
-
-def _present(row: Row, key: str) -> None:
-    """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
-    value = row.data.get(key)
-    if value is None:
-        raise Dropped(f"{key!r} is missing")
-    if value == [] or _is_blank(value):
-        raise Dropped(f"{key!r} is blank")
-    if isinstance(value, list) and any(isinstance(item, dict) and _is_blank(item.get("content")) for item in value):
-        raise Dropped(f"{key!r} has a blank message")
-
-
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
-from posttrain.tasks.preference_rows import Dropped, read_pair, read_prompt, read_text, score_keys
+from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.labelled_steps import Neutral, NumClasses, step_classes, stepwise
+from posttrain.tasks.preference_rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.splits import Split, choose_split
+from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.types import Example, Message, Response
 
 Layout = Literal["pair", "judged", "steps"]
-# What a row of each layout has beside the prompt.
-LAYOUTS: dict[Layout, tuple[str, str]] = {
-    "pair": ("chosen", "rejected"),
-    "judged": ("completion", "label"),
-    "steps": ("completions", "labels"),
+# What a row of each layout has beside the prompt; the messages of a judged conversation hold the prompt as well.
+LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
+    "pair": (("chosen", "rejected"),),
+    "judged": (("completion", "label"), ("messages", "label")),
+    "steps": (("completions", "labels"),),
 }
 Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
 
@@ -32,21 +33,26 @@ def preferences(
     path: str,
     split: Split = "train",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
-    num_classes: Literal[2, 3] = 2,
-    neutral: Literal["good", "bad"] | None = None,
+    num_classes: NumClasses = 2,
+    neutral: Neutral | None = None,
     step_separator: str = "\n",
+    strip_thinking: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file in one of three layouts, told by the first row's keys.
 
-    Pairs: ``prompt``, ``chosen``, ``rejected``; each is text or a list of messages. Conversations that share
+    The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
+    ``instruction`` with or without ``input`` (Alpaca).
+
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
     their first turns need no prompt: those turns are the prompt. Scores may come with them
     (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
     row has them, every row must, and their difference is the pair's margin. Without scores, chosen has 1
     and rejected 0.
 
-    Judged answers (KTO): ``prompt``, ``completion``, ``label`` (true or 1: desirable; false or 0: not).
+    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
+    or 1: desirable; false or 0: not).
 
-    Steps: ``prompt``, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
+    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
     are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
     1 positive (class 2); true and false are then the outer two.
 
@@ -54,46 +60,50 @@ def preferences(
 
     Args:
         path: the file.
-        split: ``validation`` is a part of the prompts chosen by a hash, and ``train`` is the rest, so that all
-            rows of a prompt stand on one side; ``test`` is the whole file.
-        validation_share: share of the prompts that is held out.
+        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
+            ``train`` is the rest, so that conversations that begin alike stand on one side; ``test`` is the whole file.
+        validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
         step_separator: stands between two steps.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
 
     Raises:
         DataError: a missing or malformed file or row, with its line; or no row that can be used.
-        UsageError: ``neutral`` with three classes.
+        UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
     classes = step_classes(num_classes, neutral)
     read: Callable[[Row], Parts] | None = None
-    for row in read_file(path):
+
+    def read_example(row: Row) -> Example:
+        nonlocal read
         if read is None:
-            read = choose_reader(row, classes, step_separator)
-        try:
-            messages, responses = read(row)
-        except Dropped as reason:
-            dropped[str(reason)] += 1
-        else:
-            examples.append(Example(f"preferences/{split}/{row.line}", messages, responses=responses))
-    if not examples and dropped:
-        raise DataError(path, f"no row can be used: {', '.join(f'{n} × {reason}' for reason, n in dropped.items())}")
-    return Task("preferences", split, choose_split(examples, split, validation_share, path), dict(dropped))
+            read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
+        messages, responses = read(row)
+        return Example(f"preferences/{split}/{row.line}", messages, responses=responses)
+
+    found = collect(read_file(path), read_example, path)
+    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
+    return Task("preferences", split, chosen, dict(found.dropped))
 
 
-def choose_reader(first: Row, classes: dict[int, int], separator: str) -> Callable[[Row], Parts]:
+def choose_reader(
+    first: Row, classes: dict[int, int], separator: str, *, strip_thinking: bool = False
+) -> Callable[[Row], Parts]:
     """What reads all rows of a file that begins with ``first``."""
     layout, scores = detect_layout(first), score_keys(first)
+    if layout == "steps" and strip_thinking:
+        raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
 
     def read(row: Row) -> Parts:
-        if not any(key in row.data for key in LAYOUTS[layout]):
+        if not any(key in row.data for keys in LAYOUTS[layout] for key in keys):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
-            return read_pair(row, scores=scores)
-        return read_judged(row) if layout == "judged" else read_steps(row, classes=classes, separator=separator)
+            return read_pair(row, scores=scores, strip_thinking=strip_thinking)
+        if layout == "judged":
+            return read_judged(row, strip_thinking=strip_thinking)
+        return read_steps(row, classes=classes, separator=separator)
 
     return read
 
@@ -104,53 +114,37 @@ def detect_layout(row: Row) -> Layout:
     Raises:
         DataError: none, or more than one.
     """
-    found = [layout for layout, keys in LAYOUTS.items() if all(key in row.data for key in keys)]
+    found = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
     if len(found) == 1:
         return found[0]
-    wanted = "; ".join(f"{', '.join(('prompt', *keys))}" for keys in LAYOUTS.values())
-    known = {"prompt"} | {key for keys in LAYOUTS.values() for key in keys}
+    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())
+    known = {*PROMPT_KEYS, *(key for keys in _ways() for key in keys)}
     near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
     what = "of no known layout" if not found else f"of more than one layout ({', '.join(found)})"
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def read_judged(row: Row) -> Parts:
-    """A prompt with one answer that is desirable or not."""
-    messages = read_prompt(row)
-    text = read_text(row, "completion")
-    if not row.has("label"):
-        raise Dropped("'label' is missing")
-    label = row.data["label"]
-    if label not in (0, 1):  # True and False are 1 and 0
-        raise row.fail(f"'label' must be true, false, 1 or 0; got {label!r}")
-    return messages, (Response(text, float(label)),)
-
-
-def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
-    """From a number in the file to a class."""
-    if num_classes == 3:
-        if neutral is not None:
-            raise UsageError("task preferences: neutral says what 0 is of two classes; with num_classes 3 leave it out")
-        return {-1: 0, 0: 1, 1: 2}
-    return {0: 0, 1: 1} if neutral is None else {-1: 0, 0: int(neutral == "good"), 1: 1}
+def _ways() -> Iterator[tuple[str, str]]:
+    for ways in LAYOUTS.values():
+        yield from ways
 
 
 def read_steps(row: Row, *, classes: dict[int, int], separator: str) -> Parts:
     """A prompt with one solution in steps, each with its class. The score is 1 where no step is in the lowest class."""
     messages = read_prompt(row)
-    steps, labels = (_read_list(row, key) for key in LAYOUTS["steps"])
+    steps, labels = (_read_list(row, key) for key in ("completions", "labels"))
     if len(steps) != len(labels):
         raise row.fail(f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label")
     texts: list[str] = []
     found: list[int] = []
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
-        if step is None or (isinstance(step, str) and not step.strip()):
+        if step is None or is_blank(step):
             raise Dropped("a blank step")
         if label is None:
             raise Dropped("a step without a label")
-        texts.append((separator if texts else "") + row.checked(step, f"completions {number}"))
+        texts.append(row.checked(step, f"completions {number}"))
         found.append(_class_of(row, label, number, classes))
-    return messages, (Response("".join(texts), float(min(found) > 0), tuple(texts), tuple(found)),)
+    return messages, (stepwise(texts, found, separator),)
 
 
 def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int:

@@ -19,6 +19,9 @@ from posttrain.types import Message
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 ROLES = ("system", "user", "assistant")
+# A message's keys, and the names of its roles, in the two common layouts: of chat templates, and of ShareGPT.
+MESSAGE_KEYS = (("role", "content"), ("from", "value"))
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +82,33 @@ class Row:
     def messages(self, key: str) -> tuple[Message, ...]:
         """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
 
+        ShareGPT's ``{"from": "human" or "gpt", "value": ...}`` will do as well, and so will one message without a list.
+
         Raises:
             DataError: missing, of another shape, empty, or with an unknown role.
         """
         if key not in self.data:
             self.text(key)  # raises with the keys that there are
-        value = self.data[key]
+        value = [self.data[key]] if isinstance(self.data[key], Mapping) else self.data[key]
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.fail(f"{key!r} must be a list of messages with role and content; got {_shown(value)}")
         found = []
         for number, item in enumerate(value, start=1):
-            if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
-                raise self.fail(f"{key!r}, message {number}: needs the keys 'role' and 'content'; got {_shown(item)}")
-            role = self.checked(item["role"], f"{key} {number} role")
-            if role not in ROLES:
-                raise self.fail(f"{key!r}, message {number}: unknown role {role!r}. Known: {', '.join(ROLES)}")
-            found.append(Message(role, self.checked(item["content"], f"{key} {number} content")))
+            found.append(self._message(item, key, number))
         return tuple(found)
+
+    def _message(self, item: Any, key: str, number: int) -> Message:
+        of_role, of_content = next(
+            (keys for keys in MESSAGE_KEYS if isinstance(item, Mapping) and all(k in item for k in keys)), ("", "")
+        )
+        if not of_role:
+            raise self.fail(f"{key!r}, message {number}: needs the keys 'role' and 'content'; got {_shown(item)}")
+        role = self.checked(item[of_role], f"{key} {number} {of_role}")
+        if of_role == "from":
+            role = SHAREGPT_ROLES.get(role, role)
+        if role not in ROLES:
+            raise self.fail(f"{key!r}, message {number}: unknown role {role!r}. Known: {', '.join(ROLES)}")
+        return Message(role, self.checked(item[of_content], f"{key} {number} {of_content}"))
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
@@ -181,6 +194,30 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         ) from error
     for number, data in enumerate(rows, start=1):
         yield Row(place, number, data)
+
+
+def read_hub_file(name: str, file: str) -> Iterator[Row]:
+    """The rows of one file of a data set on the Hugging Face hub, which is downloaded once and kept in the hub's cache.
+
+    For data sets whose parts are files rather than configurations, and for rows of nested objects, which
+    need no common type here. Needs nothing beyond what the package always installs.
+
+    Raises:
+        DataError: no such data set or file, the hub cannot be reached, or the file is malformed.
+        MissingExtra: a parquet file without pyarrow.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    place = f"hub:{name}/{file}"
+    try:
+        path = hf_hub_download(name, file, repo_type="dataset")
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        raise DataError(
+            place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
+        ) from error
+    for row in read_file(path):
+        yield Row(place, row.line, row.data)
 
 
 def _shown(value: Any) -> str:

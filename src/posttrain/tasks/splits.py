@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from posttrain.errors import DataError
-from posttrain.types import Example
+from posttrain.types import Example, Message
 
 Split = Literal["train", "validation", "test"]
 
 
 def prompt_hash(example: Example) -> float:
     """A number in [0, 1) that depends on the prompt's text alone (BLAKE2b)."""
-    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in example.messages)
+    return _hash(example.messages)
+
+
+def opening_hash(example: Example) -> float:
+    """As ``prompt_hash``, of the prompt up to the user's first message.
+
+    It is the same for a dialogue and for every longer dialogue that goes on from it.
+    """
+    first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
+    return _hash(example.messages[:first])
+
+
+def _hash(messages: Sequence[Message]) -> float:
+    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
     return int.from_bytes(digest, "big") / 2.0**56
 
 
-def choose_split(examples: Sequence[Example], split: Split, share: float, place: str) -> list[Example]:
+def choose_split(
+    examples: Sequence[Example],
+    split: Split,
+    share: float,
+    place: str,
+    hash_of: Callable[[Example], float] = prompt_hash,
+) -> list[Example]:
     """The examples of one split, in order.
 
     ``test`` is everything: the file is taken to be a test file. Otherwise the prompts whose hash is
@@ -28,6 +47,8 @@ def choose_split(examples: Sequence[Example], split: Split, share: float, place:
     (equal prompts stand on the same side), and a prompt keeps its side whatever else is in the
     file, with one exception: where a small file would leave a side empty, its lowest (highest) prompt goes
     to validation (train).
+
+    ``hash_of``: ``opening_hash`` keeps dialogues that begin alike on one side.
 
     Raises:
         DataError: nothing is left for the split.
@@ -38,7 +59,7 @@ def choose_split(examples: Sequence[Example], split: Split, share: float, place:
         return list(examples)
     if share == 0:
         raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
-    hashes = [prompt_hash(example) for example in examples]
+    hashes = [hash_of(example) for example in examples]
     lowest, highest = min(hashes), max(hashes)
     if lowest == highest:
         raise DataError(

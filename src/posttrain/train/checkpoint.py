@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
+from posttrain.models.load import note_base_bits
 from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
 from posttrain.store.durable import explain_storage, storage_errors
 from posttrain.train.checkpoint_files import (
@@ -244,6 +245,7 @@ def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, in
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
         model.save_pretrained(path, save_embedding_layers=False)
+        note_base_bits(model, path)
         if score is not None:
             save_adapter_scorer(path, model, score[0])
     elif score is None or not save_scorer(path, model, *score):

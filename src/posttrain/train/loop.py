@@ -12,21 +12,24 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss, StorageError, UsageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, evaluate, task_label
 from posttrain.evals.held_out import evaluate_objective
+from posttrain.models.load import num_parameters
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
+from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
 from posttrain.tasks.base import Task
 from posttrain.train.checkpoint import (
     Checkpoint,
@@ -69,6 +72,9 @@ class Loop:
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
+    owes_evaluation: bool = False  # the weights of ``step`` are still to be evaluated
+    settled: bool = True  # weights, optimizer and records are those of ``step``
+    source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop the records behind it.
@@ -87,6 +93,8 @@ class Loop:
             self.step = found.step
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
+            self.owes_evaluation = bool(found.state.get("owes_evaluation"))
+            self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
@@ -96,11 +104,14 @@ class Loop:
         """Train until ``train.steps`` or until asked to stop; a checkpoint is saved either way."""
         steps = self.recipe.train.steps
         saved = self.step
-        if self.step == 0 and self.parts.eval_tasks:
+        if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
+            self.evaluate()
+            self.save()
+        elif self.step == 0 and self.parts.eval_tasks:
             self.evaluate()
         while self.step < steps and not should_stop():
             self.update()
-            if self.parts.eval_tasks and (self._due(self.recipe.eval.every) or self.step == steps):
+            if self.owes_evaluation:
                 self.evaluate()
             if self._is_saved() or self._is_best():
                 self.save()
@@ -111,16 +122,31 @@ class Loop:
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
 
+    def rescue(self, error: Exception) -> None:
+        """Save the last completed step of a run that failed; no checkpoint is pruned, for an older one may be better.
+
+        Nothing is saved where the failure left weights or records between two steps. If saving fails
+        too, ``error`` gets a note about it.
+        """
+        if not self.settled or self.step == 0 or self.step in checkpoint_steps(self.files.checkpoints):
+            return
+        try:
+            path = self._write_checkpoint()
+            self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
+        except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
+            error.add_note(f"step {self.step} could not be saved: {failure}")
+
     def _check_source(self, found: Checkpoint) -> None:
-        """Refuse if a run that is the start, the reference or the teacher here has a better checkpoint by now."""
-        named: list[tuple[str, str, str | None]] = [("model", self.recipe.model.name, self.parts.model_source)]
-        if self.recipe.teacher is not None:
-            named.append(("teacher", self.recipe.teacher.name, self.parts.teacher_source))
-        for key, name, now in named:
-            began = found.state.get(key, now)
-            if began != now:
+        """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now."""
+        state, parts = found.state, self.parts
+        named = [("model.name", self.recipe.model.name, state.get("model"), parts.model_source)]
+        if self.recipe.teacher is not None and parts.teacher_source is not None:
+            named.append(("teacher.name", self.recipe.teacher.name, state.get("teacher"), parts.teacher_source))
+        named += [("rewards", run, state.get("rewards", {}).get(run), now) for run, now in parts.reward_sources.items()]
+        for key, name, began, now in named:
+            if began not in (None, now):
                 raise UsageError(
-                    f"{key}.name: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
+                    f"{key}: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
                     f"`checkpoints/best` there back to {began}, or start again under another name with --run NAME"
                 )
 
@@ -144,10 +170,14 @@ class Loop:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
-        self.step = step
+        self.step, self.settled = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
+        is_due = self._due(self.recipe.eval.every) or step == self.recipe.train.steps
+        self.owes_evaluation = bool(self.parts.eval_tasks) and is_due
+        self.source_state = self.parts.source.state()
+        self.settled = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def _descend(self, draw: Draw, step: int) -> tuple[float, dict[str, float]]:
@@ -168,28 +198,35 @@ class Loop:
         )
         try:
             own, apart = self.parts.split_parameters()
+            self.settled = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
         except NonFiniteLoss as error:
+            self.settled = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved."""
-        results: dict[str, dict[str, float]] = {}
+        """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved.
+
+        Records are written when all of it is done, so that a failure leaves no part of them behind.
+        """
+        done: list[Evaluation] = []
         for task in self.parts.eval_tasks:
-            evaluation = self._evaluate_on(task)
-            self._add_drift(evaluation, task)
-            results[evaluation.name] = evaluation.results
+            done.append(self._evaluate_on(task))
+            self._add_drift(done[-1], task)
+        self.settled = False
+        for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
             self.metrics.append(self.step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-            self.observer(
-                "evaluation", {"step": self.step, "name": evaluation.name, "results": dict(evaluation.results)}
-            )
-        self.evaluations = {name: {k: v for k, v in r.items() if k != "seconds"} for name, r in results.items()}
-        accuracy = sum(r["accuracy"] for r in results.values()) / len(results)
+        self.evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        accuracy = sum(results["accuracy"] for results in self.evaluations.values()) / len(self.evaluations)
         if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
+        self.owes_evaluation, self.settled = False, True
+        for evaluation in done:
+            about: dict[str, Any] = {"step": self.step, "name": evaluation.name}
+            self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _evaluate_on(self, task: Task) -> Evaluation:
         """By the objective, where the task's units are such as are trained on; else by graded answers."""
@@ -234,10 +271,17 @@ class Loop:
         evaluation.results["seconds"] += time.perf_counter() - started
 
     def save(self) -> None:
-        """Write a checkpoint; records are durable before it appears under its name."""
+        """Write a checkpoint, mark the best one and delete old ones."""
+        path = self._write_checkpoint()
+        self._tidy()
+        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
+
+    def _write_checkpoint(self) -> Path:
+        """Records are durable before the checkpoint appears under its name."""
         self.rollouts.flush()
         self.metrics.flush()
-        path = save_checkpoint(
+        owed = {"owes_evaluation": True} if self.owes_evaluation else {}
+        return save_checkpoint(
             self.files.checkpoints,
             step=self.step,
             model=self.parts.model,
@@ -247,16 +291,16 @@ class Loop:
                 "recipe": self.recipe.fingerprint(),
                 "model": self.parts.model_source,
                 "teacher": self.parts.teacher_source,
+                "rewards": self.parts.reward_sources,
                 "best": self.best,
                 "evaluations": self.evaluations,
-                "source": self.parts.source.state(),
+                "source": self.source_state,
+                **owed,
             },
             companions=companion_tensors(self.parts.companions),
             score=self.parts.score_head(),
             pending=self.parts.source.pending(self.step),
         )
-        self._tidy()
-        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
@@ -289,10 +333,13 @@ def train(
 
     Raises:
         UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
-        RunFailure: the work failed; the newest checkpoint is intact.
+        RunFailure: the work failed; the newest checkpoint is intact, and of the last completed step where
+            that could still be saved.
     """
+    watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
+    trackers = build_trackers(recipe.track, watched)
     parts = prepare(recipe, files.folder)
-    metrics = MetricsLog(files.metrics)
+    metrics = TrackedMetrics(files.metrics, trackers)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         loop = Loop(recipe, files, parts, metrics, rollouts, observer)
@@ -306,12 +353,16 @@ def train(
                 "resumed_from": loop.step if resume else None,
                 "num_examples": parts.source.num_examples,
                 "dropped": parts.source.dropped,
-                "num_parameters": sum(p.numel() for p in parts.model.parameters()),
+                "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
                 "forward_path": parts.forward.path,
             },
         )
-        return loop.run(should_stop)
+        try:
+            return loop.run(should_stop)
+        except Exception as error:
+            loop.rescue(error)
+            raise
 
 
 def _timing(draw: Draw, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:

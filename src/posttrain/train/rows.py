@@ -16,7 +16,7 @@ Shape = Literal["demonstration", "judged", "pair", "steps"]
 class Row:
     """Token ids, the first trained position, and what is known of the answer.
 
-    ``labels`` are per position (step ends only) where the answer has labelled steps; such rows are
+    ``step_labels`` are per position (ends of labelled steps only) where the answer has steps; such rows are
     trained at these positions alone.
     """
 
@@ -81,10 +81,11 @@ def _pair(
 
 
 def _stepwise(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response) -> Row:
-    """The steps behind one another, each encoded alone so that its last token is known."""
+    """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
     ids = list(prompt)
     labels: dict[int, int] = {}
     for step, label in zip(response.steps, response.step_labels, strict=True):
         ids += encode_plain(tokenizer, step)
-        labels[len(ids) - 1] = label
+        if label is not None:
+            labels[len(ids) - 1] = label
     return Row([*ids, end_id(tokenizer, template)], len(prompt), response.score, labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,8 @@ from posttrain.errors import RecipeError
 from posttrain.evals.generation import task_label
 from posttrain.evals.held_out import HeldOut, choose_held_out
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
-from posttrain.models.load import LoadedModel, load_model, resolve_model_name
-from posttrain.models.lora import apply_adapter
+from posttrain.models.load import LoadedModel, load_model, quantized_bits, resolve_model_name
+from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe, Word
 from posttrain.registry import Entry
@@ -68,6 +68,7 @@ class Parts:
     eval_sampling: Sampling
     context_tokens: int
     teacher_source: str | None = None
+    reward_sources: dict[str, str] = field(default_factory=dict)  # by run, the checkpoint of a model that rewards
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     drift_sampling: Sampling | None = None
 
@@ -145,7 +146,6 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     else:
         source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, level)
     named, optimizer = _build_optimizer(recipe, model, companions)
-    stops = stop_ids(tokenizer, template)
     return Parts(
         model=model,
         model_source=Path(loaded.source).name,
@@ -164,11 +164,12 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         engine=engine,
         eval_tasks=eval_tasks,
         held_out=held_out,
-        eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, stops),
+        eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, grader, tokenizer),
         context_tokens=context,
         reference=reference,
         teacher_source=_teacher_source(recipe),
-        drift_sampling=_eval_sampling(recipe, policy.temperature, stops) if recipe.eval.drift_prompts else None,
+        reward_sources=_reward_sources(recipe),
+        drift_sampling=_drift_sampling(recipe, policy, grader, tokenizer),
     )
 
 
@@ -193,7 +194,13 @@ def _supervised(
 def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
     word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
-    built: Engine = registry.find("engine", word.name).bind(word.options, "rollout.engine")(model, tokenizer)
+    entry = registry.find("engine", word.name, "rollout.engine")
+    if not entry.traits.get("follows_training", True):
+        raise RecipeError(
+            f"rollout.engine: {word.name!r} samples with weights of its own, which no update reaches; "
+            "use native, and this one in `posttrain evaluate`"
+        )
+    built: Engine = entry.bind(word.options, "rollout.engine")(model, tokenizer)
     return built
 
 
@@ -204,6 +211,17 @@ def _teacher_source(recipe: Recipe) -> str | None:
     return Path(resolve_model_name(recipe.teacher.name)).name
 
 
+def _reward_sources(recipe: Recipe) -> dict[str, str]:
+    """For the run of each reward that is a model, the last part of where its weights come from."""
+    found: dict[str, str] = {}
+    for index, word in enumerate(recipe.rewards):
+        option = registry.find("reward", word.name, f"rewards.{index}").traits.get("model_option")
+        if option is not None:
+            run = str(word.options[option])
+            found[run] = Path(resolve_model_name(run)).name
+    return found
+
+
 def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
     """The model to train, with a new adapter where the recipe asks for one."""
     loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
@@ -212,6 +230,12 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
         if recipe.model.init is not None:
             raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
+    bits = quantized_bits(model)
+    if bits is not None and not has_adapter(model):
+        raise RecipeError(
+            f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
+            "such as model.adapter.rank: 16"
+        )
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
 
@@ -229,9 +253,15 @@ def _build_optimizer(
     return named, optimizer
 
 
-def _eval_sampling(recipe: Recipe, temperature: float, stops: frozenset[int]) -> Sampling:
+def _eval_sampling(recipe: Recipe, temperature: float, grader: Grader, tokenizer: Any) -> Sampling:
     max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
-    return Sampling(max_tokens=max_tokens, temperature=temperature, stop_ids=stops)
+    return Sampling(max_tokens, temperature=temperature, stop_ids=stop_ids(tokenizer, grader.template))
+
+
+def _drift_sampling(recipe: Recipe, policy: Forward, grader: Grader, tokenizer: Any) -> Sampling | None:
+    if not recipe.eval.drift_prompts:
+        return None
+    return _eval_sampling(recipe, policy.temperature, grader, tokenizer)
 
 
 def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str, aggregation: Entry) -> None:

@@ -1,0 +1,215 @@
+"""``posttrain evaluate``: models measured on held-out tasks under prompt templates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.apps.console import open_console
+from posttrain.apps.evaluation_files import (
+    RESULTS,
+    SUMMARY,
+    EvaluationStore,
+    Finished,
+    discard,
+    finished_before,
+    read_finished,
+    told_results,
+)
+from posttrain.apps.evaluation_plan import Cell, Drawing, Plan, make_plan
+from posttrain.apps.evaluation_progress import EvaluationProgress, choose_evaluation_progress
+from posttrain.apps.evaluation_scorer import open_reward_model
+from posttrain.apps.sampling import ModelSource, Sampler, find_source, open_sampler, writes_answers
+from posttrain.errors import UsageError
+from posttrain.evals.evaluation_page import by_evaluation, write_table_page
+from posttrain.evals.evaluation_tables import Row, TextTable, notes_on, results_table
+from posttrain.evals.generation import Evaluation, Scorer, evaluate, held_out_indices, task_label
+from posttrain.evals.items import Item
+from posttrain.render import encode_prompt
+from posttrain.store.durable import replace_file
+from posttrain.tasks.base import Task
+
+
+def run_evaluate(arguments: argparse.Namespace) -> int:
+    """Measure every cell, print a table, write results, records and a summary; or test a difference."""
+    if arguments.judge is not None and arguments.against is None:
+        raise UsageError("--judge: it judges between two models; name the other one with --against MODEL")
+    if arguments.against is not None:
+        from posttrain.apps.evaluation_against import run_against
+
+        return int(run_against(arguments))
+    if arguments.compare:
+        from posttrain.apps.evaluation_compare import run_comparison
+
+        return run_comparison(arguments)
+    scorers = [name for name in arguments.models if is_scorer(find_source(name, arguments.runs_dir))]
+    if scorers:
+        return _run_scorers(arguments, scorers)
+    plan = make_plan(arguments)
+    finished = run_plan(plan, arguments.runs_dir, arguments.quiet)
+    if not arguments.quiet:
+        show(open_console(), plan, finished)
+    return 0
+
+
+def _run_scorers(arguments: argparse.Namespace, scorers: Sequence[str]) -> int:
+    """Reward models are measured by the answers that a task gives."""
+    if len(scorers) < len(arguments.models):
+        others = ", ".join(name for name in arguments.models if name not in scorers)
+        raise UsageError(f"{', '.join(scorers)}: a reward model is not measured in one table with models ({others})")
+    from posttrain.apps.evaluation_scores import run_evaluate_scores
+
+    return int(run_evaluate_scores(arguments))
+
+
+def is_scorer(source: ModelSource) -> bool:
+    """Whether a name stands for the run of a reward model."""
+    return source.recipe is not None and not writes_answers(source.recipe)
+
+
+def run_plan(plan: Plan, runs_dir: str | Path, quiet: bool) -> list[Finished]:
+    """Every cell in the plan's order, one model in memory at a time.
+
+    What an interrupted table has finished with the same settings is kept; a table that is complete is made anew.
+    """
+    top = plan.folder / RESULTS
+    if plan.is_table and top.is_file():
+        for folder in (plan.folder, *(cell.folder for cell in plan.cells)):
+            discard(folder)
+    finished: dict[Path, Finished] = {}
+    if plan.is_table:
+        found = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
+        finished = {folder: before for folder, before in found.items() if before is not None}
+    left = [cell for cell in plan.cells if cell.folder not in finished]
+    with choose_evaluation_progress(open_console(), quiet) as progress:
+        scorer = open_reward_model(plan.best_of, runs_dir) if plan.best_of is not None and left else None
+        for name in dict.fromkeys(cell.source.name for cell in left):
+            cells = [cell for cell in left if cell.source.name == name]
+            finished |= _run_cells(plan, cells, runs_dir, scorer, progress)
+    ordered = [finished[cell.folder] for cell in plan.cells]
+    if plan.is_table:
+        write_table(plan, ordered)
+    return ordered
+
+
+def _run_cells(
+    plan: Plan, cells: Sequence[Cell], runs_dir: str | Path, scorer: Scorer | None, progress: EvaluationProgress
+) -> dict[Path, Finished]:
+    """The cells of one model, after a look whether each of their prompts can be written for it."""
+    sampler = open_sampler(cells[0].source, runs_dir, engine=plan.engine, dtype=plan.dtype, device=plan.device)
+    samplers = [sampler.with_template(cell.template) for cell in cells]
+    for cell, own in zip(cells, samplers, strict=True):
+        for example in cell.task.examples[:1]:
+            encode_prompt(own.tokenizer, own.grader.template, example.messages)
+    finished = {}
+    for cell, own in zip(cells, samplers, strict=True):
+        settings = plan.settings(cell)
+        with EvaluationStore(cell.folder, cell.name, settings) as recorder:
+            drawing = replace(plan.drawing, max_tokens=cell.max_tokens)
+            evaluation = measure(own, cell.task, drawing, recorder=recorder, scorer=scorer, progress=progress)
+            recorder.finish(evaluation, settings)
+        finished[cell.folder] = read_finished(cell.folder)
+    return finished
+
+
+def measure(
+    sampler: Sampler,
+    task: Task,
+    drawing: Drawing,
+    *,
+    recorder: EvaluationStore | None = None,
+    scorer: Scorer | None = None,
+    progress: EvaluationProgress | None = None,
+) -> Evaluation:
+    """Evaluate a sampler on a task (``evals/generation.py``); with a recorder, on what it does not know yet."""
+    known: dict[int, Item] = {}
+    if recorder is not None and recorder.continues:
+        examples = {i: task.examples[j] for i, j in enumerate(held_out_indices(len(task.examples), drawing.n))}
+        known = recorder.known(examples, sampler.grader.format_part, drawing.samples)
+    if progress is not None:
+        progress.begin(f"{task_label(task)} · {sampler.label} · {sampler.grader.template.name}", len(known))
+    return evaluate(
+        sampler.engine,
+        sampler.tokenizer,
+        sampler.grader,
+        task,
+        n=drawing.n,
+        sampling=sampler.sampling(drawing.max_tokens, drawing.temperature, drawing.top_k, drawing.top_p),
+        context_tokens=sampler.context_tokens,
+        seed=drawing.seed,
+        samples=drawing.samples,
+        ks=drawing.ks,
+        batch=drawing.batch,
+        known=known,
+        scorer=scorer,
+        record=recorder.record if recorder is not None else None,
+        observe=progress.observe if progress is not None else None,
+    )
+
+
+def rows_of(finished: Sequence[Finished]) -> list[Row]:
+    """The evaluations as rows of a table; the templates are told where they are not all one."""
+    return [Row(found.label, found.template, found.evaluation, found.results) for found in finished]
+
+
+def write_table(plan: Plan, finished: Sequence[Finished]) -> None:
+    """``summary.md`` and ``results.json`` over all cells, in the folder above theirs.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    rows = rows_of(finished)
+    folders = {
+        " · ".join((row.evaluation, row.model, row.template or "")): cell
+        for row, cell in zip(rows, plan.cells, strict=True)
+    }
+    pages = {name: str((cell.folder / SUMMARY).relative_to(plan.folder)) for name, cell in folders.items()}
+    replace_file(plan.folder / SUMMARY, write_table_page(rows, notes_on(rows, _dropped(finished)), pages).encode())
+    cells = [
+        {
+            "folder": str(cell.folder.relative_to(plan.folder)),
+            "model": found.label,
+            "evaluation": found.evaluation,
+            "template": found.template,
+            "results": told_results(found.results),
+        }
+        for cell, found in zip(plan.cells, finished, strict=True)
+    ]
+    replace_file(plan.folder / RESULTS, json.dumps({"cells": cells}, indent=1).encode() + b"\n")
+
+
+def _dropped(finished: Sequence[Finished]) -> dict[str, dict[str, int]]:
+    return {found.evaluation: found.settings.get("dropped", {}) for found in finished}
+
+
+def show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
+    """The tables, what must be known beside them, and where the files are."""
+    rows = rows_of(finished)
+    for own in by_evaluation(rows):
+        print_table(console, results_table(own))
+    for note in notes_on(rows, _dropped(finished)):
+        console.print(Text(note, style="dim"), soft_wrap=True)
+    console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+
+
+def print_results(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
+    """A table with one row per model: accuracy with its 95 % interval, and what surrounds it."""
+    print_table(console, results_table([Row(label, None, e.name, e.results) for label, e in rows]))
+
+
+def print_table(console: Console, content: TextTable) -> None:
+    """A table of text."""
+    table = Table(title=Text(content.title), title_justify="left")
+    for index, label in enumerate(content.header):
+        is_label = index < content.num_labels
+        table.add_column(Text(label), justify="left" if is_label else "right", no_wrap=not is_label)
+    for line in content.lines:
+        table.add_row(*map(Text, line))
+    console.print(table)

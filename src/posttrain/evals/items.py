@@ -1,0 +1,140 @@
+"""What an evaluation keeps of each held-out item: every answer that was sampled, and what the grader said.
+
+``items.jsonl`` holds one per line. It is what results are computed from and what two evaluations are compared by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.store.durable import replace_file
+from posttrain.store.rollouts import RecordedRollout, prompt_text
+from posttrain.types import Example, Rollout
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSample:
+    """One sampled answer to an item, graded.
+
+    ``text`` is what was graded (``Rollout.text``), ``extracted`` the answer in it, ``outcome`` the grader's word.
+    ``in_format``: the template's format was kept. ``parts`` are the unweighted rewards and the grader's facts.
+    ``score``: that of a reward model, where one was asked.
+    """
+
+    text: str
+    extracted: str | None
+    outcome: str
+    num_tokens: int
+    finish: str
+    reward: float
+    in_format: bool
+    parts: dict[str, float]
+    score: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.outcome == "right"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One held-out example with its answers, in the order in which they were sampled.
+
+    ``id`` is the example's, ``index`` its place among the items of the evaluation. ``meta`` are the facts of the
+    example that are plain values (subject, level, ...). No samples: its prompt did not fit into the model's
+    context.
+    """
+
+    id: str
+    index: int
+    question: str
+    answer: str | None
+    meta: dict[str, Scalar] = field(default_factory=dict)
+    samples: tuple[ItemSample, ...] = ()
+
+    @property
+    def num_right(self) -> int:
+        return sum(sample.is_right for sample in self.samples)
+
+    @property
+    def share(self) -> float:
+        """The share of its samples that were right; 0 without samples."""
+        return self.num_right / len(self.samples) if self.samples else 0.0
+
+    @property
+    def is_ungraded(self) -> bool:
+        """There was nothing to grade its answers against."""
+        return bool(self.samples) and all(sample.outcome == "ungraded" for sample in self.samples)
+
+
+def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) -> Item:
+    """The item of an example."""
+    plain = {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
+    return Item(example.id, index, prompt_text(example), example.answer, plain, tuple(samples))
+
+
+def sample_of(rollout: Rollout | RecordedRollout, format_part: str) -> ItemSample:
+    """What an item keeps of a rollout, whether it comes from the engine or out of ``rollouts.db``."""
+    if isinstance(rollout, RecordedRollout):
+        text, num_tokens, finish = rollout.completion, rollout.num_tokens, rollout.finish
+    else:
+        text, num_tokens, finish = rollout.text, len(rollout.completion.ids), rollout.completion.finish
+    return ItemSample(
+        text=text,
+        extracted=rollout.extracted,
+        outcome=rollout.outcome,
+        num_tokens=num_tokens,
+        finish=finish,
+        reward=rollout.reward,
+        in_format=rollout.parts[format_part] > 0,
+        parts=dict(rollout.parts),
+    )
+
+
+def with_scores(items: Sequence[Item], scores: Sequence[Sequence[float | None]]) -> list[Item]:
+    """The items with the scores of a reward model, one per sample (None: it could not be scored)."""
+    return [
+        replace(item, samples=tuple(replace(s, score=x) for s, x in zip(item.samples, row, strict=True)))
+        for item, row in zip(items, scores, strict=True)
+    ]
+
+
+def write_items(items: Sequence[Item], path: Path) -> None:
+    """``items.jsonl``, in one step.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    replace_file(path, b"".join(json.dumps(asdict(item)).encode() + b"\n" for item in items))
+
+
+def read_items(path: str | Path) -> list[Item]:
+    """The items that ``write_items`` wrote.
+
+    Raises:
+        DataError: no such file, or a line that is no item.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            items.append(_item_from(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            what = f"no item of an evaluation ({type(error).__name__}: {error}); evaluate again to replace the file"
+            raise DataError(path, what, number) from None
+    return items
+
+
+def _item_from(data: Mapping[str, Any]) -> Item:
+    samples = tuple(ItemSample(**sample) for sample in data["samples"])
+    return Item(**{**data, "samples": samples})

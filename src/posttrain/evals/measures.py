@@ -1,0 +1,180 @@
+"""Results of an evaluation, computed from its items: accuracy and what surrounds it, and by what kind of item.
+
+Every rate counts items, and an item without answers (its prompt did not fit) counts as wrong in all of them, so
+that models with different contexts are measured on the same items.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from posttrain.evals.items import Item, ItemSample, Scalar
+from posttrain.evals.ranking import best_of_n
+from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
+from posttrain.evals.voting import majority_at_k
+from posttrain.rewards.grading import FAILURES
+from posttrain.tasks.description import percentile
+
+MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
+LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
+NONE = "none"  # items that lack a key which others have
+
+Kinds = dict[str, dict[str, dict[str, float]]]
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """The powers of two below ``samples``, and ``samples`` itself; nothing for one sample."""
+    if samples == 1:
+        return ()
+    return (*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples)
+
+
+def summarize(
+    items: Sequence[Item],
+    *,
+    samples: int = 1,
+    ks: Sequence[int] = (),
+    worked: Callable[[str], bool] | None = None,
+    own_parts: Collection[str] = ("correct",),
+) -> dict[str, float]:
+    """The results of an evaluation by name. Shares are in 0..1, lengths in tokens.
+
+    ``n``: items. ``num_graded``: those with something to grade against; accuracy and all that rests on it are over
+    these, and where there is none, accuracy is 0 in the interval from 0 to 1 and says nothing. ``accuracy``: the
+    mean over items of the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several
+    samples also its clustered ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have
+    scores, ``best_of@k`` (of which ``unscored`` is the share that has none, and is chosen last), each with its
+    interval. ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated``, ``worked``:
+    shares of all samples. ``num_tokens``, ``reward`` and every further reward and fact of the grader: means
+    over the samples that there are.
+
+    Args:
+        items: with as many samples each as ``samples``, or none.
+        ks: what ``pass@k`` and its like are computed for, at most ``samples``.
+        worked: whether a text shows its working, where the task can tell.
+        own_parts: rewards that have a result under another name (``correct``, the template's format).
+    """
+    given = [sample for item in items for sample in item.samples]
+    graded = graded_items(items)
+    results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
+    results |= _with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else _UNGRADED
+    if samples > 1 and graded:
+        results["standard_error"] = standard_error(item_values(graded, "accuracy"))
+        for name in measure_names(graded, ks):
+            results |= _with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
+    asked = len(items) * samples
+    results |= {
+        "format": sum(s.in_format for s in given) / asked,
+        "parse_failures": sum(s.outcome == "no_answer" for s in given) / asked,
+        "grading_failures": sum(s.outcome in FAILURES for s in given) / asked,
+        "truncated": sum(s.finish == "length" for s in given) / asked,
+        "num_tokens": statistics.fmean(s.num_tokens for s in given),
+        "reward": statistics.fmean(s.reward for s in given),
+    }
+    lengths = [s.num_tokens for s in given]
+    results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
+    if worked is not None:
+        results["worked"] = sum(worked(s.text) for s in given) / asked
+    if has_scores(items):
+        results["unscored"] = sum(s.score is None for s in given) / asked
+    return results | _mean_parts(given, own_parts, results)
+
+
+_UNGRADED = {"accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 1.0}
+
+
+def graded_items(items: Sequence[Item]) -> list[Item]:
+    """Those that count in accuracy: all but the ungraded; none where nothing that was answered was graded."""
+    if all(item.is_ungraded for item in items if item.samples):
+        return []
+    return [item for item in items if not item.is_ungraded]
+
+
+def has_scores(items: Sequence[Item]) -> bool:
+    """Whether a reward model was asked about the samples."""
+    return any(sample.score is not None for item in items for sample in item.samples)
+
+
+def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
+    """What several samples per item can be measured by, for each k."""
+    kinds = ["pass", "majority", *(["best_of"] if has_scores(items) else [])]
+    return [f"{kind}@{k}" for kind in kinds for k in ks]
+
+
+def item_values(items: Sequence[Item], name: str) -> list[float]:
+    """What each item contributes to a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
+    kind, _, k = name.partition("@")
+    if kind == "accuracy":
+        return [item.share for item in items]
+    measure = _AT_K[kind]
+    return [measure(item, int(k)) if item.samples else 0.0 for item in items]
+
+
+def _pass(item: Item, k: int) -> float:
+    return pass_at_k(len(item.samples), item.num_right, k)
+
+
+def _majority(item: Item, k: int) -> float:
+    return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], k)
+
+
+def _best_of(item: Item, k: int) -> float:
+    scores = [-math.inf if s.score is None else s.score for s in item.samples]
+    return best_of_n(scores, [float(s.is_right) for s in item.samples], k)
+
+
+_AT_K: Mapping[str, Callable[[Item, int], float]] = {"pass": _pass, "majority": _majority, "best_of": _best_of}
+
+
+def _with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
+    low, high = item_interval(values, draws)
+    return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def _mean_parts(
+    samples: Sequence[ItemSample], own_parts: Collection[str], taken: Mapping[str, float]
+) -> dict[str, float]:
+    """Means of all other rewards and facts; one whose name is taken is called ``part_NAME``."""
+    named: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.parts.items():
+            if name not in own_parts:
+                named.setdefault(name, []).append(value)
+    return {f"part_{name}" if name in taken else name: statistics.fmean(values) for name, values in named.items()}
+
+
+def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
+    """Accuracy by kind of item: for each key of ``meta`` with a few different values, each value's n and interval.
+
+    A key counts that has 2 to ``MAX_KINDS`` values, at most half as many as there are graded items, and cuts them
+    otherwise than the keys before it.
+    """
+    graded = graded_items(items)
+    keys = dict.fromkeys(key for item in graded for key in item.meta)
+    found: Kinds = {}
+    cuts: set[frozenset[tuple[int, ...]]] = set()
+    for key in keys:
+        groups: dict[Scalar, list[Item]] = {}
+        for item in graded:
+            groups.setdefault(item.meta.get(key), []).append(item)
+        cut = frozenset(tuple(item.index for item in group) for group in groups.values())
+        if 2 <= len(groups) <= min(MAX_KINDS, len(graded) // 2) and cut not in cuts:
+            cuts.add(cut)
+            ordered = sorted(groups, key=lambda value: (value is None, isinstance(value, str), _in_order(value)))
+            found[key] = {show_kind(value): _kind(groups[value], samples) for value in ordered}
+    return found
+
+
+def _kind(items: Sequence[Item], samples: int) -> dict[str, float]:
+    return {"n": float(len(items)), **_with_interval("accuracy", item_values(items, "accuracy"), samples)}
+
+
+def _in_order(value: Scalar) -> str | float:
+    return value if isinstance(value, str) else float(value or 0)
+
+
+def show_kind(value: Scalar) -> str:
+    """A value of ``meta`` as the key of a breakdown."""
+    return NONE if value is None else str(value)

@@ -1,0 +1,143 @@
+"""Two evaluations of the same items, one beside the other: is the difference more than chance?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.evals.items import Item
+from posttrain.evals.measures import graded_items, item_values, measure_names
+from posttrain.evals.statistics import Difference, mcnemar_p, paired_bootstrap
+
+# Settings in which two evaluations must agree: else more than the model would differ.
+ALIKE = ("samples", "max_tokens", "temperature", "top_k", "top_p", "best_of")
+# Settings in which they may differ, which is then told.
+TOLD = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
+NUM_FLIPS = 3
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a comparison found. ``a`` and ``b`` are what the two are called.
+
+    ``differences`` by measure: ``accuracy`` first, then pass@k and its like, format and length. ``table``: of items
+    with one answer each, how many both, only A, only B and neither got right; with several answers, on how many
+    A has the higher share, B has, or neither. ``gained`` and ``lost``: items on which B is right and A is not, and
+    the other way round (with several samples, those where the shares differ most), the first few.
+    """
+
+    a: str
+    b: str
+    n: int
+    differences: dict[str, Difference]
+    table: dict[str, int]
+    mcnemar: float | None
+    gained: list[tuple[Item, Item]]
+    lost: list[tuple[Item, Item]]
+
+    def in_words(self) -> str:
+        """The outcome in one sentence."""
+        found = self.differences["accuracy"]
+        sign = -100.0 if found.difference < 0 else 100.0
+        low, high = sorted((found.low * sign, found.high * sign))
+        facts = f"[{low:.1f}, {high:.1f}], {show_p(found.p)}, on {found.n} items"
+        if found.difference == 0:
+            return f"{self.b} and {self.a} are right equally often, {facts}"
+        way = "better" if found.difference > 0 else "worse"
+        chance = ", which may be chance," if found.low <= 0 <= found.high else ""
+        return f"{self.b} is {way} than {self.a} by {found.difference * sign:.1f} points{chance} {facts}"
+
+
+def show_p(p: float) -> str:
+    """``p = 0.02``, ``p < 0.001``."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.995 else "p = 1"
+
+
+def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
+    """The items of two evaluations side by side, by their ids.
+
+    Raises:
+        UsageError: they are not of the same items, or not the same questions with the same gold answers.
+    """
+    left, right = ({item.id: item for item in items} for items in (a, b))
+    only_a, only_b = [key for key in left if key not in right], [key for key in right if key not in left]
+    if only_a or only_b:
+        named = ", ".join((only_a or only_b)[:3])
+        raise UsageError(
+            f"the two are not of the same items: {len(only_a)} are in A alone and {len(only_b)} in B alone, such as "
+            f"{named}. Evaluate both on the same task and split with the same --n"
+        )
+    pairs = [(item, right[item.id]) for item in a]
+    changed = [x.id for x, y in pairs if (x.question, x.answer) != (y.question, y.answer)]
+    if changed:
+        raise UsageError(f"{len(changed)} items are not alike in question or gold answer, such as {changed[0]}")
+    return pairs
+
+
+def settings_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """In which of the settings that may differ two evaluations do.
+
+    Raises:
+        UsageError: they differ in how answers were drawn, so that their difference would not be the model's.
+    """
+    wrong = [f"{name}: {a.get(name)} and {b.get(name)}" for name in ALIKE if a.get(name) != b.get(name)]
+    if wrong:
+        raise UsageError(f"the two were not measured alike ({'; '.join(wrong)}); evaluate both with the same options")
+    return {name: (a.get(name), b.get(name)) for name in TOLD if a.get(name) != b.get(name)}
+
+
+def compare_items(
+    a: Sequence[Item],
+    b: Sequence[Item],
+    *,
+    labels: tuple[str, str],
+    samples: int,
+    ks: Sequence[int] = (),
+    seed: int = 0,
+) -> Paired:
+    """Test the difference B − A, item by item.
+
+    Raises:
+        UsageError: not the same items, or none of them was graded.
+    """
+    pairs = pair_items(a, b)
+    graded = {item.id for item in graded_items(a)} & {item.id for item in graded_items(b)}
+    pairs = [pair for pair in pairs if pair[0].id in graded]
+    if not pairs:
+        raise UsageError("nothing was graded in these evaluations, so there is no accuracy to compare")
+    left, right = [x for x, _ in pairs], [y for _, y in pairs]
+    names = ["accuracy", *(measure_names([*left, *right], ks) if samples > 1 else [])]
+    differences = {
+        name: paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed) for name in names
+    }
+    for name, value in (("format", _in_format), ("num_tokens", _mean_tokens)):
+        differences[name] = paired_bootstrap([value(x) for x in left], [value(y) for y in right], seed=seed)
+    table, mcnemar = _table(pairs, samples)
+    return Paired(*labels, len(pairs), differences, table, mcnemar, _farthest(pairs, 1), _farthest(pairs, -1))
+
+
+def _farthest(pairs: Sequence[tuple[Item, Item]], sign: int) -> list[tuple[Item, Item]]:
+    """The items on which B is ahead (or behind, with sign −1), the farthest first; ties in the items' order."""
+    ahead = [(sign * (y.share - x.share), (x, y)) for x, y in pairs]
+    return [pair for lead, pair in sorted(ahead, key=lambda entry: -entry[0]) if lead > 0][:NUM_FLIPS]
+
+
+def _in_format(item: Item) -> float:
+    return statistics.fmean(sample.in_format for sample in item.samples) if item.samples else 0.0
+
+
+def _mean_tokens(item: Item) -> float:
+    return statistics.fmean(sample.num_tokens for sample in item.samples) if item.samples else 0.0
+
+
+def _table(pairs: Sequence[tuple[Item, Item]], samples: int) -> tuple[dict[str, int], float | None]:
+    if samples > 1:
+        higher_a, higher_b = (sum(sign * (y.share - x.share) > 0 for x, y in pairs) for sign in (-1, 1))
+        return {"a_higher": higher_a, "b_higher": higher_b, "alike": len(pairs) - higher_a - higher_b}, None
+    right = [(bool(x.num_right), bool(y.num_right)) for x, y in pairs]
+    cells = {"both": (True, True), "only_a": (True, False), "only_b": (False, True), "neither": (False, False)}
+    table = {name: right.count(cell) for name, cell in cells.items()}
+    return table, mcnemar_p(table["only_a"], table["only_b"])

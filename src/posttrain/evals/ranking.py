@@ -1,0 +1,183 @@
+"""What scores are worth: how often the better answer comes first, and what choosing by score gains.
+
+Pure functions of numbers. Everywhere a tie counts one half, or is shared by those who are tied: the order in
+which answers happen to stand says nothing. An answer without a score has −inf: it is chosen last.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import groupby
+from typing import Literal
+
+from posttrain.evals.statistics import Z_95
+
+Combine = Literal["min", "product", "last", "mean"]
+COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "product": math.prod,
+    "last": lambda probabilities: probabilities[-1],
+    "mean": statistics.fmean,
+}
+
+
+def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
+    """Of each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0.
+
+    Raises:
+        ValueError: a score that is NaN.
+    """
+    _refuse_nan([*chosen, *rejected])
+    return [0.5 + 0.5 * ((c > r) - (c < r)) for c, r in zip(chosen, rejected, strict=True)]
+
+
+def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> float:
+    """The area under the ROC curve: the share of all positive-negative pairs in the right order, ties one half.
+
+    The Mann-Whitney statistic over n·m (Hanley and McNeil 1982), counted in whole numbers. O((n + m) log m).
+
+    Raises:
+        ValueError: no positive or no negative score, or a NaN.
+    """
+    if not positive or not negative:
+        raise ValueError("an area under the curve needs positive and negative scores")
+    _refuse_nan([*positive, *negative])
+    ordered = sorted(negative)
+    halves = sum(bisect_left(ordered, score) + bisect_right(ordered, score) for score in positive)
+    return halves / (2 * len(positive) * len(negative))
+
+
+def curve_area_interval(
+    positive: Sequence[tuple[float, Hashable]], negative: Sequence[tuple[float, Hashable]], z: float = Z_95
+) -> tuple[float, float]:
+    """The interval of the area under the curve, where scores come in clusters (answers to one problem).
+
+    ``A ± z √V`` within 0..1, with ``V = G/(G−1) Σ_g ψ_g²`` over the G clusters and
+    ``ψ_g = Σ_{i∈g} (a_i − A)/n + Σ_{j∈g} (b_j − A)/m``; a_i is the share of the m negatives that the positive i beats
+    (ties one half), b_j the share of the n positives that beat the negative j. Obuchowski (1997), "Nonparametric
+    analysis of clustered ROC curve data", in the form that lets scores of one cluster go together; with clusters
+    of one it is that of DeLong et al. (1988) but for factors of n/(n−1).
+
+    Args:
+        positive, negative: scores with their clusters.
+
+    Raises:
+        ValueError: no positive or no negative score, or a NaN.
+    """
+    ups, downs = sorted(s for s, _ in positive), sorted(s for s, _ in negative)
+    area = area_under_curve(ups, downs)
+    shifts: dict[Hashable, float] = {}
+    for score, cluster in positive:
+        beaten = (bisect_left(downs, score) + bisect_right(downs, score)) / (2 * len(downs))
+        shifts[cluster] = shifts.get(cluster, 0.0) + (beaten - area) / len(ups)
+    for score, cluster in negative:
+        beating = 1.0 - (bisect_left(ups, score) + bisect_right(ups, score)) / (2 * len(ups))
+        shifts[cluster] = shifts.get(cluster, 0.0) + (beating - area) / len(downs)
+    if len(shifts) < 2:
+        return 0.0, 1.0
+    variance = len(shifts) / (len(shifts) - 1) * math.fsum(shift * shift for shift in shifts.values())
+    half = z * math.sqrt(variance)
+    return max(0.0, area - half), min(1.0, area + half)
+
+
+def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
+    """How often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
+
+    A subset's best answers are those of the highest score in it; where several are tied, each is chosen equally
+    often. With the answers in falling order of score, the tied group g of m_g answers, behind b_g better ones, is
+    the top of ``C(n − b_g, k) − C(n − b_g − m_g, k)`` subsets, and by symmetry its mean correctness is what is
+    gained there. Unbiased for k fresh answers, as pass@k is (Chen et al. 2021); for k = n it is the correctness
+    of the top-scored answer, for k = 1 the mean.
+
+    Args:
+        scores: of n answers to one problem.
+        right: their worth, 1 or 0 (or any number whose mean is wanted).
+        k: 1 to n.
+
+    Raises:
+        ValueError: ``k`` out of range, unequal lengths, or a score that is NaN.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"best of {k} needs 1 to {n} answers to choose from")
+    _refuse_nan(scores)
+    ordered = sorted(zip(scores, right, strict=True), key=lambda pair: -pair[0])
+    remaining, total = n, 0.0
+    subsets = math.comb(n, k)
+    for _, tied in groupby(ordered, key=lambda pair: pair[0]):
+        worths = [worth for _, worth in tied]
+        topped = math.comb(remaining, k) - math.comb(remaining - len(worths), k)
+        total += topped / subsets * statistics.fmean(worths)
+        remaining -= len(worths)
+    return total
+
+
+def vote(answers: Sequence[Hashable], right: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """How often the answer with the most votes is right; tied answers share.
+
+    Wang et al. (2023), "Self-consistency"; with ``weights`` (a verifier's probabilities) the weighted vote of Li
+    et al. (2023), "Making language models better reasoners with step-aware verifier". None casts no vote; where
+    nobody votes, nothing is right.
+
+    Args:
+        answers: the final answer of each solution; equal ones must be equal objects. None: it has none.
+        right: whether each solution is right; one number per answer is expected, else their mean counts.
+        weights: of each vote, at least 0; 1 for all by default.
+    """
+    votes: dict[Hashable, float] = {}
+    worths: dict[Hashable, list[float]] = {}
+    given = [1.0] * len(answers) if weights is None else weights
+    _refuse_nan(given)
+    for answer, worth, weight in zip(answers, right, given, strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0.0) + weight
+            worths.setdefault(answer, []).append(worth)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    # sums of the same weights in another order may differ in their last bits
+    leading = [answer for answer, number in votes.items() if number >= most - 1e-9 * abs(most)]
+    return statistics.fmean(statistics.fmean(worths[answer]) for answer in leading)
+
+
+def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
+    """The first step (from 0) whose probability of being good is below ``threshold``; None where there is none."""
+    return next((index for index, p in enumerate(probabilities) if p < threshold), None)
+
+
+def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
+    """How well the first wrong step of solutions is found; None says that a solution has no error.
+
+    ``first_error_accuracy`` over all solutions; ``accuracy_erroneous`` over those with an error (its place must be
+    hit), ``accuracy_correct`` over those without; ``error_f1``, the harmonic mean of the latter two: neither
+    always crying nor never crying wolf pays. Zheng et al. (2024), "ProcessBench". A rate over no solution is left out.
+
+    Raises:
+        ValueError: no solution.
+    """
+    if not actual:
+        raise ValueError("no solution to find errors in")
+    hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
+    erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
+    correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
+    found = {"first_error_accuracy": statistics.fmean(hits)}
+    if erroneous:
+        found["accuracy_erroneous"] = statistics.fmean(erroneous)
+    if correct:
+        found["accuracy_correct"] = statistics.fmean(correct)
+    if erroneous and correct:
+        found["error_f1"] = harmonic_mean(found["accuracy_erroneous"], found["accuracy_correct"])
+    return found
+
+
+def harmonic_mean(left: float, right: float) -> float:
+    """``2 l r / (l + r)``, and 0 where both are 0."""
+    return 2.0 * left * right / (left + right) if left + right else 0.0
+
+
+def _refuse_nan(scores: Sequence[float]) -> None:
+    if any(math.isnan(score) for score in scores):
+        raise ValueError("a score is NaN: it has no place in an order")

@@ -1,0 +1,59 @@
+"""``calibration.png``: what a reward model predicts against what comes true, drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.evals.calibration import Bin
+from posttrain.evals.statistics import wilson_interval
+from posttrain.store.durable import storage_errors
+
+COLOR, SOFT = "#2f6fde", "#c9d4e6"
+
+
+def draw_calibration(bins: Sequence[Bin], title: str, path: str | Path, *, what: str = "came true") -> Path:
+    """The reliability diagram, with the 95 % interval of each bin, over a histogram of the predictions.
+
+    ``what``: what the observed share is of. On the diagonal predictions mean what they say; below it they are
+    overconfident.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    assert bins, "without predictions there is no diagram"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(5.2, 5.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
+    top.plot([start, 1], [start, 1], color="#999999", linewidth=1, linestyle="--", label="perfect")
+    intervals = [wilson_interval(b.observed * b.n, b.n) for b in bins]
+    errors = [
+        [max(0.0, b.observed - low) for b, (low, _) in zip(bins, intervals, strict=True)],
+        [max(0.0, high - b.observed) for b, (_, high) in zip(bins, intervals, strict=True)],
+    ]
+    top.errorbar(
+        [b.predicted for b in bins], [b.observed for b in bins], errors, fmt="o-", color=COLOR, capsize=2, markersize=4
+    )
+    top.set_ylim(0, 1.02)
+    top.set_ylabel(f"share that {what}", fontsize=9)
+    width = max(b.high - b.low for b in bins)
+    bottom.bar([b.low for b in bins], [b.n for b in bins], width=width, align="edge", color=SOFT, edgecolor="white")
+    bottom.set_xlim(start, 1)
+    bottom.set_xlabel("predicted probability", fontsize=9)
+    bottom.set_ylabel("count", fontsize=9)
+    for axes in (top, bottom):
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    top.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    target = Path(path)
+    with storage_errors(target.name, target):
+        figure.savefig(target, dpi=130)
+    return target

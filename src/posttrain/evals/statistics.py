@@ -1,0 +1,160 @@
+"""How sure a held-out number is: intervals of shares, several samples per item, two models on the same items.
+
+Pure functions of numbers. An item is the unit of chance everywhere: samples of one item hang together, so an
+interval counts items, never answers. Averages over all ways to take k of an item's samples are computed in
+closed form, without drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.randomness import generator
+
+Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+NUM_RESAMPLES = 10_000
+_CHUNK_CELLS = 4_000_000  # resampled counts in memory at a time
+
+
+def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
+    """The Wilson score interval of a proportion (Wilson 1927, eq. 4), 95 % by default.
+
+    Raises:
+        ValueError: ``n`` is 0.
+    """
+    if n == 0:
+        raise ValueError("no interval for a proportion of nothing")
+    share = successes / n
+    denominator = 1.0 + z * z / n
+    centre = (share + z * z / (2 * n)) / denominator
+    half = z * math.sqrt(max(0.0, share * (1.0 - share)) / n + z * z / (4 * n * n)) / denominator
+    # the interval holds the share itself; rounding may not push a bound past it
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
+
+
+def item_interval(values: Sequence[float], draws: float = 1.0, z: float = Z_95) -> tuple[float, float]:
+    """The interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
+
+    Wilson's interval with the effective number of observations ``n* = p (1 − p) / SE²``, where
+    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean. Where every value is 0 or 1 that is n, and
+    the interval is Wilson's. With several samples per item it grows with what they add, up to ``n · draws``.
+    It never leaves 0..1 and is never empty, as an interval from means and a standard error may be.
+
+    Args:
+        values: per item, the share of its samples that were right (or its pass@k, ...).
+        draws: how many independent draws an item's value can at most stand for: samples per item, or the
+            number of disjoint groups of k in them.
+
+    Source: Korn & Graubard (1998), "Confidence intervals for proportions with small expected number of
+    positive counts estimated from survey data", with Wilson's interval in place of Clopper and Pearson's, as
+    compared by Franco et al. (2019). Departure: no Student factor for the degrees of freedom, for which a
+    held-out set has items enough. Over items whose chances differ it covers the truth at least as often as a
+    Student t interval over item means does, and is narrower (``tests/evals/test_statistics.py``).
+
+    Raises:
+        ValueError: no value.
+    """
+    n = len(values)
+    if n == 0:
+        raise ValueError("no interval for a proportion of nothing")
+    if all(value in (0.0, 1.0) for value in values):  # one sample each, or nothing shows that samples differ at all
+        return wilson_interval(math.fsum(values), n, z)
+    mean = math.fsum(values) / n
+    spread = math.fsum((value - mean) ** 2 for value in values)
+    most = n * max(1.0, draws)
+    effective = most if spread == 0.0 else min(most, mean * (1.0 - mean) * n * n / spread)
+    return wilson_interval(mean * effective, effective, z)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of one value per item: ``s / √n`` with s² over n − 1; 0 for one item.
+
+    With several samples per item and their mean as the value, it is the clustered one.
+
+    Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2.
+    """
+    n = len(values)
+    if n < 2:
+        return 0.0
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def pass_at_k(n: int, num_right: int, k: int) -> float:
+    """The chance that k of an item's n samples, taken without replacement, hold a right one.
+
+    ``1 − C(n − c, k) / C(n, k)`` as the product ``1 − Π_{i = n−c+1..n} (1 − k / i)``: unbiased for the chance
+    that one of k fresh samples is right, where ``1 − (1 − c/n)^k`` is not.
+
+    Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
+    """
+    assert 0 <= num_right <= n, "right samples are among the samples"
+    assert 1 <= k <= n, "k samples are taken out of n"
+    if n - num_right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - num_right + 1, n + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """B minus A, over the same items: their means, the 95 % interval of the difference, a two-sided p."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+
+def paired_bootstrap(
+    a: Sequence[float], b: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
+) -> Difference:
+    """The difference of two means over the same items, by resampling items with what both got on them.
+
+    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of
+    resamples on either side of 0 (0 itself counts on both; one is added to each count and to the number of
+    resamples), at most 1. Deterministic, and the same for any order of the items.
+
+    Source: Efron & Tibshirani (1993), "An Introduction to the Bootstrap", chapters 13 and 15.3; pairing as in
+    Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation".
+
+    Raises:
+        ValueError: no item.
+    """
+    n = len(a)
+    assert len(b) == n, "the same items on both sides"
+    if n == 0:
+        raise ValueError("no difference over no item")
+    # Resampling n items is a multinomial draw over the distinct differences, of which there are few.
+    distinct, counts = np.unique(np.round(np.subtract(b, a), 12), return_counts=True)
+    random = generator(seed, "paired bootstrap")
+    chunk = max(1, _CHUNK_CELLS // len(distinct))
+    sizes = [min(chunk, num_resamples - start) for start in range(0, num_resamples, chunk)]
+    means = np.concatenate([random.multinomial(n, counts / n, size=size) @ distinct / n for size in sizes])
+    means = np.round(means, 12)  # what is 0 must not be a rounding error away from it
+    low, high = (float(q) for q in np.quantile(means, (0.025, 0.975)))
+    tail = min(int((means <= 0).sum()), int((means >= 0).sum()))
+    mean_a, mean_b = math.fsum(a) / n, math.fsum(b) / n
+    p = min(1.0, 2.0 * (tail + 1) / (num_resamples + 1))
+    return Difference(mean_a, mean_b, mean_b - mean_a, low, high, p, n)
+
+
+def mcnemar_p(only_a: int, only_b: int) -> float:
+    """The exact two-sided p of as lopsided a split of the items that just one side got right.
+
+    ``min(1, 2 · P(X ≤ min(b, c)))`` for X binomial with b + c trials of chance ½; 1 where the two never differ.
+
+    Source: McNemar (1947), in its exact (sign test) form.
+    """
+    trials = only_a + only_b
+    tail, ways = 0, 1
+    for i in range(min(only_a, only_b) + 1):
+        tail += ways
+        ways = ways * (trials - i) // (i + 1)  # C(trials, i + 1)
+    return min(1.0, 2 * tail / 2**trials)

@@ -1,0 +1,227 @@
+"""Multiple choice: which letter a response chooses, by rules that hedging and stuffing do not satisfy."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from posttrain.registry import register
+from posttrain.rewards.grading import Submission, Verdict
+from posttrain.rewards.responses import answer_region
+
+LETTERS = "ABCDEFGHIJ"
+MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
+MAX_STATEMENTS = 100  # "the answer is": the last ones
+
+# What may stand between "the answer is" and the letter.
+_FILLER = (
+    r"(?:[\s:=>*_`$\"'“‘]|\\boxed\s*\{|\\(?:text|textbf|mathrm|mathbf)\s*\{|"
+    r"(?i:for\s+sure|clearly|definitely|therefore|thus|then|indeed|simply|most\s+likely|probably|likely|actually|"
+    r"definitively|obviously|option|choice|letter|answer)\b){0,12}"
+)
+_IS = r"(?:\*\*|__)?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then\s+)?be\b|[:=]|→|->|[-–—]\s)"
+_HEAD = re.compile(
+    r"(?i:\banswer(?:\s+choice|\s+to\s+(?:the|this)\s+(?:question|problem))?" + _IS + "|"
+    r"\b(?:correct|right|best)\s+(?:option|choice|one|letter|statement)" + _IS + "|"
+    r"\b(?:choose|choosing|pick|picking|select|selecting|go\s+with|going\s+with)\b)"
+)
+# A letter that is part of something longer (D-glucose, C++, F(x), A = 2) is none.
+_ALONE = r"(?![A-Za-z0-9'’#(]|[-_][A-Za-z0-9{]|\s*[=+^<>])"
+_LETTER = re.compile(_FILLER + r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-J])" + _ALONE + ")")
+_JUDGED = re.compile(
+    r"(?:(?i:option|choice|answer)\s{1,3})?(?:\*\*)?(?:[(\[]([A-J])[)\]]|(?<![A-Za-z0-9'’])([A-J]))(?:\*\*)?\s{1,3}"
+    r"(?i:is|would be|must be|has to be)\s{1,3}(?i:(?:clearly|therefore|thus|definitely)\s{1,3})?"
+    r"(?i:the\s{1,3})?(?i:only\s{1,3})?(?i:correct|right|best)\b"
+    r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?i:answer|option|choice|one|because|since|as)\b)"
+)
+# What takes back a statement that follows it.
+_DENIED = re.compile(
+    r"(?:(?i:\b(?:not|never)|n['’]t)\s{1,3}(?:(?i:think|believe|say|mean|agree|sure|certain|true|clear|that|whether|if|the|"
+    r"correct|final|right|best)\s{1,3}){0,5}"
+    r"|(?i:\b(?:if|whether|suppose|supposing|assume|assuming))\s{1,3}(?:(?i:that|the|correct|final|right|best)\s{1,3}){0,3}"
+    r"|(?i:\b(?:or|nor|and))\s{1,3}(?:(?i:option|choice)\s{1,3})?[(\[]?)$"
+)
+_DENIED_CHARS = 80
+_TAIL_CHARS = 2_000
+# Behind a letter: a further letter makes it a hedge, where a word joins the two or nothing stands between them.
+_HEDGE = re.compile(
+    r"[\s.,;:/|&+()\]}*_\"'’”$-]*"
+    r"(?:(?:(?i:or|and|maybe|perhaps|possibly|also|even|either|but|could|might|may|it|be|is|option|choice|answer|the)\b"
+    r"[\s(:,]*){1,8}[(\[]?([A-J])(?![A-Za-z0-9'’])"
+    r"|[(\[]?([A-J])(?=\s*(?:[.,;:/|&+)\]}]|$|\n|(?i:or|and)\b)))"
+)
+_LISTED = re.compile(r"\s([A-J])\)\s")  # a further label on the same line
+_NEXT_WORD = re.compile(r"[ \t]+([A-Za-z][A-Za-z’']*)")
+_REASONS = frozenset(
+    ("because", "since", "as", "which", "due", "so", "but", "given", "for", "based", "and", "or", "by", "here", "not")
+)
+_SHORT = re.compile(
+    r"(?i:(?:therefore|thus|hence|so)\b[,:]?\s*)?"
+    r"(?i:(?:the\s+)?(?:correct\s+|final\s+)?(?:option|choice|answer|letter)\s*:?\s*)?"
+    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;\n]|\s+(?:[-–—]\s|\()))[.):,;]?"
+)
+_LABEL = re.compile(r"\W*(?:(?i:option|choice)\s+)?[(\[]?([A-J](?=[)\].:])|[a-j](?=[)\]]))")
+_SEPARATOR = re.compile(r"^[\s.):,;\]]*(?:[-–—]\s+)?")
+_DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
+_SPACE = re.compile(r"\s+")
+_HEDGED = "?"
+
+
+@register("grader")
+def multiple_choice(submission: Submission) -> Verdict:
+    """Right if the one letter that the response chooses is that of the gold answer.
+
+    The answer is read in the answer tags or the last box, else in the response behind the thinking: as a letter
+    (``B``, ``(B)``, ``B.``, ``B) text``, ``\\text{B}``, ``Option B``), as the full text of a choice, or in a sentence
+    (``the answer is (B)``, ``Answer: B``, ``option B is correct``), of which the last counts. Letters are A to J,
+    capitals save in brackets. No answer: ``A or B``, ``A B C D``, a letter that is a word (``A cat``), a label with
+    another choice's text, and thinking that never ends.
+
+    ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
+    once and then makes up further questions is graded by its first line.
+    """
+    choices = tuple(str(choice) for choice in submission.meta.get("choices") or ())
+    gold = None if submission.answer is None else read_gold(submission.answer, choices)
+    if gold is None:
+        return Verdict("ungraded")
+    region = answer_region(submission)
+    chosen = None if region is None else chosen_letter(region[0][-MAX_CHARS:], choices)
+    if chosen is None:
+        return Verdict("no_answer")
+    return Verdict("right" if chosen == gold else "wrong", extracted=chosen)
+
+
+def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
+    """The letter of a gold answer: a letter alone or in front of its text, a choice's text, or a sentence with it."""
+    text = gold.strip()
+    if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)", text):
+        return match[1]
+    if text in choices:
+        return LETTERS[choices.index(text)]
+    statements = [_LETTER.match(text, head.end()) for head in _HEAD.finditer(text)]
+    letters = [(found[1] or found[2]).upper() for found in statements if found]
+    return letters[-1] if letters else None
+
+
+def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
+    """The letter that a text chooses, or None where it names none or more than one."""
+    if whole := _read_short(text, choices):
+        return None if whole == _HEDGED else whole
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return None
+    first = _read_opening(lines[0], choices)
+    if first in tuple(LETTERS) and _lists_choices(lines[1:]):
+        return first  # what follows is another question, which has its own answer
+    last = _read_line(lines[-1], lines, choices)
+    stated = _last_statement(text, choices)
+    if last is None or (stated is not None and stated[0] > text.rstrip().rfind("\n")):
+        last = stated[1] if stated is not None else _read_line(lines[0], lines, choices)
+    return None if last == _HEDGED else last
+
+
+def _last_statement(text: str, choices: Sequence[str]) -> tuple[int, str] | None:
+    """Where the last readable statement begins, and its letter."""
+    found: list[tuple[int, str]] = []
+    for head in deque(_HEAD.finditer(text), maxlen=MAX_STATEMENTS):
+        tail = text[head.end() : head.end() + _TAIL_CHARS].lstrip()
+        if not _is_denied(text, head.start()) and (read := _read_tail(tail, choices)):
+            found.append((head.start(), read))
+    for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
+        if not _is_denied(text, match.start()):
+            found.append((match.start(), match[1] or match[2]))
+    return max(found, default=None)
+
+
+def _is_denied(text: str, start: int) -> bool:
+    return _DENIED.search(text[max(0, start - _DENIED_CHARS) : start]) is not None
+
+
+def _read_tail(tail: str, choices: Sequence[str]) -> str | None:
+    """What "the answer is" is followed by: a choice's text, or a letter that no other word claims."""
+    line = tail.partition("\n")[0]
+    if by_text := _letter_of_text(line, choices) or _letter_of_text(re.split(r"[.;!]\s", line)[0], choices):
+        return by_text
+    match = _LETTER.match(tail)
+    if match is None:
+        return None
+    letter = (match[1] or match[2]).upper()
+    following = tail[match.end() :]
+    word = None if match[1] else _NEXT_WORD.match(following)
+    if word is not None and word[1].lower() not in _REASONS:
+        return None
+    return _letter_with(letter, following, choices)
+
+
+def _read_short(text: str, choices: Sequence[str]) -> str | None:
+    """A text that is nothing but an answer: a choice's text, or a letter with maybe something behind it."""
+    if by_text := _letter_of_text(text, choices):
+        return by_text
+    cleaned = _undress(text)
+    match = _SHORT.match(cleaned)
+    if match is None:
+        return None
+    letter = (match[1] or match[2] or match[3]).upper()
+    following = cleaned[match.end() :]
+    read = _letter_with(letter, following, choices)
+    # a text of several lines that begins with a letter may conclude otherwise; its lines are looked at one by one
+    return None if read == letter and "\n" in following.strip() else read
+
+
+def _read_opening(line: str, choices: Sequence[str]) -> str | None:
+    """The answer with which a response begins: ``B``, or ``Answer: B``."""
+    head = _HEAD.match(line.lstrip(" *_"))
+    return _read_short(line, choices) or (_read_tail(line.lstrip(" *_")[head.end() :], choices) if head else None)
+
+
+def _read_line(line: str, lines: Sequence[str], choices: Sequence[str]) -> str | None:
+    """A line that is an answer by itself, and not one item of a list among ``lines``."""
+    read = _read_short(line, choices)
+    if read is None or read == _HEDGED:
+        return read
+    if _read_bare(line):
+        bare = {letter for other in lines if (letter := _read_bare(other))}
+        return read if bare == {read} else _HEDGED
+    labels = {match[1].upper() for other in lines if (match := _LABEL.match(other))}
+    return read if labels <= {read} or not _LABEL.match(line) else None
+
+
+def _read_bare(line: str) -> str | None:
+    match = _SHORT.fullmatch(_undress(line))
+    return (match[1] or match[2] or match[3]).upper() if match else None
+
+
+def _lists_choices(lines: Sequence[str]) -> bool:
+    labels = [match[1].upper() for line in lines if (match := _LABEL.match(line))]
+    return any(pair == ("A", "B") for pair in pairwise(labels))
+
+
+def _letter_with(letter: str, following: str, choices: Sequence[str]) -> str:
+    """The letter, if what stands behind it leaves it standing."""
+    rest = _plain(_SEPARATOR.sub("", following.partition("\n")[0]))
+    own = LETTERS.index(letter)
+    if rest and own < len(choices) and rest == _plain(choices[own]):
+        return letter
+    if rest and any(rest == _plain(choice) for choice in choices):
+        return _HEDGED  # the label of one choice with the text of another
+    hedge = _HEDGE.match(following) or _LISTED.search(following.partition("\n")[0])
+    return _HEDGED if hedge is not None and letter not in hedge.groups() else letter
+
+
+def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
+    """The letter of the one choice whose text this is; a text of one letter is read as a label."""
+    wanted = _plain(text)
+    if len(wanted) < 2 and not wanted.isdigit():
+        return None
+    same = [letter for letter, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == wanted]
+    return same[0] if len(same) == 1 else None
+
+
+def _undress(text: str) -> str:
+    return _DRESS.sub("", text).strip(" \t\n{}\"'“”‘’_#>")
+
+
+def _plain(text: str) -> str:
+    return _SPACE.sub(" ", _undress(text)).strip(" .;,{}\"'“”‘’").casefold()

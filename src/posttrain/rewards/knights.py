@@ -1,0 +1,88 @@
+"""Knights and knaves: whether a response says of every inhabitant, once and for all, what they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from posttrain.registry import register
+from posttrain.rewards.grading import Submission, Verdict
+from posttrain.rewards.responses import answer_region
+
+MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
+MAX_NAMES = 100
+
+_ROLE_NAMES = {True: "knight", False: "knave", None: "both"}
+_DRESS = re.compile(r"[*_`$#{}]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[,;!]")
+# Behind a name: "is a knight", "is not a knave", ": knight", "→ knave"; and a second role that takes the first back.
+_CLAIM = (
+    r"\s{0,3}(?:(is\s{1,3}not\b|isn['’]t\b|can(?:not|['’]t)\s{1,3}be\b)|(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be)\b|"
+    r"->|[:=(→–—-])?\s{0,3}(?:(?:definitely|therefore|thus|also|clearly)\s{1,3})?(?:(?:an?|the)\s{1,3})?(knight|knave)\b"
+    r"((?:\s{0,3}[/,]\s{0,3}|\s{1,3}(?:or|and|and/or)\s{1,3})(?:(?:an?|the|also|maybe|possibly)\s{1,3}){0,3}"
+    r"(?:knight|knave)\b)?"
+)
+_SUPPOSED = re.compile(
+    r"\b(?:if|unless|whether|either|would|could|might|suppos\w*|assum\w*|says?|said|claim\w*|told|tells|states?)\b",
+    re.IGNORECASE,
+)
+
+
+@register("grader")
+def knights_and_knaves(submission: Submission) -> Verdict:
+    """Right if the response calls every inhabitant what they are, and none of them both.
+
+    Read are statements such as ``(1) Zoey is a knight`` or ``Zoey: knight``, without case; "is not a knave" says
+    knight, since everyone is one or the other. They stand in the answer tags or the last box, all of which counts, so
+    that a name with two roles is wrong. Without these, the last lines of the response that state roles are read:
+    upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose or
+    report ("if Zoey is a knight", "Zoey says") state nothing. A statement may be repeated; a missing name, both
+    roles, and "a knight or a knave" are wrong.
+
+    ``meta``: ``names``, and ``solution``, of which True is a knight. The fact ``people_right`` is the share of
+    names that were called what they are.
+
+    Source: knights-and-knaves puzzles of Xie et al. 2024 (arXiv 2410.23123); rule-based reward as in Logic-RL
+    (Xie et al. 2025). Departure: statements are read by name, in any order.
+    """
+    names, solution = submission.meta.get("names"), submission.meta.get("solution")
+    if not names or solution is None or len(names) != len(solution) or len(names) > MAX_NAMES:
+        return Verdict("ungraded", facts={"people_right": 0.0})
+    text, marked = answer_region(submission) or ("", True)
+    if marked and len(text) > MAX_CHARS:
+        text = ""  # no list of names, and all of it would count
+    roles = read_roles(text[-MAX_CHARS:], names, all_lines=marked)
+    if not roles:
+        return Verdict("no_answer", facts={"people_right": 0.0})
+    share = sum(roles.get(name) is bool(role) for name, role in zip(names, solution, strict=True)) / len(names)
+    stated = ", ".join(f"{name}: {_ROLE_NAMES[roles[name]]}" for name in names if name in roles)
+    return Verdict("right" if share == 1.0 else "wrong", stated, {"people_right": share})
+
+
+def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str, bool | None]:
+    """For every name that is called something: True for a knight, False for a knave, None for both.
+
+    Args:
+        text: what is read.
+        names: the inhabitants.
+        all_lines: whether all of the text counts, or the lines at its end alone.
+    """
+    pattern = _claims_about(tuple(names))
+    known = {name.casefold(): name for name in names}
+    roles: dict[str, bool | None] = {}
+    for line in reversed(_DRESS.sub("", text).splitlines()):
+        found = [] if _SUPPOSED.search(line) else pattern.findall(line)
+        ends = not found and bool(roles) and (bool(line.strip()) or len(roles) == len(names))
+        if ends and not all_lines:
+            break
+        for name, denied, role, second in found:
+            is_knight = (role.casefold() == "knight") != bool(denied)
+            key = known[name.casefold()]
+            agrees = not second and roles.get(key, is_knight) is is_knight
+            roles[key] = is_knight if agrees else None
+    return roles
+
+
+@lru_cache(maxsize=256)  # a puzzle is graded many times in a row
+def _claims_about(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w)({'|'.join(re.escape(name) for name in names)})(?!\w){_CLAIM}", re.IGNORECASE)

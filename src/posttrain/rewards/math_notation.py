@@ -1,0 +1,206 @@
+"""One spelling for mathematical answers: what LaTeX, plain text and typographic signs write differently.
+
+``unify`` rewrites text, it understands nothing: ``\\dfrac12``, ``\\tfrac{1}{2}`` and ``\\frac 12`` become
+``\\frac{1}{2}``. Pure and linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Sign -> LaTeX. Only signs that mean one thing; look-alike letters and digits of other scripts stay as they are.
+_SIGNS = str.maketrans(
+    {
+        "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "×": "\\cdot ", "⋅": "\\cdot ",
+        "·": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∞": "\\infty ", "π": "\\pi ",
+        "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "°": "^\\circ ", "²": "^2 ",
+        "³": "^3 ", "½": "\\frac12 ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "θ": "\\theta ", "α": "\\alpha ",
+        "β": "\\beta ", "λ": "\\lambda ", "⟨": "(", "⟩": ")", "≈": "\\approx ",
+    }
+)  # fmt: skip
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}])")  # a backslash that was escaped once too often; a row break in a matrix
+_BOLD = re.compile(r"^(?:\*\*|__)([^*_]+)(?:\*\*|__)(?=[.,]?$)")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_KEPT_NAMES = ("gcd", "lcm", "arcsin", "arccos", "arctan", "max", "min")
+_OLD_FONTS = re.compile(r"\\(?:rm|bf|it|displaystyle|textstyle|limits|boldsymbol|bold|mathbf|mathrm)(?![a-zA-Z])")
+_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*\.?|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-zA-Z])")
+_PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|.)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\s*\{\s*,\s*\}\s*(?=\d)|\s*,\s*\\!\s*(?=\d{3})|\\[,;:](?=\d{3}(?!\d)))")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?! ?\d)")
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s+")
+_NOTHING = re.compile(r"\\!|(?<!\\)\$|\\hspace\s*\{[^{}]*\}")
+_SPELLINGS = (
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac "),
+    (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom "),
+    (re.compile(r"\\(?:times|ast|centerdot|cdotp)(?![a-zA-Z])|\*"), r"\\cdot "),
+    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
+    (re.compile(r"\\le(?:q|qslant)?(?![a-zA-Z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\ge(?:q|qslant)?(?![a-zA-Z])|>="), r"\\ge "),
+    (re.compile(r"\\neq?(?![a-zA-Z])|!=|\\not\s*="), r"\\ne "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\lbrack(?![a-zA-Z])"), "["),
+    (re.compile(r"\\rbrack(?![a-zA-Z])"), "]"),
+    (re.compile(r"\\(?:langle|lparen)(?![a-zA-Z])"), "("),
+    (re.compile(r"\\(?:rangle|rparen)(?![a-zA-Z])"), ")"),
+    (re.compile(r"\\(?:[lr]vert|vert|mid)(?![a-zA-Z])"), "|"),
+    (re.compile(r"\\(?:colon|ratio)(?![a-zA-Z])"), ":"),
+    (re.compile(r"\\(?:degree|deg)(?![a-zA-Z])"), r"^\\circ "),
+    (re.compile(r"\\(?:varnothing|O(?![a-zA-Z]))"), r"\\emptyset "),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\(?:approxeq|simeq|sim)(?![a-zA-Z])|~="), r"\\approx "),
+    (re.compile(r"\\(?:lor|vee)(?![a-zA-Z])"), r"\\text{or}"),
+    (re.compile(r"\\(?:land|wedge)(?![a-zA-Z])"), r"\\text{and}"),
+    (re.compile(r"\+\s*\\infty"), r"\\infty "),
+    (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r"\\cup "),
+    (re.compile(r"'"), r"\\prime "),
+)
+# Names that plain text writes without a backslash.
+_BARE_NAMES = re.compile(
+    r"(?<![\\A-Za-z])(sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|theta|alpha|beta|lambda|infty)"
+    r"(?![A-Za-z])"
+)
+_INFINITY = re.compile(r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])")
+_TOKENS = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|[\s\S]")
+_POWER = re.compile(r"([\^_])\s*([+-]?[0-9]+)")
+_ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1}
+
+
+def unify(text: str) -> str:
+    """The text in one spelling: see the module. Words in ``\\text{}`` stay as they are, with single spaces.
+
+    A ``$`` delimits a formula and goes; ``\\$`` is the currency and becomes ``$``.
+    """
+    if "\\begin" not in text:
+        text = _DOUBLED.sub(r"\\", text)
+    text = _BOLD.sub(r"\1", text.strip())
+    text = text.translate(_SIGNS).replace("**", "^")
+    text = _THOUSANDS.sub("", text)
+    text = _PHANTOM.sub("", _NOTHING.sub("", text)).replace("\\$", "$")
+    text = _TEXT.sub(_plain_text, text)
+    parts = re.split(r"(\\text\{[^{}]*\})", _SIZES.sub("", _OLD_FONTS.sub(" ", text)))
+    parts = [part if part.startswith("\\text{") else _respell(part) for part in parts]
+    braced = _brace_arguments("".join(parts))
+    return _SPACES.sub(" ", braced).strip()
+
+
+def _plain_text(match: re.Match[str]) -> str:
+    """``\\mathrm{E}`` is the letter, ``\\operatorname{lcm}`` the function; all other words are text."""
+    words = " ".join(_SPACES.sub(" ", match[1]).split())
+    if match[0].startswith(("\\text", "\\mbox")):
+        return f"\\text{{{words}}}" if words else " "
+    if words in _KEPT_NAMES:
+        return f"\\{words} "
+    return words if len(words) == 1 else f"\\text{{{words}}}" if words else " "
+
+
+def _respell(text: str) -> str:
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    text = _INFINITY.sub(r"\\infty ", text)
+    text = _BARE_NAMES.sub(r"\\\1 ", text)
+    text = _SPACES.sub(" ", text)
+    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    return _POWER.sub(r"\1{\2}", text)
+
+
+class _Braces:
+    """Puts arguments into braces, reading tokens from left to right. ``frames`` are commands that wait for some."""
+
+    def __init__(self) -> None:
+        self.out: list[str] = []
+        self.frames: list[list[int]] = []  # [arguments to come, brace level, whether a brace was opened for it]
+        self.level = 0
+        self.parentheses: list[bool] = []  # of each open one, whether it became a brace
+        self.in_index = False  # in the [n] of a root
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next token begins an argument."""
+        return bool(self.frames) and self.frames[-1][1] == self.level
+
+    def add(self, token: str) -> None:
+        if token.isspace():
+            if not self.waiting:
+                self.out.append(token)
+        elif token == "{":
+            self._open()
+        elif token == "}":
+            self._close()
+        elif token == "(" and self._takes_parenthesis():
+            self.parentheses.append(True)
+            self._open()
+        elif token == "(":
+            self.parentheses.append(False)
+            self._put(token)
+        elif token == ")" and self.parentheses and self.parentheses.pop():
+            self._close()
+        elif token in _ARGUMENTS:
+            self._command(token)
+        else:
+            self._put(token)
+
+    def finish(self) -> list[str]:
+        """All tokens; braces that were opened for an argument that did not come are closed."""
+        while self.frames:
+            self._drop()
+        return self.out
+
+    def _takes_parenthesis(self) -> bool:
+        return self.waiting and len(self.out) > 0 and self.out[-1] in ("^", "\\sqrt")
+
+    def _open(self) -> None:
+        self.out.append("{")
+        self.level += 1
+
+    def _close(self) -> None:
+        while self.frames and self.frames[-1][1] == self.level:
+            self._drop()
+        self.out.append("}")
+        self.level -= 1
+        if self.waiting:
+            self._complete()
+
+    def _command(self, token: str) -> None:
+        wrapped = self.waiting
+        if wrapped:
+            self.out.append("{")
+        self.out.append(token)
+        self.frames.append([_ARGUMENTS[token], self.level, int(wrapped)])
+
+    def _put(self, token: str) -> None:
+        if self.waiting and (self.in_index or (token == "[" and self.out[-1] == "\\sqrt")):
+            self.in_index = token != "]"
+            self.out.append(token)
+        elif self.waiting:
+            self.out += ["{", token, "}"]
+            self._complete()
+        else:
+            self.out.append(token)
+
+    def _complete(self) -> None:
+        """An argument of the last frame is there."""
+        self.frames[-1][0] -= 1
+        while self.waiting and self.frames[-1][0] == 0:
+            if self.frames.pop()[2]:
+                self.out.append("}")
+            if not self.waiting:
+                break
+            self.frames[-1][0] -= 1
+
+    def _drop(self) -> None:
+        """A command whose arguments do not come."""
+        if self.frames.pop()[2]:
+            self.out.append("}")
+
+
+def _brace_arguments(text: str) -> str:
+    """``\\frac12`` -> ``\\frac{1}{2}``, ``x^2`` -> ``x^{2}``, ``\\sqrt(3)`` -> ``\\sqrt{3}``, x^(n) -> ``x^{n}``."""
+    braces = _Braces()
+    for match in _TOKENS.finditer(text):
+        braces.add(match[0])
+    return "".join(braces.finish())

@@ -1,0 +1,194 @@
+"""What runs inside a worker of ``workers.WorkerPool``: one function, one item after the other.
+
+This module is all that the process imports besides the function's own module, so it must stay light. It is
+started by ``workers`` in a fresh interpreter. Messages are JSON with a length in front, both ways.
+
+From the parent: first the settings (``target``, ``cpu_seconds``, ``wall_seconds``, ``memory_bytes``), then any
+number of ``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
+``{"number": n, "value": ...}`` or ``{"number": n, "crash": reason}``; ``"last": true`` says that the process ends
+with this answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
+MAX_REASON_CHARS = 300
+HEADER = struct.Struct(">I")
+
+# Modules of Python that compile text of their own while other modules are imported.
+_COMPILERS = frozenset(
+    ("collections", "dataclasses", "typing", "_frozen_importlib", "_frozen_importlib_external", "importlib._bootstrap",
+     "importlib._bootstrap_external")
+)  # fmt: skip
+_REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "tempfile.", "pty.", "ftplib.", "http.", "urllib.", "smtplib.",
+            "webbrowser.", "sqlite3.", "pickle.", "code.__new__")  # fmt: skip
+_PERMITTED = ("os.listdir", "os.scandir")  # an import looks for its file
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class ItemFailed(Exception):
+    """The function raised; the message says what."""
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe."""
+    requests, results = _take_pipes()
+    settings = _receive(requests)
+    if settings is None:
+        return
+    try:
+        module, _, name = settings["target"].partition(":")
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        _send(results, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
+        return
+    _refuse_effects()
+    size = _address_space()
+    _send(results, {"ready": True})
+    while (items := _receive(requests)) is not None:
+        for number, item in items:
+            answer = answer_item(function, item, settings)
+            if _address_space() - size > settings["memory_bytes"]:
+                answer["last"] = True  # what it keeps is as much as one item may use: a new process takes over
+            _send(results, {"number": number, **answer})
+            if "last" in answer:
+                return
+
+
+def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """``{"value": ...}`` or ``{"crash": reason}``; under the limits."""
+    try:
+        value = _call(function, item, settings)
+    except ItemFailed as error:
+        return {"crash": str(error)}
+    except MemoryError:
+        return {"crash": "MemoryError: over the memory limit", "last": True}
+    except RecursionError:
+        return {"crash": "RecursionError: nested too deeply"}
+    if len(value) > MAX_RESULT_BYTES:
+        return {"crash": f"the result has {len(value)} bytes, more than {MAX_RESULT_BYTES}"}
+    return {"value": json.loads(value)}
+
+
+def _call(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -> str:
+    """The function's result as JSON. A time limit that is passed ends this process: see ``workers.Limits``."""
+    _limit_memory(settings["memory_bytes"])
+    signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, settings["wall_seconds"])
+    try:
+        return json.dumps(function(item))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the function may raise anything; what it was is reported
+        raise ItemFailed(f"{type(error).__name__}: {_shown(error)}"[:MAX_REASON_CHARS]) from error
+    except SystemExit as error:
+        raise ItemFailed("SystemExit") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit_memory(None)
+
+
+def _shown(error: Exception) -> str:
+    """The first argument if it is text: asking any other object to show itself may take for ever."""
+    first = error.args[0] if error.args else ""
+    return first if isinstance(first, str) else ""
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Move the two pipes away from standard input and output, where a library might read or print."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, results = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    return requests, results
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard
+    size = _address_space()
+    if num_bytes is not None and size:
+        soft = size + num_bytes if hard == resource.RLIM_INFINITY else min(size + num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int:
+    """Bytes of address space of this process; 0 where the system does not say (there is no memory limit then)."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return 0
+
+
+def _refuse_effects() -> None:
+    """From here on nothing is executed as code that was not a file before, and nothing is written or started.
+
+    Answers are data. They are read by a grammar and never evaluated; this holds the line once more, also for what
+    a library might do with them. It is no sandbox against machine code.
+    """
+
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "compile":
+            if sys._getframe(1).f_globals.get("__name__") not in _COMPILERS:
+                raise PermissionError("a worker compiles no text")
+        elif event == "open":
+            if _opens_to_write(arguments):
+                raise PermissionError("a worker writes no files")
+        elif event.startswith(_REFUSED) and event not in _PERMITTED:
+            raise PermissionError(f"a worker does no {event}")
+
+    sys.addaudithook(check)
+
+
+def _opens_to_write(arguments: tuple[Any, ...]) -> bool:
+    mode, flags = arguments[1], arguments[2]
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool(isinstance(flags, int) and flags & _WRITES)
+
+
+def _receive(descriptor: int) -> Any:
+    """The next message, or None when the parent has closed the pipe."""
+    header = _read(descriptor, HEADER.size)
+    if header is None:
+        return None
+    body = _read(descriptor, HEADER.unpack(header)[0])
+    return None if body is None else json.loads(body)
+
+
+def _read(descriptor: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(descriptor, size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _send(descriptor: int, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    data = HEADER.pack(len(body)) + body
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:
+        os._exit(0)  # the parent is gone

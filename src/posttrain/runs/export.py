@@ -1,0 +1,241 @@
+"""A run as a clean folder or archive to give away: the model in the Hugging Face layout, recipe and results.
+
+The weights are taken from a checkpoint that verifies against its manifest; what only training needs
+(optimizer, pending batch) stays behind. Everything is written aside and renamed into place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from posttrain.errors import CheckpointError, UsageError
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.listing import evaluations, summarize_run
+from posttrain.runs.notes import NOTES
+from posttrain.store.durable import storage_errors, sync_folder
+from posttrain.store.metrics import MetricsLog
+from posttrain.train.checkpoint_files import (
+    MANIFEST,
+    Unverified,
+    best_step,
+    checkpoint_steps,
+    remove_tree,
+    step_folder,
+    verify,
+)
+
+Weights = Literal["best", "last", "none"]
+ARCHIVES = (".tar.gz", ".tgz")
+RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
+# Of a checkpoint, what only a resumed run reads.
+_TRAINING_ONLY = ("optimizer.safetensors", "pending.safetensors", "state.json", MANIFEST)
+_CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was exported: where to, which step's weights (None: none), and what to know about it."""
+
+    target: Path
+    step: int | None
+    num_files: int
+    num_bytes: int
+    notices: tuple[str, ...] = ()
+
+
+def export_run(
+    root: str | Path, folder: str | Path, target: str | Path, *, weights: Weights | None = None, merge: bool = False
+) -> Export:
+    """Copy what is worth keeping of the run in ``folder`` to a new folder, or to a ``.tar.gz``.
+
+    Args:
+        root: the runs folder; the target may not lie in it.
+        weights: which checkpoint; by default the best, or the newest where none is marked.
+        merge: add a LoRA adapter to its base, so that the model stands alone.
+
+    Raises:
+        UsageError: the target exists or lies in the runs folder, or there is no such checkpoint.
+        CheckpointError: the checkpoint does not verify.
+        StorageError: the disk is full or not writable; the target is not there.
+    """
+    run, goal = Path(folder), Path(target)
+    _check_target(Path(root), goal)
+    step = choose_step(run, weights)
+    is_archive = goal.name.endswith(ARCHIVES)
+    name = run.name if is_archive else goal.name
+    aside = goal.parent / f".tmp-export-{goal.name}-{os.getpid()}"
+    with storage_errors("the export", goal):
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        remove_tree(aside)
+        try:
+            content = aside / name
+            content.mkdir(parents=True)
+            notices = [] if step is None else _copy_weights(run, step, content, merge)
+            _copy_records(run, content)
+            card = model_card(run, step, is_adapter=(content / "adapter_config.json").is_file())
+            (content / _CARD).write_text(card, encoding="utf-8")
+            files = sorted(item for item in content.rglob("*") if item.is_file())
+            count, size = len(files), sum(item.stat().st_size for item in files)
+            written = _pack(content, aside / goal.name) if is_archive else content
+            os.rename(written, goal)
+            sync_folder(goal.parent)
+        finally:
+            remove_tree(aside)
+    return Export(goal, step, count, size, tuple(notices))
+
+
+def choose_step(run: Path, weights: Weights | None) -> int | None:
+    """The checkpoint whose weights are meant; None if none are.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+    """
+    folder = run / "checkpoints"
+    steps, best = checkpoint_steps(folder), best_step(folder)
+    if weights == "none":
+        return None
+    if weights == "best" and best is None:
+        raise UsageError(f"--weights best: no checkpoint of {run.name} is marked as the best; use --weights last")
+    if not steps:
+        raise UsageError(f"{run.name} has no checkpoint; --weights none exports recipe and results alone")
+    return steps[-1] if weights == "last" or best is None else best
+
+
+def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
+    """``README.md`` of an export: where the weights come from, what was measured, how to load them."""
+    recipe = RunDirectory(run).read_recipe()
+    summary = summarize_run(run)
+    base = _text(recipe, "model", "name")
+    starts = RunDirectory(run).read_environment().get("starts") or [{}]
+    version = (starts[-1].get("versions") or {}).get("posttrain", "?")
+    front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["posttrain"]}
+    front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
+    head = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
+    about = str(recipe.get("description") or "").strip()
+    lines = [f"# {run.name}", "", *([" ".join(about.split()), ""] if about else [])]
+    facts = [
+        ("trained with", f"posttrain {version}, recipe `{summary.recipe}` (resolved: `recipe.yaml`)"),
+        ("from", f"`{base}`"),
+        ("objective", summary.objective),
+        ("task", _text(recipe, "task", "name")),
+        ("weights", "none" if step is None else f"after step {step} of {summary.steps}"),
+    ]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
+    rows = evaluations(MetricsLog(run / "metrics.jsonl").read())
+    measured = [row for row in rows if "accuracy" in row]
+    if measured:
+        lines += [
+            "Held-out evaluations:",
+            "",
+            "| task | after step | n | right | 95 % interval |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_evaluation_row(row) for row in measured]
+        lines.append("")
+    if is_adapter:
+        lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
+    return "\n".join([*head, *lines])
+
+
+def _evaluation_row(row: Mapping[str, Any]) -> str:
+    interval = f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}" if "accuracy_low" in row else ""
+    count = f"{row['n']:.0f}" if "n" in row else ""
+    return f"| {row['name']} | {row['step']} | {count} | {row['accuracy']:.1%} | {interval} |"
+
+
+def _text(recipe: Mapping[str, Any], section: str, key: str) -> str:
+    value = recipe.get(section)
+    return str(value.get(key, "?")) if isinstance(value, Mapping) else str(value or "?")
+
+
+def _check_target(root: Path, goal: Path) -> None:
+    if os.path.lexists(goal):
+        raise UsageError(f"--to {goal}: there is something already. Nothing was changed; choose a new name")
+    if goal.resolve().is_relative_to(root.resolve()):
+        raise UsageError(
+            f"--to {goal}: this lies in the runs folder, where it would look like a run; choose a place outside"
+        )
+    if goal.name.endswith((".tar", ".zip", ".gz")) and not goal.name.endswith(ARCHIVES):
+        raise UsageError(f"--to {goal}: archives are written as .tar.gz; any other name is that of a folder")
+
+
+def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
+    source = step_folder(run / "checkpoints", step)
+    try:
+        names = [name for name in verify(source, step) if name not in _TRAINING_ONLY]
+        for name in names:  # a manifest of unknown origin may name anything
+            inside = not Path(name).is_absolute() and (source / name).resolve() == source.resolve() / name
+            if not inside:
+                raise Unverified(f"{name} leads out of the checkpoint")
+    except Unverified as reason:
+        raise CheckpointError(
+            f"{source}: {reason}; damaged weights are not exported. Choose another checkpoint with --weights, "
+            "or --weights none for recipe and results alone"
+        ) from None
+    except FileNotFoundError:
+        raise UsageError(f"{source}: the run has just deleted this checkpoint; do the same again") from None
+    adapter = source / "adapter_config.json"
+    if merge:
+        if not adapter.is_file():
+            raise UsageError(f"--merge: {run.name} has no adapter; its weights are whole already")
+        if "companions.safetensors" in names:
+            raise UsageError(
+                f"--merge: {run.name} has a head beside its adapter, which a merged model would lose; leave out --merge"
+            )
+        _merge_into_base(RunDirectory(run).read_recipe(), source, content)
+        return []
+    for name in names:
+        (content / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, content / name, follow_symlinks=False)
+    if not adapter.is_file():
+        return []
+    base = str(json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+    what = f"the weights are an adapter on top of {base}"
+    remedy = ", which is a folder of this machine; --merge exports a model that stands alone"
+    return [what + remedy if Path(base).exists() else what]
+
+
+def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> None:
+    from transformers.utils import logging  # torch comes with it
+
+    from posttrain.models.load import load_model
+    from posttrain.recipe import ModelSection
+
+    chosen = {"name": str(source), "dtype": _text(recipe, "model", "dtype"), "device": "cpu"}
+    loaded = load_model(ModelSection.model_validate(chosen), seed=0)
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        loaded.model.merge_and_unload().save_pretrained(content)
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
+    loaded.tokenizer.save_pretrained(content)
+
+
+def _copy_records(run: Path, content: Path) -> None:
+    for name in RECORDS:
+        if (run / name).is_file() and not (run / name).is_symlink():
+            shutil.copyfile(run / name, content / name)
+
+
+def _pack(content: Path, archive: Path) -> Path:
+    """The folder as a ``.tar.gz`` that names no user of this machine."""
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(content, arcname=content.name, filter=_anonymous)
+    return archive
+
+
+def _anonymous(item: tarfile.TarInfo) -> tarfile.TarInfo:
+    item.uid = item.gid = 0
+    item.uname = item.gname = ""
+    return item

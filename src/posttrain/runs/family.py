@@ -1,0 +1,157 @@
+"""Run families: which run was trained from, by, or on which other one.
+
+A recipe names another run by its path (``model.name: runs/demo-sft``, ``teacher.name``,
+``rewards[].run``, or a checkpoint in one). Whatever value of a recipe leads into a run of the same runs
+folder makes that run a parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.runs.directory import RunDirectory, flatten
+from posttrain.runs.places import every_run_name
+from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
+
+# What a parent is to its child, by the first part of the key that names it.
+ROLES = {"model": "start", "teacher": "teacher", "rewards": "reward", "task": "data", "eval": "evaluation"}
+_NAMES = ("model.name", "teacher.name")  # `tiny` and hub names stand here too
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One run stands on another. Names are relative to the runs folder.
+
+    ``key`` and ``value``: where the child's recipe says so, and how. ``step``: the checkpoint of the
+    parent, where that is known. ``is_there``: whether the parent still exists.
+    """
+
+    child: str
+    role: str
+    parent: str
+    key: str
+    value: str
+    step: int | None = None
+    is_there: bool = True
+
+
+def find_links(root: str | Path, names: Sequence[str] | None = None) -> list[Link]:
+    """The links of all runs under ``root`` (comparisons included) to their parents there.
+
+    A run whose recipe cannot be read has none.
+
+    Args:
+        names: only of these children.
+    """
+    folder = Path(root)
+    known = set(every_run_name(folder))
+    bases = _bases(folder)
+    links: list[Link] = []
+    for name in sorted(known) if names is None else names:
+        try:
+            recipe = RunDirectory(folder / name).read_recipe()
+        except DataError:
+            continue
+        links += _links_of(folder, name, recipe, known, bases)
+    return links
+
+
+def families(links: Iterable[Link]) -> list[set[str]]:
+    """Names that hang together, each in one set; runs without a link are in none."""
+    found: list[set[str]] = []
+    for link in links:
+        pair = {link.child, link.parent}
+        touching = [family for family in found if family & pair]
+        found = [family for family in found if not family & pair] + [pair.union(*touching)]
+    return found
+
+
+def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[int, str]:
+    """Checkpoints of ``parent`` that other runs stand on, with the name of one of them.
+
+    A child that names the whole run stands on its best checkpoint, else its newest, unless its own
+    checkpoints tell which one it was.
+    """
+    folder = Path(root) / parent / "checkpoints"
+    steps = checkpoint_steps(folder)
+    default = best_step(folder) or (steps[-1] if steps else None)
+    used: dict[int, str] = {}
+    for link in links:
+        if link.parent == parent and link.child != parent:
+            step = link.step if link.step is not None else default
+            if step is not None:
+                used.setdefault(step, link.child)
+    return used
+
+
+def _links_of(root: Path, name: str, recipe: dict[str, Any], known: set[str], bases: list[Path]) -> Iterator[Link]:
+    real = root.resolve()
+    for key, value in flatten(recipe).items():
+        if not isinstance(value, str) or not value or (key not in _NAMES and "/" not in value and not _names_run(key)):
+            continue
+        if key in _NAMES and value in ("tiny", "self"):
+            continue
+        inner = _inside(value, real, [*bases, real] if _names_run(key) else bases)
+        if inner is None:
+            continue
+        parts = Path(inner).parts
+        ends = [n for n in range(1, len(parts) + 1) if "/".join(parts[:n]) in known]
+        cut = parts.index("checkpoints") if "checkpoints" in parts else len(parts)
+        parent = "/".join(parts[: ends[0]] if ends else parts[:cut])
+        if not parent or parent == name or (not ends and key not in _NAMES and not _names_run(key)):
+            continue
+        role = ROLES.get(key.partition(".")[0], key)
+        step = _step_of(root, (name, key, value, parent), parts[ends[0] if ends else cut :])
+        yield Link(name, role, parent, key, value, step, bool(ends))
+
+
+def _names_run(key: str) -> bool:
+    return key.endswith(".run")
+
+
+def _bases(root: Path) -> list[Path]:
+    """What a relative path in a recipe may be relative to: here, or a folder above the runs folder."""
+    return list(dict.fromkeys([Path.cwd(), *root.resolve().parents]))
+
+
+def _inside(value: str, root: Path, bases: Sequence[Path]) -> str | None:
+    """``value`` relative to the runs folder, or None if it does not lead into it."""
+    for base in bases:
+        path = os.path.normpath(base / os.path.expanduser(value))
+        if path != str(root) and Path(path).is_relative_to(root):
+            return Path(path).relative_to(root).as_posix()
+    return None
+
+
+def _step_of(root: Path, link: tuple[str, str, str, str], rest: Sequence[str]) -> int | None:
+    """The parent's checkpoint: said by the path, or else by what the child's own checkpoints remember."""
+    child, key, value, parent = link
+    if len(rest) > 1 and rest[0] == "checkpoints":
+        if rest[1] == "best":
+            return best_step(root / parent / "checkpoints")
+        match = _STEP.fullmatch(rest[1])
+        return int(match[1]) if match else None
+    folder = root / child / "checkpoints"
+    for step in reversed(checkpoint_steps(folder)):
+        try:
+            state = json.loads((step_folder(folder, step) / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # an unfinished or damaged checkpoint; another one may tell
+        match = _STEP.fullmatch(str(_remembered(state, key, value)))
+        if match:
+            return int(match[1])
+    return None
+
+
+def _remembered(state: Any, key: str, value: str) -> Any:
+    """What a checkpoint's state says of a source: ``model`` and ``teacher`` a folder's name, ``rewards`` one by run."""
+    section = state.get(key.partition(".")[0]) if isinstance(state, dict) else None
+    return section.get(value) if isinstance(section, dict) else section

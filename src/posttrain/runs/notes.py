@@ -1,0 +1,118 @@
+"""What people say about a run: ``notes.json`` in its directory, with tags and remarks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from posttrain.errors import DataError, UsageError
+from posttrain.store.durable import replace_file, storage_errors
+
+NOTES = "notes.json"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A remark and when it was made (ISO 8601, UTC)."""
+
+    time: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The tags of a run, in the order in which they were given, and its remarks, oldest first."""
+
+    tags: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+
+def read_notes(folder: str | Path) -> Notes:
+    """The notes of a run; empty where nobody made any.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = Path(folder) / NOTES
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        remarks = tuple(Remark(str(item["time"]), str(item["text"])) for item in data["remarks"])
+        return Notes(tuple(str(tag) for tag in data["tags"]), remarks)
+    except FileNotFoundError:
+        return Notes()
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(path, f"damaged ({type(error).__name__}: {error}); delete it") from None
+
+
+def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
+    """Add and take away tags: ``good`` and ``+good`` add, ``-good`` takes away. Returns the new notes.
+
+    Raises:
+        UsageError: a malformed tag, or one to take away that is not there; nothing was changed.
+    """
+    with _alone(Path(folder)):
+        before = read_notes(folder)
+        tags = list(before.tags)
+        for change in changes:
+            tag = change[1:] if change[:1] in ("+", "-") else change
+            if not _TAG.fullmatch(tag):
+                raise UsageError(
+                    f"{change!r}: a tag is made of letters, digits, '.', '_' and '-', such as +good or -good"
+                )
+            if change.startswith("-"):
+                if tag not in tags:
+                    raise UsageError(f"{Path(folder).name} has no tag {tag!r}. Its tags: {', '.join(tags) or 'none'}")
+                tags.remove(tag)
+            elif tag not in tags:
+                tags.append(tag)
+        return _write(folder, Notes(tuple(tags), before.remarks))
+
+
+def add_remark(folder: str | Path, text: str) -> Notes:
+    """Add a remark with the time of now; returns the new notes.
+
+    Raises:
+        UsageError: the text is empty.
+    """
+    if not text.strip():
+        raise UsageError('the note is empty; give its text: posttrain runs note NAME "what I saw"')
+    with _alone(Path(folder)):
+        before = read_notes(folder)
+        remark = Remark(datetime.now(UTC).isoformat(timespec="seconds"), text.strip())
+        return _write(folder, Notes(before.tags, (*before.remarks, remark)))
+
+
+def clear_remarks(folder: str | Path) -> Notes:
+    """Take all remarks away; the tags stay. Returns the new notes."""
+    with _alone(Path(folder)):
+        return _write(folder, Notes(read_notes(folder).tags))
+
+
+def _write(folder: str | Path, notes: Notes) -> Notes:
+    content = {"tags": list(notes.tags), "remarks": [asdict(remark) for remark in notes.remarks]}
+    replace_file(Path(folder) / NOTES, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    return notes
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One change after the other; not the run's lock, for a run that is training may be tagged as well."""
+    with storage_errors(NOTES, folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            os.close(descriptor)
+            raise
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""Where runs are: the names under a runs folder, and from a name to a folder that may be changed.
+
+A name is a path relative to the runs folder: ``tiny-grpo``, a comparison ``compare-ppo``, or one of its
+runs, ``compare-ppo/start`` and ``compare-ppo/cells/ppo-seed0``. Whoever changes or deletes something asks
+``locate``, which never leads out of the runs folder: names are checked part by part, and a folder that
+is a symbolic link is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from posttrain.errors import UsageError
+from posttrain.registry import suggest
+from posttrain.runs.directory import run_names
+
+COMPARE_FILE, CELLS, START = "compare.yaml", "cells", "start"
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_PATTERN = "*?["
+_NUM_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run or a comparison: its name under the runs folder, and its folder."""
+
+    name: str
+    path: Path
+    is_comparison: bool = False
+
+
+def comparison_names(root: str | Path) -> list[str]:
+    """Names of the comparisons under ``root``, in alphabetical order."""
+    folder = Path(root)
+    found = (item.parent.name for item in folder.glob(f"*/{COMPARE_FILE}")) if folder.is_dir() else ()
+    return sorted(name for name in found if not name.startswith("."))
+
+
+def cell_names(root: str | Path, comparison: str) -> list[str]:
+    """Names of the runs of a comparison: its start, if there is one, and its cells."""
+    folder = Path(root) / comparison
+    start = [f"{comparison}/{START}"] if (folder / START / "recipe.yaml").is_file() else []
+    return start + [f"{comparison}/{CELLS}/{name}" for name in run_names(folder / CELLS)]
+
+
+def every_run_name(root: str | Path) -> list[str]:
+    """Names of all runs under ``root``, those of comparisons included."""
+    return run_names(root) + [name for known in comparison_names(root) for name in cell_names(root, known)]
+
+
+def comparison_of(folder: Path) -> Path | None:
+    """The comparison that a run belongs to, or None."""
+    above = folder.parent.parent if folder.parent.name == CELLS else folder.parent if folder.name == START else None
+    return above if above is not None and (above / COMPARE_FILE).is_file() else None
+
+
+def locate(root: str | Path, name: str) -> Place:
+    """The run or comparison called ``name``, for changing or deleting it.
+
+    The name may begin with the runs folder itself, as a shell completes it (``runs/tiny-grpo/``).
+
+    Raises:
+        UsageError: a name that could lead elsewhere, a link, or nothing of that name.
+    """
+    folder = Path(root)
+    runs, comparisons = every_run_name(folder), comparison_names(folder)
+    relative = _relative(folder, name, {*runs, *comparisons})
+    if not all(_PART.fullmatch(part) for part in relative.split("/")):
+        raise UsageError(
+            f"{name!r}: a run's name is made of letters, digits, '.', '_' and '-', with '/' between a comparison and "
+            f"its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
+        )
+    path = folder
+    for part in relative.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise UsageError(
+                f"{path}: this is a link to another place, and only what lies in {folder} is changed. "
+                "Work on the folder that it leads to, with --runs-dir"
+            )
+    if relative in comparisons:
+        return Place(relative, path, is_comparison=True)
+    if relative not in runs:
+        known = [*runs, *comparisons]
+        raise UsageError(f"there is no run {name!r} in {folder}.{suggest(relative, known)} {_list_names(known)}")
+    return Place(relative, path)
+
+
+def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
+    """The runs and comparisons called so, each once; ``tiny-*`` stands for every run and comparison that fits.
+
+    Raises:
+        UsageError: as ``locate``, or a pattern that nothing fits.
+    """
+    found: dict[str, Place] = {}
+    for name in names:
+        matching = [name]
+        if any(sign in name for sign in _PATTERN):
+            known = [*every_run_name(root), *comparison_names(root)]
+            matching = [known_name for known_name in known if fits(known_name, name)]
+            if not matching:
+                raise UsageError(f"nothing in {root} fits {name!r}. {_list_names(known)}")
+        for exact in matching:
+            place = locate(root, exact)
+            found.setdefault(place.name, place)
+    return list(found.values())
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name fits a shell pattern; ``*`` does not reach into a comparison."""
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+def runs_of(root: str | Path, place: Place) -> list[Place]:
+    """The runs that a place stands for: itself, or those of the comparison."""
+    return [locate(root, name) for name in cell_names(root, place.name)] if place.is_comparison else [place]
+
+
+def _relative(root: Path, name: str, known: set[str]) -> str:
+    plain = name.rstrip("/")
+    if plain in known:
+        return plain
+    path, base = PurePosixPath(plain), PurePosixPath(root)
+    if path.is_relative_to(base):
+        plain = path.relative_to(base).as_posix()
+    if plain in ("", ".") or plain.startswith("/"):
+        raise UsageError(f"{name!r}: give the name of a run in {root}; nothing outside of it is touched")
+    return plain
+
+
+def _list_names(known: Sequence[str]) -> str:
+    if not known:
+        return "Runs there: none"
+    more = f" and {len(known) - _NUM_NAMES_SHOWN} more" if len(known) > _NUM_NAMES_SHOWN else ""
+    return f"Runs there: {', '.join(known[:_NUM_NAMES_SHOWN])}{more}"

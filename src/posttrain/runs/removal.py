@@ -1,0 +1,215 @@
+"""Deleting runs and pruning their checkpoints, so that a kill leaves nothing half deleted in sight.
+
+What goes is renamed aside first and removed then. Only for folders that ``places.locate`` gave; links are
+unlinked and never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from posttrain.errors import RunConflict, StorageError, UsageError
+from posttrain.runs.directory import RunDirectory, is_live, lock_run
+from posttrain.runs.family import Link, find_links, steps_in_use
+from posttrain.runs.listing import disk_bytes
+from posttrain.runs.places import Place, comparison_of, runs_of
+from posttrain.store.durable import sync_folder
+from posttrain.train.checkpoint_files import ASIDE, BEST, best_step, checkpoint_steps, remove_tree, step_folder
+
+DELETING = ".deleting-"
+_LOCK = ".lock"
+_FAILED = "failed-step-*"
+_KEEP = re.compile(r"best|last|[1-9]\d*")
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """What pruning one run would delete: checkpoints by step and leftovers by name, each with its bytes.
+
+    ``kept`` says why each of the remaining checkpoints stays.
+    """
+
+    run: Place
+    steps: dict[int, int]
+    leftovers: dict[str, int]
+    kept: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the disk gains."""
+        return sum(self.steps.values()) + sum(self.leftovers.values())
+
+
+def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
+    """Links from runs that stay to runs that would go.
+
+    Without what they stand on, a run with an adapter cannot be loaded, and none can be resumed.
+    """
+    going = {run.name for place in places for run in runs_of(root, place)} | {place.name for place in places}
+    return [link for link in find_links(root) if link.parent in going and link.child not in going]
+
+
+def refuse_live(root: str | Path, place: Place) -> None:
+    """Refuse if a process works in the run, in one of the comparison's, or in the comparison that it belongs to.
+
+    Raises:
+        RunConflict: with the folder.
+    """
+    above = comparison_of(place.path)
+    own = [run.path for run in runs_of(root, place)] if place.is_comparison else []
+    for folder in (place.path, *own, *([above] if above is not None else [])):
+        if is_live(folder):
+            raise RunConflict(
+                f"{folder}: a process is working there. Nothing was changed; stop it (Ctrl-C saves a checkpoint) "
+                "or wait for its end"
+            )
+
+
+def delete(root: str | Path, place: Place) -> int:
+    """Delete a run or a comparison; returns the bytes that were freed.
+
+    Raises:
+        RunConflict: a process works there; nothing was changed.
+        StorageError: the folder could not be removed. It is no longer listed, and ``finish_deletions`` goes on with it.
+    """
+    folder = Path(root)
+    aside = folder / f"{DELETING}{place.name.replace('/', '-')}-{uuid4().hex[:8]}"
+    size = disk_bytes(place.path)
+    with _held(folder, place):
+        with _removing(place.path, "Nothing was deleted"):
+            os.rename(place.path, aside)
+            sync_folder(place.path.parent)
+        _remove(aside)
+    return size
+
+
+def unfinished_deletions(root: str | Path) -> dict[str, int]:
+    """Names of what killed deletions left behind, with their bytes."""
+    folder = Path(root)
+    found = folder.glob(f"{DELETING}*") if folder.is_dir() else ()
+    return {item.name: disk_bytes(item) for item in sorted(found) if item.is_dir() and not item.is_symlink()}
+
+
+def finish_deletions(root: str | Path) -> dict[str, int]:
+    """Remove what killed deletions left behind; returns names and bytes. One in progress is left to its process."""
+    finished = {}
+    for name, size in unfinished_deletions(root).items():
+        aside = Path(root) / name
+        if not is_live(aside):
+            with lock_run(aside):
+                _remove(aside)
+            finished[name] = size
+    return finished
+
+
+def parse_keep(text: str) -> tuple[str, ...]:
+    """``best,last`` or ``best,3`` (the newest three) as its words.
+
+    Raises:
+        UsageError: another word, or none.
+    """
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words or not all(_KEEP.fullmatch(word) for word in words):
+        raise UsageError(f"--keep {text!r}: give best, last, a number of newest checkpoints, or several: best,last")
+    return words
+
+
+def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> Prune:
+    """What would go if only the checkpoints in ``keep`` stayed. Nothing is changed.
+
+    A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a
+    checkpoint that another run stands on (``links``, from ``find_links``) stays as well. What killed writes
+    and failed verifications left behind goes.
+
+    Raises:
+        UsageError: the run's ``checkpoints`` are a link to another place.
+    """
+    folder = run.path / "checkpoints"
+    if folder.is_symlink():
+        raise UsageError(f"{folder}: this is a link to another place, and only what lies in {root} is changed")
+    steps = checkpoint_steps(folder)
+    kept: dict[int, str] = {}
+    for word in keep:
+        newest = steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :]
+        kept |= {step: word if word == "last" else f"newest {word}" for step in newest if step not in kept}
+        best = best_step(folder)
+        if word == "best" and best is not None:
+            kept[best] = "best"
+    if not kept:  # no checkpoint is the best one where nothing was evaluated
+        kept = dict.fromkeys(steps[-1:], "last")
+    status = RunDirectory(run.path).read_status()
+    if status is None or status.state != "finished":
+        kept |= {step: "to be resumed from" for step in steps[-1:] if step not in kept}
+    kept |= {
+        step: f"{child} stands on it" for step, child in steps_in_use(root, run.name, links).items() if step not in kept
+    }
+    going = {step: disk_bytes(step_folder(folder, step)) for step in steps if step not in kept}
+    left = [*folder.glob(f"{ASIDE}*"), *folder.glob(_FAILED)] if folder.is_dir() else []
+    return Prune(run, going, {item.name: _size(item) for item in sorted(left)}, dict(sorted(kept.items())))
+
+
+def prune(root: str | Path, plan: Prune) -> None:
+    """Delete what the plan says.
+
+    Raises:
+        RunConflict: a process works there; nothing was changed.
+        StorageError: something could not be removed.
+    """
+    folder = plan.run.path / "checkpoints"
+    with _held(Path(root), plan.run), _removing(folder, "What is left of it goes with the next prune"):
+        for step in plan.steps:
+            aside = folder / f"{ASIDE}pruned-{step_folder(folder, step).name}"
+            remove_tree(aside)
+            os.rename(step_folder(folder, step), aside)
+            shutil.rmtree(aside)
+        best = folder / BEST
+        if best.is_symlink() and not best.exists():
+            best.unlink()
+        for name in plan.leftovers:
+            item = folder / name
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink(missing_ok=True)
+
+
+@contextmanager
+def _held(root: Path, place: Place) -> Iterator[None]:
+    """Hold the locks of all runs concerned, so that none is begun or resumed meanwhile."""
+    refuse_live(root, place)
+    with ExitStack() as locks:
+        locks.enter_context(lock_run(place.path))
+        for run in runs_of(root, place) if place.is_comparison else []:
+            locks.enter_context(lock_run(run.path))
+        yield
+
+
+def _remove(aside: Path) -> None:
+    """Remove a folder; the lock in it goes last, so that another process sees that someone is at work."""
+    with _removing(aside, "The run is no longer listed; `posttrain runs delete` without a name goes on with it"):
+        for item in aside.iterdir():
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            elif item.name != _LOCK:
+                item.unlink()
+        (aside / _LOCK).unlink(missing_ok=True)
+        aside.rmdir()
+
+
+@contextmanager
+def _removing(place: Path, state: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{place}: cannot be removed: {error}. {state}") from error
+
+
+def _size(item: Path) -> int:
+    return 0 if item.is_symlink() else disk_bytes(item) if item.is_dir() else item.stat().st_size

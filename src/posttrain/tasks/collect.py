@@ -1,0 +1,53 @@
+"""Rows to examples, one by one, where a row that cannot be used is left out and counted by its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from posttrain.errors import DataError
+from posttrain.tasks.reading import Row
+from posttrain.types import Example
+
+
+class Dropped(Exception):
+    """A row that is left out and counted; the text is the reason, the same for all such rows."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """Examples in the order of their rows, and how many rows were left out, by reason."""
+
+    examples: list[Example] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def require_examples(self, place: str) -> None:
+        """Refuse data of which nothing can be used.
+
+        Raises:
+            DataError: there were rows, and all of them were dropped; the message has the reasons.
+        """
+        if not self.examples and self.dropped:
+            raise DataError(place, f"no row can be used: {show_counts(self.dropped)}")
+
+
+def collect(rows: Iterable[Row], read: Callable[[Row], Example], place: str) -> Collected:
+    """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
+
+    Raises:
+        DataError: a malformed row, or rows of which none can be used.
+    """
+    found = Collected()
+    for row in rows:
+        try:
+            found.examples.append(read(row))
+        except Dropped as reason:
+            found.dropped[str(reason)] += 1
+    found.require_examples(place)
+    return found
+
+
+def show_counts(counts: Counter[str]) -> str:
+    """``2 × a reason, 1 × another``."""
+    return ", ".join(f"{n} × {reason}" for reason, n in counts.items())

@@ -1,0 +1,131 @@
+"""The reward that a trained reward model gives: the step from preferences to policies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.ranking import Combine
+from posttrain.evals.reward_model import RewardModel, load_reward_model
+from posttrain.recipe import Word, load_recipe
+from posttrain.registry import find, register
+from posttrain.rewards.grading import Measured
+from posttrain.tasks.base import Task
+from posttrain.types import Example
+
+NUM_CALIBRATED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``(score − mean) / std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
+def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
+    """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
+    open_run(run)
+    if normalize:
+        held_out_scale(run)
+
+
+@register("reward", batched=True, model_option="run", prepare=prepare)
+def reward_model(
+    example: Sequence[Example],
+    text: Sequence[str],
+    *,
+    run: str,
+    normalize: bool = False,
+    combine: Combine = "min",
+    clip: Annotated[float, Field(gt=0)] | None = None,
+) -> list[Measured]:
+    """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
+
+    ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
+    model the steps' probabilities combined. An answer that cannot be scored (longer than the model's
+    context) gets the lowest score of the batch, and is counted as ``unscored``.
+
+    Args:
+        run: the folder of its run; the best checkpoint is used.
+        normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
+            in its own held-out data (at most 256 examples), computed once: scores of preference models have no
+            zero of their own.
+        combine: of a process model, how the probabilities of steps become one score.
+        clip: scores (normalized, if they are) beyond ± this are cut off there.
+
+    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+    """
+    model = replace(open_run(run), combine=combine)
+    scale = held_out_scale(run) if normalize else Scale()
+    found = model.score(example, text)
+    known = [score for score in found if score is not None]
+    lowest = min(known, default=0.0)
+    limit = math.inf if clip is None else clip
+    return [
+        Measured(max(-limit, min(limit, scale(lowest if score is None else score))), {"unscored": float(score is None)})
+        for score in found
+    ]
+
+
+@cache
+def open_run(run: str) -> RewardModel:
+    """The reward model of a run's folder, loaded once in a process.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+        CheckpointError: its checkpoint does not verify.
+    """
+    folder = Path(run)
+    if not (folder / "recipe.yaml").is_file():
+        raise UsageError(
+            f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
+            "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
+        )
+    recipe = load_recipe(str(folder / "recipe.yaml")).resolve()
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
+
+
+@cache
+def held_out_scale(run: str) -> Scale:
+    """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+
+    Raises:
+        RecipeError: fewer than two answers there, or all have the same score.
+    """
+    model = open_run(run)
+    recipe = load_recipe(str(Path(run) / "recipe.yaml")).resolve()
+    words = recipe.eval.tasks or [_held_out(recipe.task)]
+    task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
+    pairs = [
+        (task.examples[i], r)
+        for i in range(min(NUM_CALIBRATED, len(task.examples)))
+        for r in task.examples[i].responses
+    ]
+    scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
+    if len(scores) < 2 or statistics.pstdev(scores) == 0:
+        raise RecipeError(
+            f"reward_model: {run} has no {NUM_CALIBRATED} held-out answers with different scores to normalize by; "
+            "leave normalize out"
+        )
+    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+
+
+def _held_out(word: Word) -> Word:
+    split = find("task", word.name, "task").traits.get("held_out", "validation")
+    return Word(name=word.name, **(word.options | {"split": split}))

@@ -1,0 +1,204 @@
+"""A small stand-in for a vLLM server: the same endpoints over real HTTP, with a model or a script behind them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native import NativeEngine
+from posttrain.types import Completion
+
+Answer = Callable[[dict[str, Any]], Completion]
+
+
+class Reset(Exception):
+    """The connection breaks in the middle of the answer."""
+
+
+class Reply(Exception):
+    """This HTTP answer instead."""
+
+    def __init__(self, status: int, content: bytes | dict[str, Any]) -> None:
+        super().__init__(status)
+        self.status = status
+        self.content = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are what some tests are about."""
+
+
+class FakeVllm:
+    """Serves on a free port of 127.0.0.1 while the context is open.
+
+    Args:
+        answer: the completion for the body of a request.
+        context: what ``/v1/models`` tells as ``max_model_len``.
+        trouble: called with (how often this body has come, body) before an answer; may raise ``Reset``
+            or ``Reply``, or take its time.
+        change: edits the JSON of a good answer.
+        tokenizer: what ``/tokenize`` uses; without one that endpoint is not there.
+        key: the bearer token that is asked for.
+
+    ``bodies`` keeps every body of ``/v1/completions``.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        context: int | None = 64,
+        cards: Sequence[dict[str, Any]] | None = None,
+        trouble: Callable[[int, dict[str, Any]], None] = lambda count, body: None,
+        change: Callable[[dict[str, Any]], Any] = lambda content: content,
+        tokenizer: Any = None,
+        key: str | None = None,
+    ) -> None:
+        self.answer, self.trouble, self.change, self.tokenizer, self.key = answer, trouble, change, tokenizer, key
+        self.cards = list(cards or [{"id": "small", "root": "/models/small", "max_model_len": context}])
+        self.bodies: list[dict[str, Any]] = []
+        self.in_flight, self.most_in_flight = 0, 0
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._server = QuietServer(("127.0.0.1", 0), _handler_for(self))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> FakeVllm:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": self.cards}
+
+    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise Reply(404, {"detail": "Not Found"})
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return {"count": len(ids), "tokens": ids}
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        with self._lock:
+            self.bodies.append(body)
+            self._counts[json.dumps(body)] += 1
+            count = self._counts[json.dumps(body)]
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            self.trouble(count, body)
+            with self._lock:
+                completion = self.answer(body)
+            return self.change(completion_json(body, completion))
+        finally:
+            with self._lock:
+                self.in_flight -= 1
+
+
+def completion_json(body: dict[str, Any], completion: Completion) -> dict[str, Any]:
+    """A completion as vLLM 0.32 writes it down."""
+    ids = list(completion.ids)
+    logprobs = None
+    if body.get("logprobs") is not None:
+        names = [f"token_id:{token}" if body["return_tokens_as_token_ids"] else str(token) for token in ids]
+        logprobs = {"tokens": names, "token_logprobs": list(completion.logprobs), "text_offset": [0] * len(ids)}
+    choice = {
+        "index": 0,
+        "text": "",
+        "logprobs": logprobs,
+        "finish_reason": completion.finish,
+        "stop_reason": ids[-1] if completion.finish == "stop" else None,
+        "token_ids": ids if body["return_token_ids"] else None,
+        "prompt_token_ids": body["prompt"],
+    }
+    return {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+def _handler_for(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            self._reply({"/v1/models": lambda body: fake.models()})
+
+        def do_POST(self) -> None:
+            self._reply({"/v1/completions": fake.complete, "/tokenize": fake.tokenize})
+
+        def _reply(self, endpoints: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+            try:
+                if fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}":
+                    raise Reply(401, {"error": "Unauthorized"})
+                if self.path not in endpoints:
+                    raise Reply(404, {"detail": "Not Found"})
+                status, content = 200, json.dumps(endpoints[self.path](body)).encode()
+            except Reply as reply:
+                status, content = reply.status, reply.content
+            except Reset:
+                self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [')
+                # without lingering, closing resets the connection
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *details: object) -> None:
+            pass
+
+    return Handler
+
+
+def sampling_of(body: dict[str, Any]) -> Sampling:
+    return Sampling(
+        max_tokens=body["max_tokens"],
+        temperature=body["temperature"],
+        top_k=None if body["top_k"] == -1 else body["top_k"],
+        top_p=body["top_p"],
+        stop_ids=frozenset(body["stop_token_ids"]),
+    )
+
+
+def model_answer(model: Any, mode: str) -> Answer:
+    """Completions of a model: the native engine's tokens for the seed, log-probabilities in vLLM's ``mode``."""
+    engine = NativeEngine(model)
+
+    def answer(body: dict[str, Any]) -> Completion:
+        sampling = sampling_of(body)
+        ((found,),) = engine.generate([body["prompt"]], [[body["seed"]]], sampling)
+        ids = torch.tensor([[*body["prompt"], *found.ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(body["prompt"]) - 1 : -1].float()
+        if mode == "processed" and sampling.temperature > 0:
+            logits = truncate(logits / sampling.temperature, sampling)
+        picked = logits.log_softmax(-1).gather(1, torch.tensor(found.ids)[:, None])[:, 0]
+        return Completion(found.ids, tuple(picked.tolist()), found.finish)
+
+    return answer
+
+
+def truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Minus infinity wherever top-k or top-p leave a token out."""
+    ordered, places = logits.sort(-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    out = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+    if sampling.top_k is not None:
+        out[:, sampling.top_k :] = True
+    return logits.masked_fill(torch.zeros_like(out).scatter(1, places, out), float("-inf"))

@@ -1,0 +1,460 @@
+"""The client of a vLLM server: what it sends, what it refuses, and what happens when the server fails."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
+
+from posttrain import registry
+from posttrain.engines import vllm_http
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.vllm import VllmEngine
+from posttrain.engines.vllm_command import served_names
+from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
+from posttrain.recipe import load_recipe
+from posttrain.train.setup import prepare
+from posttrain.types import Completion
+
+GREEDY = Sampling(max_tokens=4, temperature=0.0)
+
+
+def counting(body):
+    """Completion number ``seed``: the seed's digits as ids; half a nat each."""
+    ids = [int(digit) for digit in str(body["seed"])][: body["max_tokens"]]
+    ids += [9] * (body["max_tokens"] - len(ids))
+    return Completion(tuple(ids), (-0.5,) * len(ids), "length")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+def ask(server, prompts=([1, 2],), keys=None, sampling=GREEDY, **options):
+    keys = keys or [[1234]] * len(prompts)
+    return VllmEngine(server.url, **options).generate(prompts, keys, sampling)
+
+
+def test_what_is_asked_for():
+    with FakeVllm(counting) as server:
+        (group,) = ask(
+            server,
+            [[5, 6, 7]],
+            [[77, 2**63 + 78]],
+            Sampling(30, temperature=0.5, top_k=7, stop_ids=frozenset({3, 1})),
+            logprobs=False,
+        )
+    assert len(group) == 2
+    first, second = sorted(server.bodies, key=lambda body: body["seed"])
+    assert (first["seed"], second["seed"]) == (77, 78)
+    assert {key: first[key] for key in ("model", "prompt", "max_tokens", "temperature", "top_p", "top_k")} == {
+        "model": "small",
+        "prompt": [5, 6, 7],
+        "max_tokens": 30,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 7,
+    }
+    assert first["stop_token_ids"] == [1, 3]
+    assert first["ignore_eos"] is True
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {key: first[key] for key in neutral} == neutral
+    assert "logprobs" not in first
+    assert all(math.isnan(value) for c in group for value in c.logprobs)
+
+
+def test_greedy_asks_for_no_truncation_and_the_context_limits_every_answer():
+    with FakeVllm(counting, context=10) as server:
+        ask(server, [[1, 2], [1] * 8], sampling=Sampling(5, temperature=0.0, top_k=3, top_p=0.5))
+    short, long = sorted(server.bodies, key=lambda body: len(body["prompt"]))
+    assert (short["top_k"], short["top_p"]) == (-1, 1.0)
+    assert (short["max_tokens"], long["max_tokens"]) == (5, 2)
+
+
+def test_many_at_a_time_and_every_one_in_its_place():
+    def slowly(count, body):
+        time.sleep(0.002 * (body["seed"] % 7))
+
+    keys = [[1000 + 10 * i + j for j in range(3)] for i in range(20)]
+    with FakeVllm(counting, trouble=slowly) as server:
+        groups = ask(server, [[i] for i in range(20)], keys, concurrency=8)
+        assert 2 <= server.most_in_flight <= 8
+    assert [[c.ids for c in g] for g in groups] == [[tuple(map(int, str(key))) for key in row] for row in keys]
+
+
+# What passes when it is tried again; each comes once for every body.
+
+
+def http_500(count, body):
+    if count == 1:
+        raise Reply(500, {"error": {"message": "out of luck", "code": 500}})
+
+
+def busy(count, body):
+    if count <= 2:
+        raise Reply(503, b"<html>try later</html>")
+
+
+def breaks_off(count, body):
+    if count == 1:
+        raise Reset
+
+
+def garbled(count, body):
+    if count == 1:
+        raise Reply(200, b'{"choices": [{"tok')
+
+
+def too_slow(count, body):
+    if count == 1:
+        time.sleep(0.6)
+
+
+@pytest.mark.parametrize("trouble", [http_500, busy, breaks_off, garbled, too_slow])
+def test_trouble_that_passes_loses_no_row(trouble):
+    keys = [[1111, 2222], [3333]]
+    with FakeVllm(counting, trouble=trouble) as server:
+        groups = ask(server, [[1], [2]], keys, timeout_seconds=0.4)
+    assert [[c.ids for c in g] for g in groups] == [[(1,) * 4, (2,) * 4], [(3,) * 4]]
+    assert len(server.bodies) >= 6
+
+
+def test_an_aborted_request_is_asked_again():
+    answers = iter(["abort", "length", "length"])
+
+    def change(content):
+        content["choices"][0]["finish_reason"] = next(answers)
+        return content
+
+    with FakeVllm(counting, change=change) as server:
+        assert ask(server)[0][0].ids == (1, 2, 3, 4)
+    assert len(server.bodies) == 2
+
+
+def always(reply):
+    def trouble(count, body):
+        raise reply
+
+    return trouble
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        (always(Reply(500, {"error": {"message": "out of luck"}})), "3 attempts failed.*HTTP 500: out of luck"),
+        (always(Reply(502, b"<html>\n bad  gateway</html>")), "HTTP 502: <html> bad gateway</html>"),
+        (always(Reset()), "the connection broke off"),
+        (always(Reply(200, b"hello")), "what came is not JSON: hello"),
+        (lambda count, body: time.sleep(0.5), "no answer within 0.2 seconds"),
+    ],
+)
+def test_trouble_that_stays_ends_the_call_and_names_the_server(trouble, message):
+    with FakeVllm(counting, trouble=trouble) as server:
+        with pytest.raises(RunFailure, match=f"(?s){server.url}: no completion of prompt 0: .*{message}"):
+            ask(server, retries=2, timeout_seconds=0.2)
+        assert len(server.bodies) == 3
+
+
+def test_one_failure_ends_the_waiting_of_all_others():
+    def trouble(count, body):
+        if body["seed"] == 13:
+            raise Reply(500, {"error": "no"})
+        time.sleep(20)
+
+    with FakeVllm(counting, trouble=trouble) as server:
+        started = time.monotonic()
+        with pytest.raises(RunFailure, match="HTTP 500"):
+            ask(server, [[1]], [[10, 11, 12, 13, 14, 15]], concurrency=4, retries=0)
+        assert time.monotonic() - started < 3
+        assert len(server.bodies) <= 5, "those that waited are not asked any more"
+
+
+def test_an_interrupt_ends_the_waiting(monkeypatch):
+    def interrupt(*args, **kwargs):
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.engines.vllm.wait", interrupt)
+    with FakeVllm(counting, trouble=lambda count, body: time.sleep(20)) as server:
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ask(server, [[1]], [[1, 2, 3]])
+        assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_what_the_server_refuses_is_not_asked_again(status):
+    trouble = always(Reply(status, {"error": {"message": "Token id 800 is out of vocabulary", "code": status}}))
+    with FakeVllm(counting, trouble=trouble) as server:
+        with pytest.raises(UsageError, match=f"prompt 0 was refused: HTTP {status}: Token id 800 is out"):
+            ask(server)
+        assert len(server.bodies) == 1
+
+
+# Answers that no other attempt would change.
+
+
+def without(*path):
+    def change(content):
+        inner = content
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = None
+        return content
+
+    return change
+
+
+def with_choice(**changes):
+    def change(content):
+        content["choices"][0] |= changes
+        return content
+
+    return change
+
+
+def with_logprobs(*values):
+    def change(content):
+        content["choices"][0]["logprobs"]["token_logprobs"] = list(values)
+        return content
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: [content], "not a completion but list"),
+        (lambda content: content | {"choices": content["choices"] * 2}, "2 choices where one"),
+        (lambda content: content | {"choices": []}, "0 choices where one"),
+        (without("choices"), "no list of choices"),
+        (without("choices", 0, "token_ids"), r"no token ids; they come with vLLM 0\.10\.2"),
+        (with_choice(token_ids=[]), "no token ids"),
+        (with_choice(token_ids=[1, 2, 3, "4"]), "no token ids"),
+        (with_choice(token_ids=[1, 2, 3, -4]), "token id -4"),
+        (with_choice(prompt_token_ids=[1]), "a prompt of 1 tokens that is not the one sent, of 2"),
+        (without("choices", 0, "logprobs"), "no log-probabilities for 4 tokens"),
+        (with_logprobs(-0.5, -0.5, -0.5), "3 log-probabilities for 4 tokens"),
+        (with_logprobs(-0.5, -0.5, None, -0.5), "None where a log-probability"),
+        (with_logprobs(-0.5, -0.5, 7.25, -0.5), "7.25 where a log-probability"),
+        (with_logprobs(-0.5, -0.5, -math.inf, -0.5), "-inf where a log-probability"),
+        (with_choice(token_ids=[4, 3, 2, 1]), "log-probabilities of other tokens"),
+        (with_choice(token_ids=[1, 2, 3]), r"3 tokens that ends with id 3 \(length\), where 4 tokens"),
+        (with_choice(finish_reason="stop"), r"ends with id 4 \(stop\).*--generation-config vllm"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_refused(change, message):
+    with FakeVllm(counting, change=change) as server:
+        with pytest.raises(RunFailure, match=f"{server.url}: an answer that cannot be used, to prompt 0: .*{message}"):
+            ask(server)
+        assert len(server.bodies) == 1
+
+
+def test_a_completion_that_goes_on_after_a_stop_id_is_refused():
+    with FakeVllm(counting) as server, pytest.raises(RunFailure, match="goes on after a stop id"):
+        ask(server, sampling=Sampling(4, temperature=0.0, stop_ids=frozenset({2})))
+
+
+def test_ids_outside_the_models_vocabulary_are_refused(tiny_random):
+    model = tiny_random("qwen3")
+    change = with_choice(token_ids=[300, 2, 3, 4])
+    with FakeVllm(counting, change=change) as server, pytest.raises(RunFailure, match=r"token id 300.*has 300 entries"):
+        ask(server, model=model)
+
+
+# Which server, which model.
+
+
+def test_no_server_there_says_how_to_start_one():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(
+        UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there \(connection refused\).*serve-command"
+    ):
+        VllmEngine(f"http://127.0.0.1:{port}").generate([[1]], [[1]], GREEDY)
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://[::1", "http://host:8000/?a=b"]
+)
+def test_urls_that_are_none(url):
+    with pytest.raises(UsageError, match=r"engine\.url: .*write it like http://127\.0\.0\.1:8000"):
+        VllmEngine(url)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/", " "])
+def test_ways_to_write_the_url(ending):
+    with FakeVllm(counting) as server:
+        assert VllmEngine(server.url + ending).generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
+
+
+def test_a_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with FakeVllm(counting, key="secret") as server:
+        with pytest.raises(UsageError, match=r"wants a key \(HTTP 401\).*VLLM_API_KEY"):
+            ask(server)
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        assert ask(server)[0][0].ids == (1, 2, 3, 4)
+
+
+CARDS = [
+    {"id": "base", "root": "/base", "max_model_len": 20},
+    {"id": "tuned", "root": "/adapter", "parent": "base", "max_model_len": None},
+]
+
+
+def test_the_model_is_found_by_name():
+    with FakeVllm(counting, cards=CARDS) as server:
+        engine = VllmEngine(server.url, wanted=("other", "tuned"))
+        engine.generate([[1]], [[1]], GREEDY)
+        assert server.bodies[0]["model"] == "tuned"
+        assert engine.context_tokens == 20  # that of the base
+        with pytest.raises(UsageError, match=r"the server has 'base', 'tuned', not 'other'.*serve-command"):
+            ask(server, wanted=("other",))
+        with pytest.raises(UsageError, match=r"'base', 'tuned'; say with engine\.served_name which"):
+            ask(server)
+
+
+@pytest.mark.parametrize("cards", [[{"root": "x"}], ["x"]])
+def test_a_server_that_is_none_of_vllm(cards):
+    with FakeVllm(counting, cards=cards) as server, pytest.raises(UsageError, match="/v1/models lists no models"):
+        ask(server)
+
+
+def test_a_server_that_was_replaced_is_noticed():
+    with FakeVllm(counting) as server:
+        engine = VllmEngine(server.url)
+        engine.generate([[1]], [[1]], GREEDY)
+        server.cards[0] = server.cards[0] | {"root": "/models/other"}
+        with pytest.raises(RunFailure, match=r"the server was replaced: .* from /models/small, now .*/models/other"):
+            engine.generate([[1]], [[1]], GREEDY)
+    with pytest.raises(RunFailure, match=r"the vLLM server is gone: .*connection refused"):
+        engine.generate([[1]], [[1]], GREEDY)
+
+
+def test_another_tokenizer_is_refused(small_tokenizer):
+    class Shifted:
+        def encode(self, text, add_special_tokens):
+            return [i + 1 for i in small_tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+    with FakeVllm(counting, tokenizer=small_tokenizer) as server:
+        assert ask(server, tokenizer=small_tokenizer)[0][0].ids == (1, 2, 3, 4)
+        with pytest.raises(UsageError, match="whose tokenizer is not the one here"):
+            ask(server, tokenizer=Shifted())
+    with FakeVllm(counting) as server:  # a gateway without /tokenize
+        assert ask(server, tokenizer=small_tokenizer)[0][0].ids == (1, 2, 3, 4)
+
+
+# Weights and log-probabilities.
+
+
+def test_the_probe_accepts_the_same_weights_and_refuses_others(tiny_random):
+    model = tiny_random("qwen3")
+    with FakeVllm(model_answer(model, "processed"), context=256) as server:
+        engine = VllmEngine(server.url, model=copy.deepcopy(model))
+        engine.generate([[9, 10]], [[1]], GREEDY)
+        assert len(server.bodies) == 4  # three of the probe
+        with torch.no_grad():
+            engine.model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+        with pytest.raises(
+            EngineMismatch, match=r"differ by 0\.\d+ nats.*at most 0\.001.*serve-command.*--dtype"
+        ) as caught:
+            engine.generate([[9, 10]], [[1]], GREEDY)
+        difference = float(re.findall(r"differ by ([\d.]+) nats", str(caught.value))[0])
+        assert VllmEngine(server.url, model=engine.model, tolerance=1.2 * difference).generate([[9]], [[1]], GREEDY)
+        with pytest.raises(EngineMismatch):
+            VllmEngine(server.url, model=engine.model, tolerance=0.8 * difference).generate([[9]], [[1]], GREEDY)
+        with torch.no_grad():
+            engine.model.model.norm.weight.fill_(float("nan"))
+        with pytest.raises(EngineMismatch, match="differ by inf nats"):
+            engine.generate([[9, 10]], [[1]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "message"),
+    [
+        (
+            "processed",
+            Sampling(4, temperature=1.0, top_k=5),
+            "--logprobs-mode processed_logprobs has no .*raw_logprobs",
+        ),
+        ("processed", Sampling(4, temperature=1.0, top_p=0.9), "--logprobs-mode processed_logprobs has no"),
+        ("raw", Sampling(4, temperature=0.7), "--logprobs-mode raw_logprobs has no .*processed_logprobs"),
+        ("raw", Sampling(4, temperature=0.7, top_p=0.9), "a vLLM server has no .*engine.logprobs to false$"),
+        ("processed", Sampling(4, temperature=0.7, top_k=3), "a vLLM server has no .*engine.logprobs to false$"),
+    ],
+)
+def test_logprobs_that_the_server_would_get_wrong_are_refused(tiny_random, mode, sampling, message):
+    with FakeVllm(model_answer(tiny_random("qwen3"), mode), context=256) as server:
+        with pytest.raises(UsageError, match=message):
+            ask(server, [[9, 10]], sampling=sampling)
+        assert ask(server, [[9, 10]], sampling=sampling, logprobs=False)[0][0].ids
+        assert ask(server, [[9, 10]], sampling=Sampling(4))[0][0].logprobs[0] < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"concurrency": 0}, r"engine\.concurrency: 0; give 1 or more"),
+        ({"retries": -1}, r"engine\.retries: -1; give 0 or more"),
+        ({"timeout_seconds": 0.0}, r"engine\.timeout_seconds: 0\.0; give a number above 0"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(UsageError, match=message):
+        VllmEngine("http://127.0.0.1:8000", **options)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_temperatures_that_vllm_would_change_or_refuse(temperature):
+    with FakeVllm(counting) as server, pytest.raises(UsageError, match=r"vLLM takes 0 \(greedy\), or 0\.01 to 2"):
+        ask(server, sampling=Sampling(4, temperature=temperature))
+
+
+def test_the_word_in_a_recipe(small_tokenizer):
+    entry = registry.find("engine", "vllm")
+    assert entry.traits["needs_model"] is False
+    cards = [{"id": served_names("tiny")[0], "root": "/tiny", "max_model_len": 1024}]
+    with FakeVllm(counting, cards=cards) as server:
+        engine = entry.bind({"url": server.url, "checkpoint": "tiny"})(None, None)
+        assert isinstance(engine, Engine)
+        assert engine.generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
+        with pytest.raises(UsageError, match="not 'mine'"):
+            entry.bind({"url": server.url, "checkpoint": "tiny", "served_name": "mine"})(None, None).generate(
+                [[1]], [[1]], GREEDY
+            )
+    with FakeVllm(counting) as server:  # another model, or these weights before they were written again
+        engine = entry.bind({"url": server.url, "checkpoint": "tiny"})(None, None)
+        with pytest.raises(UsageError, match=r"the server has 'small', not 'tiny-[0-9a-f]{8}'"):
+            engine.generate([[1]], [[1]], GREEDY)
+
+
+def test_training_with_weights_that_it_never_sees_is_refused():
+    recipe = load_recipe("tiny/grpo", [("rollout.engine", "vllm")]).resolve()
+    with pytest.raises(RecipeError, match=r"rollout\.engine: 'vllm' samples with weights of its own.*use native"):
+        prepare(recipe)
+
+
+def test_a_server_is_left_without_open_connections_or_threads():
+    before = threading.active_count()
+    with FakeVllm(counting) as server:
+        ask(server, [[1]], [list(range(20))], concurrency=5)
+    time.sleep(0.05)
+    assert threading.active_count() <= before + 1
+
+
+def test_the_stand_in_understands_what_is_sent():
+    sampling = Sampling(4, temperature=0.5, top_k=3, top_p=0.9, stop_ids=frozenset({8}))
+    with FakeVllm(counting) as server:
+        ask(server, sampling=sampling, logprobs=False)
+    assert sampling_of(server.bodies[0]) == sampling

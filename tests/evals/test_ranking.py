@@ -1,0 +1,206 @@
+"""Ranking by scores: hand-worked numbers, identities, and brute force over every subset."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+from posttrain.evals.ranking import (
+    COMBINE,
+    area_under_curve,
+    best_of_n,
+    first_error,
+    harmonic_mean,
+    pair_wins,
+    score_first_errors,
+    vote,
+)
+
+
+def rough_scores(rng: random.Random, n: int) -> list[float]:
+    """Scores of which many are tied."""
+    return [float(rng.randint(0, 4)) for _ in range(n)]
+
+
+# --- pairs ---
+
+
+def test_pairs_by_hand() -> None:
+    assert pair_wins([2.0, 1.0, 0.5, -3.0], [1.0, 2.0, 0.5, -math.inf]) == [1.0, 0.0, 0.5, 1.0]
+
+
+def test_accuracies_of_scores_and_of_their_negatives_sum_to_one() -> None:
+    rng = random.Random(0)
+    chosen, rejected = rough_scores(rng, 200), rough_scores(rng, 200)
+    forward = statistics.fmean(pair_wins(chosen, rejected))
+    backward = statistics.fmean(pair_wins([-x for x in chosen], [-x for x in rejected]))
+    assert forward + backward == 1.0
+    assert 0.0 < forward < 1.0
+    assert pair_wins(chosen, chosen) == [0.5] * 200
+
+
+def test_a_score_that_is_no_number_is_refused() -> None:
+    for call in (
+        lambda: pair_wins([math.nan], [0.0]),
+        lambda: pair_wins([0.0], [math.nan]),
+        lambda: area_under_curve([0.0], [math.nan]),
+        lambda: best_of_n([0.0, math.nan], [1.0, 0.0], 1),
+        lambda: vote(["a"], [1.0], [math.nan]),
+    ):
+        with pytest.raises(ValueError, match="NaN"):
+            call()
+
+
+# --- area under the curve ---
+
+
+def test_the_area_by_hand() -> None:
+    assert area_under_curve([0.9, 0.4], [0.5, 0.1]) == 0.75
+    assert area_under_curve([0.5], [0.5, 0.5, 0.1]) == pytest.approx(2 / 3)
+    assert area_under_curve([1.0], [0.0]) == 1.0
+    with pytest.raises(ValueError, match="positive and negative"):
+        area_under_curve([], [0.0])
+
+
+def test_the_area_is_the_pair_accuracy_over_all_pairs() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        right, wrong = rough_scores(rng, rng.randint(1, 9)), rough_scores(rng, rng.randint(1, 9))
+        pairs = list(itertools.product(right, wrong))
+        assert area_under_curve(right, wrong) == statistics.fmean(pair_wins(*zip(*pairs, strict=True)))
+        assert area_under_curve(right, wrong) + area_under_curve(wrong, right) == pytest.approx(1.0, abs=1e-15)
+        assert area_under_curve(right, right) == 0.5
+
+
+# --- best of n ---
+
+
+def brute_best(scores: Sequence[float], right: Sequence[float], k: int) -> float:
+    """The mean over every subset of k, in each of which one of the best is drawn."""
+    gained = []
+    for subset in itertools.combinations(range(len(scores)), k):
+        top = max(scores[i] for i in subset)
+        gained.append(statistics.fmean(right[i] for i in subset if scores[i] == top))
+    return statistics.fmean(gained)
+
+
+def test_best_of_n_by_hand() -> None:
+    scores, right = [3.0, 2.0, 1.0], [0.0, 1.0, 1.0]
+    assert best_of_n(scores, right, 1) == pytest.approx(2 / 3)
+    assert best_of_n(scores, right, 2) == pytest.approx(1 / 3)  # only the pair without the best one is right
+    assert best_of_n(scores, right, 3) == 0.0
+    assert best_of_n([1.0, 1.0, 0.0], [1.0, 0.0, 1.0], 3) == 0.5
+    assert best_of_n([-math.inf, -math.inf, 0.0], [1.0, 1.0, 0.0], 2) == pytest.approx(1 / 3)
+    assert best_of_n([-math.inf, -math.inf], [1.0, 0.0], 2) == 0.5
+
+
+def test_best_of_n_equals_the_mean_over_all_subsets() -> None:
+    rng = random.Random(2)
+    for _ in range(40):
+        n = rng.randint(1, 8)
+        scores, right = rough_scores(rng, n), [float(rng.random() < 0.4) for _ in range(n)]
+        for k in range(1, n + 1):
+            assert best_of_n(scores, right, k) == pytest.approx(brute_best(scores, right, k), abs=1e-12)
+
+
+def test_best_of_n_under_a_perfect_score_is_pass_at_k_and_without_one_the_mean() -> None:
+    right = [1.0] * 3 + [0.0] * 5
+    for k in range(1, 9):
+        assert best_of_n(right, right, k) == pytest.approx(1.0 - math.comb(5, k) / math.comb(8, k))
+        assert best_of_n([7.0] * 8, right, k) == pytest.approx(3 / 8)
+        assert best_of_n([-x for x in right], right, k) == pytest.approx(math.comb(3, k) / math.comb(8, k))
+
+
+def test_best_of_many_neither_overflows_nor_depends_on_the_order() -> None:
+    rng = random.Random(3)
+    scores, right = rough_scores(rng, 2000), [float(rng.random() < 0.4) for _ in range(2000)]
+    order = rng.sample(range(2000), 2000)
+    found = best_of_n(scores, right, 1000)
+    top = [r for s, r in zip(scores, right, strict=True) if s == 4.0]
+    assert found == pytest.approx(statistics.fmean(top))  # some top answer is in every half
+    assert best_of_n([scores[i] for i in order], [right[i] for i in order], 1000) == pytest.approx(found, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_more_answers_than_there_are_cannot_be_chosen_from(k: int) -> None:
+    with pytest.raises(ValueError, match="needs 1 to 2"):
+        best_of_n([0.0, 1.0], [0.0, 1.0], k)
+
+
+# --- votes ---
+
+
+def plain_vote(answers: Sequence[Hashable], right: Sequence[float]) -> float:
+    counts = Counter(a for a in answers if a is not None)
+    best = [a for a, n in counts.items() if n == max(counts.values())]
+    of_answer = {a: [r for b, r in zip(answers, right, strict=True) if b == a] for a in best}
+    return statistics.fmean(statistics.fmean(rs) for rs in of_answer.values()) if best else 0.0
+
+
+def test_votes_by_hand() -> None:
+    assert vote(["5", "6", "5"], [1.0, 0.0, 1.0]) == 1.0
+    assert vote(["5", "6"], [1.0, 0.0]) == 0.5  # tied answers share
+    assert vote(["5", "6", "6", None, None, None], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]) == 0.0  # None casts no vote
+    assert vote([None, None], [0.0, 0.0]) == 0.0
+    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.9, 0.3, 0.3]) == 1.0
+    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.6, 0.3, 0.3]) == 0.5
+    # a tie up to rounding: 0.1 + 0.2 is not 0.3
+    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.3, 0.1, 0.2]) == 0.5
+
+
+def test_weights_of_one_are_a_plain_vote() -> None:
+    rng = random.Random(4)
+    for _ in range(50):
+        answers = [rng.choice(["a", "b", "c", None]) for _ in range(6)]
+        right = [float(a == "b") for a in answers]
+        assert vote(answers, right) == vote(answers, right, [1.0] * 6) == pytest.approx(plain_vote(answers, right))
+
+
+# --- steps ---
+
+
+def test_ways_to_combine_by_hand() -> None:
+    steps = [0.9, 0.5, 0.8]
+    found = {name: combine(steps) for name, combine in COMBINE.items()}
+    assert found == {
+        "min": 0.5,
+        "product": pytest.approx(0.36),
+        "last": 0.8,
+        "mean": pytest.approx(2.2 / 3),
+    }
+
+
+def test_the_first_error_is_the_first_below_one_half() -> None:
+    assert first_error([0.9, 0.4, 0.1]) == 1
+    assert first_error([0.5, 0.6]) is None
+    assert first_error([]) is None
+    assert first_error([0.9, 0.8], threshold=0.85) == 1
+
+
+def test_errors_by_hand() -> None:
+    actual = [0, 1, 2, None, None]
+    predicted = [0, 0, None, None, 3]
+    found = score_first_errors(predicted, actual)
+    assert found["first_error_accuracy"] == pytest.approx(2 / 5)
+    assert found["accuracy_erroneous"] == pytest.approx(1 / 3)
+    assert found["accuracy_correct"] == 0.5
+    assert found["error_f1"] == pytest.approx(0.4)  # 2 · (1/3) · (1/2) / (5/6)
+
+
+def test_rates_over_nothing_are_left_out() -> None:
+    assert score_first_errors([None], [None]) == {"first_error_accuracy": 1.0, "accuracy_correct": 1.0}
+    assert score_first_errors([None], [0]) == {"first_error_accuracy": 0.0, "accuracy_erroneous": 0.0}
+    with pytest.raises(ValueError, match="no solution"):
+        score_first_errors([], [])
+
+
+def test_never_crying_wolf_does_not_pay() -> None:
+    actual = [0, None, None, None]
+    assert score_first_errors([None] * 4, actual)["error_f1"] == 0.0
+    assert harmonic_mean(0.0, 0.0) == 0.0

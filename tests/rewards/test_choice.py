@@ -1,0 +1,162 @@
+"""Letters of choices: what counts as choosing one, and what does not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.rewards.choice import LETTERS, chosen_letter, multiple_choice, read_gold
+from posttrain.rewards.grading import Submission, Verdict
+
+CHOICES = ("4", "-4", "B cells", "A and B")
+
+
+def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **meta: Any) -> Verdict:
+    return multiple_choice(Submission(text, extracted, gold, meta))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["B", " B\n", "(B)", "[B]", "B.", "B)", "B:", "**B**", "$B$", "`B`", "\\text{B}", "\\boxed{\\text{(B)}}",
+     "Option B", "b)", "(b)", "option (b)", "b) -4", "B) -4", "B. -4", "B: -4", "B - -4", "B (minus four)", "Answer: B",
+     "The answer: **B**",
+     "**Answer:** B", "### Answer\nB", "The answer is B.", "The answer is (B)", "the answer is: $\\boxed{B}$",
+     "The correct answer is option B, because it is.", "Final answer: B", "The best choice is B: -4",
+     "So the answer must be B", "My answer is therefore clearly B!", "Hence option B is correct.",
+     "I think that (B) must be the right answer", "B is the correct choice", "D is tempting.\nB",
+     "A. is wrong, as 4 > 0.\nB. is right.\nSo:\nB", "B\n\nBecause it is negative.", "B, not A",
+     "The answer is A. No, wait: the answer is B.", "If it were positive, the answer would be A. So the answer is B.",
+     "The answer is B. A is wrong since it is positive.", "I would go with B.", "So I choose (b).", "Therefore, (B).",
+     "The answer to the question is B", "The answer would then be B", "Answer - B", "The correct option is (B) -4.",
+     "-4", "The answer is -4.", "It is negative.\n-4"],
+)  # fmt: skip
+def test_one_letter_is_chosen(text: str) -> None:
+    assert chosen_letter(text, CHOICES) == "B"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "?", "A B C D", "A, B, C, D", "A. B. C. D.", "A/B", "A|B", "A B", "AB", "A or B", "(A) or (B)", "B or A",
+     "A and B?", "A or maybe B", "B. Or A.", "The answer is A or B.", "Answer: A/B", "The answer is B, or possibly C",
+     "(B) (C)", "A\nB\nC\nD", "A.\nB.\nC.\nD.", "A. 4\nB. -4\nC. B cells\nD. A and B",
+     "a) 4\nb) -4", "(a) 4\n(b) -4", "A cat",
+     "The answer is A cat.", "I think so.", "b", "a", "The answer is b", "the answer is a letter",
+     "The answer is not B",
+     "The answer is unknown", "I don't think the answer is B", "I do not believe that B is correct.",
+     "If the answer is B, then what?",
+     "Neither A nor B is correct", "It is A or B is correct.", "Suppose the answer is B", "B is not correct",
+     "B is the best known of all", "BECAUSE", "The answer is D-glucose", "The answer is C++", "The answer is F(x)",
+     "The answer is B = 3", "B) 4", "The answer is B: 4", "A is wrong and B is wrong.",
+     "The answer is: A) 4 B) -4", "I would not choose B", "The correct answer is not A but B."],
+)  # fmt: skip
+def test_nothing_is_chosen(text: str) -> None:
+    assert chosen_letter(text, CHOICES) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B cells", "C"),  # a choice's text comes before a letter in it
+        ("The answer is B cells", "C"),
+        ("b CELLS.", "C"),
+        ("A and B", "D"),
+        ("D) A and B", "D"),
+        ("The answer is D. A and B.", "D"),
+        ("4", "A"),
+        ("The answer is E", "E"),  # no choice, and so never right
+        ("The answer is A because it is.", "A"),
+    ],
+)
+def test_texts_of_choices(text: str, letter: str) -> None:
+    assert chosen_letter(text, CHOICES) == letter
+
+
+def test_a_text_that_two_choices_have_is_no_answer() -> None:
+    assert chosen_letter("12", ("12", "-4", "4", "12")) is None
+    assert chosen_letter("12") is None  # without choices no text is known
+    assert chosen_letter("c", ("2c", "c", "0.8c", "0.5c")) is None  # one letter could be a label
+
+
+@pytest.mark.parametrize("letter", LETTERS)
+def test_letters_up_to_j(letter: str) -> None:
+    assert verdict(f"The answer is ({letter}).", letter).outcome == "right"
+    assert verdict(letter, "A" if letter != "A" else "B").outcome == "wrong"
+
+
+def test_what_a_response_makes_up_behind_its_answer_is_another_question() -> None:
+    more = "\n\nWhat is 1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: A"
+    assert chosen_letter(f"Answer: B{more}", CHOICES) == "B"
+    assert chosen_letter(f" B. -4{more}", CHOICES) == "B"
+    assert chosen_letter(f"Let me see.{more}", CHOICES) == "A"
+
+
+@pytest.mark.parametrize(
+    ("text", "extracted", "outcome"),
+    [
+        ("<think>A? No.</think> <answer> B </answer>", "B", "right"),
+        ("<think>The answer is B.</think> <answer> A </answer>", "A", "wrong"),
+        ("<think>The answer is B.", None, "no_answer"),
+        ("<think>The answer is B.</think> I do not know.", None, "no_answer"),
+        ("<think>x</think> The answer is B.", None, "right"),
+        ("<think>The answer is B.</think> <answer> A or B </answer>", "A or B", "no_answer"),
+        ("<think>x</think> <answer> -4 </answer>", "-4", "right"),
+        ("The answer is B, for 2 + 2 = 4", "4", "right"),  # a last number that is also choice A
+        ("It is 4 at first. \\boxed{B}", "B", "right"),
+        ("The answer is A. \\boxed{B} is the answer.", "B", "right"),
+        ("", "B", "right"),
+        ("", None, "no_answer"),
+    ],
+)
+def test_where_the_answer_is_read(text: str, extracted: str | None, outcome: str) -> None:
+    assert verdict(text, extracted=extracted, choices=CHOICES).outcome == outcome
+
+
+def test_what_was_read_is_recorded() -> None:
+    assert verdict("It is (C).\n(C)").extracted == "C"
+    assert verdict("A or B").extracted is None
+    assert verdict("B", None).outcome == "ungraded"
+    assert verdict("B", "not a letter at all").outcome == "ungraded"
+
+
+@pytest.mark.parametrize(
+    ("gold", "letter"),
+    [("B", "B"), (" (C) ", "C"), ("D. text", "D"), ("A Peter", "A"), ("So the answer is\nC Cecile", "C"), ("-4", "B"),
+     ("banana", None), ("", None)],
+)  # fmt: skip
+def test_gold_letters(gold: str, letter: str | None) -> None:
+    assert read_gold(gold, CHOICES) == letter
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 10**6, "answer " * 10**5, "answer is A or " * 10**5, " " * 10**6, "A\n" * 10**5 + "B", "**" * 10**5,
+     "not the " * 10**5, "B is the correct" * 10**5, "\\text{" * 10**5, "\x00" * 1000, "A " + "or " * 10**5,
+     "(" * 10**6],
+)  # fmt: skip
+def test_hostile_texts_are_read_at_once(text: str) -> None:
+    start = time.process_time()
+    assert verdict(text, choices=CHOICES).outcome != "right"
+    assert time.process_time() - start < 2.0  # some hundredths of a second on an idle machine
+
+
+needs_data = pytest.mark.skipif(
+    "POSTTRAIN_DATA" not in os.environ, reason="POSTTRAIN_DATA names no folder with real rows"
+)
+
+
+@needs_data
+def test_cases_of_other_graders() -> None:
+    """All agree but one, whose Chinese sentence ("B is not A") is not read; none is a false positive."""
+    path = Path(os.environ["POSTTRAIN_DATA"]) / "grader" / "grader_cases.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        rows = [row for row in map(json.loads, stream) if row["kind"] == "choice" and row["policy"] is None]
+    found = {row["id"]: verdict(row["prediction"], row["gold"]).outcome == "right" for row in rows}
+    assert len(rows) == 9
+    assert [row["id"] for row in rows if found[row["id"]] and not row["expected"]] == []
+    assert [row["id"] for row in rows if found[row["id"]] != row["expected"]] == ["g392"]

@@ -1,0 +1,98 @@
+"""Knights and knaves: every inhabitant called once and for all what they are."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from posttrain.rewards.grading import Submission, Verdict
+from posttrain.rewards.knights import knights_and_knaves, read_roles
+
+META = {"names": ("Jack", "Jackson", "Zoey"), "solution": (True, False, True)}
+GOLD = "(1) Jack is a knight\n(2) Jackson is a knave\n(3) Zoey is a knight"
+
+
+def verdict(text: str, extracted: str | None = None) -> Verdict:
+    return knights_and_knaves(Submission(text, extracted, GOLD, META))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOLD,
+        f"<think>If Zoey is a knave, Jack is a knave.</think> <answer> {GOLD} </answer>",
+        "(1) Jack is a knight, (2) Jackson is a knave, (3) Zoey is a knight",
+        "Zoey: Knight\nJackson: Knave\nJack: KNIGHT",
+        "- **Jack**: knight\n- **Jackson**: *knave*\n- **Zoey** → knight",
+        "Jack = knight; Jackson = knave; Zoey = knight",
+        "Jack is not a knave. Jackson isn't a knight. Zoey must be a knight.",
+        "Jack is definitely a knight, Jackson is a knave and Zoey is a knight.",
+        f"So Zoey is a knave? That is absurd.\n\n{GOLD}\n\nI hope this helps.",
+        f"{GOLD}\nSo Zoey is a knight.",
+        "jack is a knight, not a knave.\njackson is a knave.\nzoey is the knight.",
+        "\\boxed{\\text{Jack is a knight, Jackson is a knave, Zoey is a knight}}",
+    ],
+)
+def test_right(text: str) -> None:
+    found = verdict(text)
+    assert (found.outcome, found.facts) == ("right", {"people_right": 1.0})
+    assert found.extracted == "Jack: knight, Jackson: knave, Zoey: knight"
+
+
+@pytest.mark.parametrize(
+    ("text", "people_right"),
+    [
+        (GOLD.replace("Zoey is a knight", "Zoey is a knave"), 2 / 3),
+        (GOLD.replace("\n(3) Zoey is a knight", ""), 2 / 3),
+        (f"{GOLD}\n(3) Zoey is a knave", 2 / 3),
+        (f"(3) Zoey is a knave\n{GOLD}", 2 / 3),
+        (f"<answer>{GOLD}\n\nBy the way, Jack is a knave.</answer>", 2 / 3),
+        (f"<answer>Jack is a knave.\n\nThat is all.\n\n{GOLD}</answer>", 2 / 3),
+        (GOLD.replace("is a knave", "is a knave or a knight"), 2 / 3),
+        (GOLD.replace("is a knave", "is a knave and a knight"), 2 / 3),
+        (GOLD.replace("is a knave", "is a knave/knight"), 2 / 3),
+        (GOLD.replace("is a knave", "is a knave, a knight"), 2 / 3),
+        (GOLD.replace("is a knave", "is not a knave"), 2 / 3),
+        (GOLD.replace("is a knave", "is neither a knight nor a knave"), 1 / 3),
+        (f"{GOLD[:-20]}If Zoey is a knight, then so be it.", 2 / 3),
+        (GOLD.replace("Jackson", "Jacksons"), 1 / 3),
+        ("Zoey is a knave", 0.0),
+        (f"<think>{GOLD}</think> Zoey is a knight", 1 / 3),
+    ],
+)
+def test_wrong(text: str, people_right: float) -> None:
+    found = verdict(text)
+    assert found.outcome == "wrong"
+    assert found.facts["people_right"] == pytest.approx(people_right)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "I do not know.", "Jackknight, Zoeyknight", f"<think>{GOLD}", "If Zoey is a knight then Jack is a knight.",
+     "Zoey says that Jack is a knave.", "Knights and knaves: Jack, Jackson, Zoey",
+     f"<answer>{'x' * 30_000}{GOLD}</answer>"],
+)  # fmt: skip
+def test_no_answer(text: str) -> None:
+    found = verdict(text)
+    assert (found.outcome, found.facts) == ("no_answer", {"people_right": 0.0})
+
+
+def test_without_a_solution_nothing_is_graded() -> None:
+    for meta in ({}, {"names": ("A",)}, {"names": ("A",), "solution": (True, False)}):
+        assert knights_and_knaves(Submission(GOLD, None, GOLD, meta)).outcome == "ungraded"
+
+
+def test_reading_stops_above_the_last_lines() -> None:
+    text = "Jack is a knave.\nTherefore:\nJack is a knight.\n\nZoey is a knight."
+    assert read_roles(text, ("Jack", "Zoey"), all_lines=False) == {"Jack": True, "Zoey": True}
+    assert read_roles(text, ("Jack", "Zoey"), all_lines=True) == {"Jack": None, "Zoey": True}
+
+
+@pytest.mark.parametrize(
+    "text", ["Zoey is " * 10**5, " " * 10**6, "knight " * 10**5, "Zoey" + " " * 10**6 + "knight", "if\n" * 10**5]
+)
+def test_hostile_texts_are_read_at_once(text: str) -> None:
+    start = time.process_time()
+    assert verdict(text).outcome != "right"
+    assert time.process_time() - start < 2.0

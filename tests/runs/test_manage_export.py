@@ -1,0 +1,222 @@
+"""An export is what is worth keeping of a run, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_runs import OPTIMIZER, WEIGHTS, make_run, snapshot
+from safetensors.torch import load_file, save_file
+
+from posttrain.errors import CheckpointError, UsageError
+from posttrain.runs import export
+from posttrain.runs.export import export_run
+from posttrain.train.checkpoint_files import seal, step_folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    run = make_run(folder, "a", best=2, accuracies={0: 0.1, 2: 0.75, 3: 0.5})
+    (run / "results.json").write_text('{"run": "a"}')
+    (run / "rollouts.db").write_bytes(b"large")
+    return folder
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_folder_with_weights_recipe_and_results(root: Path, tmp_path: Path) -> None:
+    before = snapshot(root)
+    done = export_run(root, root / "a", tmp_path / "out" / "mine")
+    assert (done.target, done.step, done.notices) == (tmp_path / "out" / "mine", 2, ())
+    kept = ["README.md", "config.json", "metrics.jsonl", "model.safetensors", "recipe.yaml", "results.json"]
+    assert names_in(done.target) == kept
+    assert (done.num_files, done.num_bytes) == (6, sum(p.stat().st_size for p in done.target.iterdir()))
+    assert (done.target / "model.safetensors").read_bytes() == WEIGHTS
+    assert (done.target / "recipe.yaml").read_bytes() == (root / "a" / "recipe.yaml").read_bytes()
+    assert snapshot(root) == before
+    assert os.listdir(tmp_path / "out") == ["mine"]
+
+
+def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
+    card = (export_run(root, root / "a", tmp_path / "out").target / "README.md").read_text()
+    assert "| weights | after step 2 of 10 |" in card
+    assert "| stories/validation | 2 |  | 75.0% |  |" in card
+    assert "posttrain 0.1.0, recipe `tiny/grpo`" in card
+    assert "base_model" not in card  # the embedded model is not on the hub
+    make_run(root, "b", model="Qwen/Qwen3-0.6B")
+    assert (
+        "base_model: Qwen/Qwen3-0.6B" in (export_run(root, root / "b", tmp_path / "b").target / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(("weights", "step"), [(None, 2), ("best", 2), ("last", 3), ("none", None)])
+def test_which_weights(root: Path, tmp_path: Path, weights: Any, step: int | None) -> None:
+    done = export_run(root, root / "a", tmp_path / "out", weights=weights)
+    assert done.step == step
+    assert (done.target / "model.safetensors").exists() == (step is not None)
+
+
+def test_without_a_best_checkpoint_or_any(root: Path, tmp_path: Path) -> None:
+    make_run(root, "b")
+    assert export_run(root, root / "b", tmp_path / "b").step == 3
+    with pytest.raises(UsageError, match="no checkpoint of b is marked as the best"):
+        export_run(root, root / "b", tmp_path / "x", weights="best")
+    make_run(root, "c", steps=())
+    with pytest.raises(UsageError, match="c has no checkpoint; --weights none"):
+        export_run(root, root / "c", tmp_path / "x")
+    assert export_run(root, root / "c", tmp_path / "c", weights="none").num_files == 2
+
+
+def test_an_archive_holds_the_same_under_the_runs_name(root: Path, tmp_path: Path) -> None:
+    folder = export_run(root, root / "a", tmp_path / "folder").target
+    archive = export_run(root, root / "a", tmp_path / "mine.tar.gz").target
+    with tarfile.open(archive) as file:
+        members = file.getmembers()
+        assert {(m.uid, m.gid, m.uname, m.gname) for m in members} == {(0, 0, "", "")}
+        file.extractall(tmp_path / "unpacked", filter="data")
+    assert names_in(tmp_path / "unpacked") == [f"a/{name}" for name in names_in(folder)]
+    assert (tmp_path / "unpacked" / "a" / "model.safetensors").read_bytes() == WEIGHTS
+    assert OPTIMIZER not in (tmp_path / "mine.tar.gz").read_bytes()
+
+
+def test_a_target_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    os.symlink("nowhere", tmp_path / "dangling")
+    os.symlink(root, tmp_path / "way-in")
+    before = snapshot(tmp_path)
+    for name, why in [
+        ("taken", "there is something already"),
+        ("dangling", "there is something already"),
+        ("runs/new", "in the runs folder"),
+        ("taken/../runs/a/new", "in the runs folder"),
+        ("way-in/new", "in the runs folder"),
+        ("mine.zip", "written as .tar.gz"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            export_run(root, root / "a", tmp_path / name)
+    assert snapshot(tmp_path) == before
+
+
+def test_damaged_weights_are_not_exported(root: Path, tmp_path: Path) -> None:
+    path = step_folder(root / "a" / "checkpoints", 2) / "model.safetensors"
+    path.write_bytes(b"v" + WEIGHTS[1:])
+    with pytest.raises(CheckpointError, match=r"differs from its SHA-256.*not exported"):
+        export_run(root, root / "a", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["runs"]
+    assert export_run(root, root / "a", tmp_path / "out", weights="last").step == 3
+
+
+def reseal(folder: Path, step: int) -> None:
+    (folder / "manifest.json").unlink()
+    seal(folder, step)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "../outside.bin", "../../recipe.yaml", "{tmp}/secret"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: Path, name: str) -> None:
+    """A run of unknown origin must not draw a file of this machine into an export, nor write one beside it."""
+    (tmp_path / "secret").write_text("mine alone")
+    folder = step_folder(root / "a" / "checkpoints", 2)
+    os.symlink(tmp_path / "secret", folder / "tokenizer.json")
+    (folder.parent / "outside.bin").write_text("x")
+    reseal(folder, 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    full = name.replace("{tmp}", str(tmp_path))
+    target = (folder / full).read_bytes()
+    entry = {"bytes": len(target), "sha256": hashlib.sha256(target).hexdigest()}
+    del manifest["files"]["tokenizer.json"]
+    manifest["files"][full] = entry
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+        export_run(root, root / "a", tmp_path / "out")
+    assert snapshot(tmp_path) == before
+
+
+def test_records_that_are_links_stay_behind(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine alone")
+    (root / "a" / "report.html").symlink_to(tmp_path / "secret")
+    assert "report.html" not in names_in(export_run(root, root / "a", tmp_path / "out").target)
+
+
+def test_a_failure_leaves_nothing_behind(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "_copy_records", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(root, root / "a", tmp_path / "out" / "mine")
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a LoRA adapter on the embedded model whose weights were made up."""
+    from posttrain.models.load import load_model
+    from posttrain.models.lora import apply_adapter
+    from posttrain.recipe import AdapterSection, ModelSection
+    from posttrain.train.checkpoint import save_checkpoint
+
+    root = tmp_path_factory.mktemp("adapter") / "runs"
+    run = make_run(root, "lora", recipe={"model": {"name": "tiny", "dtype": "float32"}}, steps=())
+    section = ModelSection(name="tiny", device="cpu", adapter=AdapterSection(rank=4))
+    loaded = load_model(section, seed=0)
+    model = apply_adapter(loaded.model, section.adapter, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
+    return run
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    from posttrain.models.load import load_model
+    from posttrain.recipe import ModelSection
+
+    loaded = load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
+    with torch.no_grad():
+        return loaded.model(torch.arange(40)[None]).logits
+
+
+def test_an_adapter_stays_one_and_names_its_base(adapter_run: Path, tmp_path: Path) -> None:
+    done = export_run(adapter_run.parent, adapter_run, tmp_path / "out")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(done.target))
+    assert "model.safetensors" not in names_in(done.target)
+    base = json.loads((done.target / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert f"an adapter on top of {base}" in done.notices[0]
+    assert "--merge" in done.notices[0]
+    assert "LoRA adapter in peft's layout" in (done.target / "README.md").read_text()
+
+
+def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_path: Path) -> None:
+    from posttrain.models.load import TINY
+
+    done = export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
+    assert not any("adapter" in name for name in names_in(done.target))
+    assert "LoRA" not in (done.target / "README.md").read_text()
+    merged, adapted = logits_of(done.target), logits_of(step_folder(adapter_run / "checkpoints", 1))
+    assert torch.allclose(merged, adapted, atol=1e-4)
+    assert (merged - logits_of(TINY)).abs().max() > 0.1
+    assert load_file(done.target / "model.safetensors").keys() == load_file(TINY / "model.safetensors").keys()
+
+
+def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--merge: a has no adapter"):
+        export_run(root, root / "a", tmp_path / "out", merge=True)
+    folder = make_run(root, "rm", steps=(1,))
+    path = step_folder(folder / "checkpoints", 1)
+    (path / "adapter_config.json").write_text("{}")
+    save_file({"head.weight": torch.zeros(1, 2)}, path / "companions.safetensors")
+    reseal(path, 1)
+    with pytest.raises(UsageError, match="a head beside its adapter"):
+        export_run(root, folder, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,174 @@
+"""Lists of many runs: comparisons, filters, orders, disk use; and runs side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_runs import make_comparison, make_run
+
+from posttrain.errors import UsageError
+from posttrain.runs.choosing import Filter, check_states, sort_runs
+from posttrain.runs.directory import RunDirectory, lock_run
+from posttrain.runs.listing import (
+    disk_bytes,
+    disk_use,
+    list_comparisons,
+    list_runs,
+    summarize_comparison,
+)
+from posttrain.runs.notes import change_tags
+from posttrain.runs.side_by_side import ABSENT, put_side_by_side
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    make_run(folder, "a", accuracies={0: 0.1, 3: 0.5}, created="2026-01-03")
+    make_run(folder, "b", steps=(1,), state="failed", created="2026-01-01")
+    make_run(folder, "c", accuracies={1: 0.9, 2: 0.4}, created="2026-01-02", model="runs/a")
+    change_tags(folder / "a", ["good", "keep"])
+    change_tags(folder / "c", ["good"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "reverse", "names"),
+    [
+        ("created", False, "bca"),
+        ("created", True, "acb"),
+        ("name", False, "abc"),
+        ("accuracy", False, "acb"),  # 0.5, 0.4, and one that was never evaluated
+        ("accuracy", True, "cab"),
+        ("step", True, "bca"),
+        ("reward", False, "acb"),  # 3/8, 2/8, 1/8
+        ("loss", False, "bca"),  # 1, 1/2, 1/3
+    ],
+)
+def test_orders(root: Path, key: str, reverse: bool, names: str) -> None:
+    runs = list_runs(root)
+    if key in ("step", "reward", "loss"):  # c stands at step 2
+        make_run(root, "d", steps=(2,), created="2026-01-02")
+        runs = [run for run in list_runs(root) if run.name != "c"]
+        names = names.replace("c", "d")
+    assert "".join(run.name for run in sort_runs(runs, key, reverse=reverse)) == names
+
+
+def test_an_unknown_order_is_refused(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no 'accurcy' to sort by. Did you mean 'accuracy'"):
+        sort_runs(list_runs(root), "accurcy")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (Filter(), "bca"),
+        (Filter(states=("failed",)), "b"),
+        (Filter(states=("failed", "finished")), "bca"),
+        (Filter(tags=("good",)), "ca"),
+        (Filter(tags=("good", "keep")), "a"),
+        (Filter(recipe="tiny/*"), "bca"),
+        (Filter(recipe="sft"), ""),
+        (Filter(objective="grp"), "bca"),
+        (Filter(model="runs/"), "c"),
+        (Filter(names=("a", "[bx]")), "ba"),
+        (Filter(states=("finished",), tags=("keep",), names=("c",)), ""),
+    ],
+)
+def test_filters(root: Path, wanted: Filter, names: str) -> None:
+    assert "".join(run.name for run in list_runs(root) if wanted(run)) == names
+    assert bool(wanted) == (wanted != Filter())
+
+
+def test_states_are_checked() -> None:
+    assert check_states(["dead", "failed"]) == ("dead", "failed")
+    with pytest.raises(UsageError, match=r"no state 'finshed'. Did you mean 'finished'"):
+        check_states(["finshed"])
+
+
+def test_comparisons_at_a_glance(root: Path) -> None:
+    folder = make_comparison(root, "compare-x", num_seeds=2)
+    (item,) = list_comparisons(root)
+    assert (item.name, item.state, item.num_cells, item.num_finished) == ("compare-x", "finished", 4, 4)
+    assert item.methods == ("grpo", "dapo")
+    assert [run.name for run in item.runs][:2] == ["compare-x/start", "compare-x/cells/dapo-seed0"]
+    assert item.disk_bytes == disk_bytes(folder)
+    assert [run.name for run in list_runs(root)] == ["b", "c", "a"]
+    assert len(list_runs(root, with_cells=True)) == 8
+    with lock_run(folder):
+        assert summarize_comparison(root, "compare-x").state == "running"
+
+
+def test_a_comparison_counts_the_cells_that_its_file_asks_for(root: Path) -> None:
+    folder = make_comparison(root, "compare-x")
+    (folder / "compare.yaml").write_text(yaml.safe_dump({"methods": {"grpo": {}, "ppo": {}}, "seeds": 2}))
+    item = summarize_comparison(root, "compare-x")
+    assert (item.state, item.num_cells, item.num_finished, len(item.runs)) == ("unfinished", 4, 1, 3)
+    (folder / "compare.yaml").write_text("methods: 3")
+    damaged = summarize_comparison(root, "compare-x")
+    assert (damaged.state, damaged.num_finished) == ("damaged", 0)
+    assert "compare.yaml: damaged" in str(damaged.problem)
+
+
+def test_disk_use_by_kind(root: Path) -> None:
+    (root / "a" / "rollouts.db").write_bytes(b"x" * 700)
+    (root / "a" / "rollouts.db-wal").write_bytes(b"x" * 50)
+    used = disk_use(root / "a")
+    assert used["rollouts"] == 750
+    assert used["checkpoints"] == disk_bytes(root / "a" / "checkpoints")
+    assert sum(used.values()) == disk_bytes(root / "a")
+
+
+def change(root: Path, name: str, **sections: Any) -> None:
+    path = root / name / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
+
+
+def test_only_what_differs_is_shown(root: Path) -> None:
+    change(root, "c", train={"steps": 10, "lr": 0.01}, description="another", rewards=[{"name": "correct"}])
+    change(root, "a", rewards=[])
+    found = put_side_by_side([root / "a", root / "c"])
+    assert found.recipe == {
+        "model.name": ["tiny", "runs/a"],
+        "train.lr": [0.001, 0.01],
+        "rewards.0.name": [ABSENT, "correct"],
+    }
+    assert found.num_equal_keys == 4  # task.name, objective.name, objective.clip_high, train.steps
+    assert [run.name for run in found.runs] == ["a", "c"]
+    assert found.environment == {}
+
+
+def test_results_side_by_side(root: Path) -> None:
+    found = put_side_by_side([root / "a", root / "b", root / "c"])
+    name = "stories/validation"
+    assert found.last == {
+        name: [{"name": name, "step": 3, "accuracy": 0.5}, None, {"name": name, "step": 2, "accuracy": 0.4}]
+    }
+    assert [item and (item["step"], item["accuracy"]) for item in found.best[name]] == [(3, 0.5), None, (1, 0.9)]
+    assert found.metrics == {"reward": [0.375, 0.125, 0.375], "loss": [1 / 3, 1.0, 1 / 3]}
+    assert found.seconds == [8.0, 2.0, 8.0]  # steps of 2 s and evaluations of 1 s
+
+
+def test_defaults_of_a_later_version_are_filled_in(root: Path) -> None:
+    """A key that an older posttrain did not know does not count as a difference."""
+    old, new = root / "a", root / "b"
+    data = {
+        "task": {"name": "stories"},
+        "rollout": {"prompts": 2, "group": 2},
+        "objective": {"name": "grpo"},
+        "train": {"steps": 10},
+    }
+    for folder in (old, new):
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    (new / "recipe.yaml").write_text(yaml.safe_dump(data | {"objective": {"name": "grpo", "clip_high": 0.2}}))
+    assert put_side_by_side([old, new]).recipe == {"objective.clip_high": [ABSENT, 0.2]}
+    path = RunDirectory(new).environment_path
+    environment = json.loads(path.read_text())
+    environment["starts"][0]["versions"]["posttrain"] = "0.2.0"
+    path.write_text(json.dumps(environment))
+    found = put_side_by_side([old, new])
+    assert found.recipe == {}
+    assert found.environment == {"posttrain": ["0.1.0", "0.2.0"]}

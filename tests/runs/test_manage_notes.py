@@ -1,0 +1,96 @@
+"""Tags and remarks: `notes.json` in a run's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from fake_runs import make_run, snapshot
+
+from posttrain.errors import DataError, StorageError, UsageError
+from posttrain.runs.directory import lock_run
+from posttrain.runs.listing import show_run, summarize_run
+from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs", "a", steps=())
+
+
+def test_tags_are_added_once_and_taken_away(folder: Path) -> None:
+    assert read_notes(folder) == Notes()
+    assert change_tags(folder, ["good", "+v1.2", "good"]).tags == ("good", "v1.2")
+    assert change_tags(folder, ["-good", "+later"]).tags == ("v1.2", "later")
+    assert read_notes(folder).tags == summarize_run(folder).tags == ("v1.2", "later")
+    assert json.loads((folder / "notes.json").read_text()) == {"tags": ["v1.2", "later"], "remarks": []}
+
+
+@pytest.mark.parametrize("change", ["", "+", "-", "two words", "+a/b", "a\n", "--good", "ü"])
+def test_malformed_tags_are_refused(folder: Path, change: str) -> None:
+    change_tags(folder, ["good"])
+    before = snapshot(folder)
+    with pytest.raises(UsageError, match=r"a tag is made of letters|has no tag"):
+        change_tags(folder, ["fine", change])
+    assert snapshot(folder) == before
+
+
+def test_a_tag_that_is_not_there_cannot_be_taken_away(folder: Path) -> None:
+    change_tags(folder, ["good"])
+    with pytest.raises(UsageError, match=r"a has no tag 'bad'. Its tags: good"):
+        change_tags(folder, ["-bad"])
+
+
+def test_remarks_have_their_time_and_are_kept_in_order(folder: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    change_tags(folder, ["good"])
+    add_remark(folder, "  entropy fell early ")
+    notes = add_remark(folder, "zweiter Lauf, größere Rate")
+    assert [remark.text for remark in notes.remarks] == ["entropy fell early", "zweiter Lauf, größere Rate"]
+    assert all(before <= datetime.fromisoformat(remark.time) <= datetime.now(UTC) for remark in notes.remarks)
+    assert read_notes(folder) == notes
+    assert show_run(folder)["remarks"][0]["text"] == "entropy fell early"
+    assert clear_remarks(folder) == Notes(("good",))
+    with pytest.raises(UsageError, match="the note is empty"):
+        add_remark(folder, " \n")
+
+
+def test_many_at_once_lose_nothing(folder: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: change_tags(folder, [f"t{n}"]), range(40)))
+    assert sorted(read_notes(folder).tags) == sorted(f"t{n}" for n in range(40))
+
+
+def test_a_run_at_work_can_be_tagged(folder: Path) -> None:
+    with lock_run(folder):
+        assert change_tags(folder, ["watch"]).tags == ("watch",)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"tags": 3, "remarks": []}', '{"tags": []}', '{"tags": [], "remarks": [{}]}']
+)
+def test_damaged_notes_are_named_and_the_run_is_still_listed(folder: Path, content: str) -> None:
+    (folder / "notes.json").write_text(content)
+    with pytest.raises(DataError, match=r"notes.json: damaged"):
+        change_tags(folder, ["good"])
+    summary = summarize_run(folder)
+    assert summary.state == "damaged"
+    assert "notes.json" in str(summary.problem)
+
+
+def test_a_full_disk_leaves_the_notes_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_tags(folder, ["good"])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(StorageError, match="the disk is full"):
+            change_tags(folder, ["bad"])
+    assert read_notes(folder).tags == ("good",)
+    assert [path.name for path in folder.glob(".tmp-*")] == []

@@ -1,0 +1,150 @@
+"""From a name to a folder that may be changed: never one outside of the runs folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_runs import make_comparison, make_run, snapshot
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.cli import main
+from posttrain.errors import UsageError
+from posttrain.runs.places import (
+    Place,
+    cell_names,
+    comparison_names,
+    comparison_of,
+    every_run_name,
+    locate,
+    locate_all,
+    runs_of,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two runs, a comparison, and things that are neither."""
+    folder = tmp_path / "runs"
+    make_run(folder, "a", steps=())
+    make_run(folder, "b.2", steps=())
+    make_comparison(folder, "compare-x")
+    (folder / "notes").mkdir()
+    make_run(folder, ".deleting-a-1", steps=())
+    return folder
+
+
+def test_names_of_runs_and_comparisons(root: Path) -> None:
+    assert comparison_names(root) == ["compare-x"]
+    cells = ["compare-x/start", "compare-x/cells/dapo-seed0", "compare-x/cells/grpo-seed0"]
+    assert cell_names(root, "compare-x") == cells
+    assert every_run_name(root) == ["a", "b.2", *cells]
+    assert every_run_name(root / "nowhere") == comparison_names(root / "nowhere") == []
+
+
+@pytest.mark.parametrize("given_name", ["a", "a/", "{root}/a", "{root}/a/"])
+def test_a_name_may_be_what_a_shell_completes(root: Path, given_name: str) -> None:
+    assert locate(root, given_name.format(root=root)) == Place("a", root / "a")
+
+
+def test_relative_to_the_working_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
+    assert locate("runs", "runs/compare-x/start").path == Path("runs/compare-x/start")
+    monkeypatch.chdir(root)
+    assert locate(".", "./a").path == Path("a")
+
+
+def test_a_comparison_stands_for_its_runs(root: Path) -> None:
+    place = locate(root, "compare-x")
+    assert place.is_comparison
+    assert [run.name for run in runs_of(root, place)] == cell_names(root, "compare-x")
+    cell = locate(root, "compare-x/cells/grpo-seed0")
+    assert runs_of(root, cell) == [cell]
+    assert comparison_of(cell.path) == comparison_of(root / "compare-x" / "start") == root / "compare-x"
+    assert comparison_of(root / "a") is None
+
+
+def test_patterns_do_not_reach_into_comparisons(root: Path) -> None:
+    assert [place.name for place in locate_all(root, ["*"])] == ["a", "b.2", "compare-x"]
+    assert [place.name for place in locate_all(root, ["a", "?", "a/"])] == ["a"]
+    assert [place.name for place in locate_all(root, ["*/cells/g*"])] == ["compare-x/cells/grpo-seed0"]
+    with pytest.raises(UsageError, match=r"nothing in .* fits 'z\*'. Runs there: a, b.2"):
+        locate_all(root, ["z*"])
+
+
+def test_an_unknown_name_is_suggested(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no run 'b2' in .* Did you mean 'b.2'"):
+        locate(root, "b2")
+    with pytest.raises(UsageError, match="there is no run 'notes'"):
+        locate(root, "notes")
+
+
+@pytest.mark.parametrize("name", ["link", "compare-x/cells/link", "linked-folder/a"])
+def test_links_are_refused(root: Path, tmp_path: Path, name: str) -> None:
+    outside = make_run(tmp_path / "elsewhere", "a", steps=())
+    os.symlink(outside, root / "link")
+    os.symlink(outside, root / "compare-x" / "cells" / "link")
+    os.symlink(tmp_path / "elsewhere", root / "linked-folder")
+    (tmp_path / "elsewhere" / "compare.yaml").write_text("methods: {}")
+    (tmp_path / "elsewhere" / "start").symlink_to(outside)
+    with pytest.raises(UsageError, match=r"this is a link to another place|there is no run"):
+        locate(root, name)
+    with pytest.raises(UsageError, match="this is a link to another place"):
+        locate(root, "linked-folder")
+
+
+PARTS = st.sampled_from(
+    ["..", ".", "", "a", "b.2", "runs", "link", "secret", "compare-x", "cells", "grpo-seed0", "start", "~", "*", "?",
+     "[a-z]*", " ", "\n", "\x00", "-rf", "checkpoints", "$HOME", "a\\..\\..", "．．", "{root}", "{outside}"]
+)  # fmt: skip
+NAMES = st.one_of(st.lists(PARTS, min_size=1, max_size=5).map("/".join), st.text(max_size=12))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=NAMES)
+def test_no_name_leads_out_of_the_runs_folder(name: str, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    if not outside.exists():
+        make_run(outside, "secret", steps=())
+        os.symlink(outside / "secret", root / "link")
+    full = name.replace("{root}", str(root)).replace("{outside}", str(outside))
+    try:
+        places = locate_all(root, [full])
+    except UsageError:
+        return
+    for place in places:
+        real = Path(os.path.realpath(place.path))
+        assert real.is_relative_to(os.path.realpath(root))
+        assert real != Path(os.path.realpath(root))
+        assert place.name in {*every_run_name(root), *comparison_names(root)}
+
+
+HOSTILE = ["..", "../outside", "../runs/../outside/secret", "{outside}/secret", "link", "link/.", ".", "", "/", "a/..",
+           "~", "runs/../../outside/secret", "./../outside/secret", "a/../../outside/secret", "\x00"]  # fmt: skip
+COMMANDS = [
+    ["delete", "--yes", "--force"],
+    ["prune", "--yes", "--keep", "1"],
+    ["tag", "{name}", "+x"],
+    ["note", "{name}", "text"],
+    ["resume", "{name}"],
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("command", COMMANDS, ids=[c[0] for c in COMMANDS])
+def test_no_command_touches_what_lies_outside(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str
+) -> None:
+    outside = tmp_path / "outside"
+    make_run(outside, "secret")
+    (tmp_path / "sentinel").write_text("untouched")
+    os.symlink(outside / "secret", root / "link")
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    full = name.replace("{outside}", str(outside))
+    words = [word.replace("{name}", full) for word in command]
+    words += [] if "{name}" in command else [full]
+    assert main(["runs", "--runs-dir", "runs", *words]) == 2
+    assert snapshot(tmp_path) == before

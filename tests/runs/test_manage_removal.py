@@ -1,0 +1,332 @@
+"""Deleting and pruning: what goes, what stays, what is refused, and what a kill in between leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fake_runs import OPTIMIZER, WEIGHTS, add_checkpoint, make_comparison, make_run, snapshot
+
+from posttrain.errors import RunConflict, StorageError, UsageError
+from posttrain.runs import removal
+from posttrain.runs.directory import lock_run, run_names
+from posttrain.runs.family import find_links
+from posttrain.runs.listing import disk_bytes
+from posttrain.runs.places import locate
+from posttrain.runs.removal import (
+    check_unused,
+    delete,
+    finish_deletions,
+    parse_keep,
+    plan_prune,
+    prune,
+    refuse_live,
+    unfinished_deletions,
+)
+from posttrain.train.checkpoint_files import best_step, checkpoint_steps, verify
+
+
+@contextmanager
+def held_by_another_process(folder: Path) -> Iterator[None]:
+    """The run's lock, held as a training process holds it."""
+    code = (
+        "import sys; from pathlib import Path; from posttrain.runs.directory import lock_run\n"
+        f"with lock_run(Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        process.wait(timeout=30)
+        process.stdout.close()
+
+
+def test_a_run_is_deleted_with_all_that_is_in_it(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a")
+    make_run(root, "b")
+    before = snapshot(root / "b")
+    size = disk_bytes(root / "a")
+    assert size > 3 * (len(WEIGHTS) + len(OPTIMIZER))
+    assert delete(root, locate(root, "a")) == size
+    assert os.listdir(root) == ["b"]
+    assert snapshot(root / "b") == before
+
+
+def test_links_in_a_run_are_unlinked_and_not_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "runs", tmp_path / "outside"
+    folder = make_run(root, "a")
+    make_run(outside, "data")
+    (tmp_path / "file").write_text("precious")
+    os.symlink(outside, folder / "data")
+    os.symlink(tmp_path / "file", folder / "rollouts.db")
+    os.symlink(outside / "data" / "checkpoints", folder / "checkpoints" / "linked")
+    os.link(tmp_path / "file", folder / "hard")
+    before = snapshot(outside)
+    delete(root, locate(root, "a"))
+    assert not folder.exists()
+    assert snapshot(outside) == before
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_run_in_which_a_process_works_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a")
+    place = locate(root, "a")
+    before = snapshot(root)
+    with held_by_another_process(root / "a"):
+        with pytest.raises(RunConflict, match=r"a process is working there. Nothing was changed"):
+            delete(root, place)
+        with pytest.raises(RunConflict, match="a process is working there"):
+            prune(root, plan_prune(root, place, ("last",)))
+    assert snapshot(root) == before
+    delete(root, place)
+    assert run_names(root) == []
+
+
+def test_the_lock_is_taken_and_not_only_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed between the check and the deletion."""
+    root = tmp_path / "runs"
+    make_run(root, "a")
+    place = locate(root, "a")
+    monkeypatch.setattr(removal, "refuse_live", lambda *_: None)
+    with held_by_another_process(root / "a"), pytest.raises(RunConflict, match="another process is working"):
+        delete(root, place)
+    assert run_names(root) == ["a"]
+
+
+@pytest.mark.parametrize("held", ["compare-x", "compare-x/cells/grpo-seed0", "compare-x/start"])
+def test_a_comparison_at_work_is_refused_with_all_its_runs(tmp_path: Path, held: str) -> None:
+    root = tmp_path / "runs"
+    make_comparison(root, "compare-x")
+    with lock_run(root / held):
+        for name in {"compare-x", held}:
+            with pytest.raises(RunConflict, match="a process is working there"):
+                refuse_live(root, locate(root, name))
+        if held == "compare-x":
+            with pytest.raises(RunConflict):
+                delete(root, locate(root, "compare-x/cells/dapo-seed0"))
+
+
+def test_a_comparison_is_deleted_whole_and_a_cell_alone(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_comparison(root, "compare-x")
+    make_comparison(root, "compare-y")
+    delete(root, locate(root, "compare-x"))
+    delete(root, locate(root, "compare-y/cells/dapo-seed0"))
+    assert os.listdir(root) == ["compare-y"]
+    assert run_names(root / "compare-y" / "cells") == ["grpo-seed0"]
+
+
+def test_what_other_runs_stand_on_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "sft")
+    make_run(root, "grpo", model="runs/sft")
+    make_run(root, "longer", model="runs/grpo/checkpoints/step-000002")
+    named = [locate(root, name) for name in ("sft", "grpo", "longer")]
+    assert [(link.child, link.parent) for link in check_unused(root, named[:1])] == [("grpo", "sft")]
+    assert [(link.child, link.parent) for link in check_unused(root, named[:2])] == [("longer", "grpo")]
+    assert check_unused(root, named[2:]) == check_unused(root, named) == []
+    make_comparison(root, "compare-x")
+    assert check_unused(root, [locate(root, "compare-x")]) == []
+    assert len(check_unused(root, [locate(root, "compare-x/start")])) == 2
+
+
+KILLED = """\
+import os, sys
+from pathlib import Path
+from posttrain.runs import removal
+from posttrain.runs.places import locate
+root, owner, name, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+module = {"os": os, "removal": removal, "shutil": __import__("shutil")}[owner]
+original = getattr(module, name)
+def deadly(*arguments, **options):
+    if when == "before": os.kill(os.getpid(), 9)
+    result = original(*arguments, **options)
+    os.kill(os.getpid(), 9)
+setattr(module, name, deadly)
+removal.delete(root, locate(root, "a"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "when", "gone"),
+    [
+        ("os", "rename", "before", False),
+        ("os", "rename", "after", True),
+        ("removal", "_remove", "before", True),
+        ("shutil", "rmtree", "after", True),
+        ("removal", "_remove", "after", True),
+    ],
+)
+def test_a_kill_leaves_a_whole_run_or_none(tmp_path: Path, owner: str, function: str, when: str, gone: bool) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a")
+    make_run(root, "b")
+    before = snapshot(root / "a")
+    command = [sys.executable, "-c", KILLED, str(root), owner, function, when]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert run_names(root) == (["b"] if gone else ["a", "b"])
+    left = unfinished_deletions(root)
+    if not gone:
+        assert snapshot(root / "a") == before
+    assert len(left) == (1 if gone and (function, when) != ("_remove", "after") else 0)
+    assert finish_deletions(root) == left
+    assert sorted(os.listdir(root)) == run_names(root)
+
+
+def test_a_deletion_in_progress_is_left_to_its_process(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    aside = make_run(root, ".deleting-a-1")
+    with held_by_another_process(aside):
+        assert finish_deletions(root) == {}
+    assert aside.exists()
+    assert list(finish_deletions(root)) == [".deleting-a-1"]
+    assert not aside.exists()
+
+
+def test_only_folders_of_ours_count_as_left_behind(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a")
+    make_run(tmp_path, "outside")
+    os.symlink(tmp_path / "outside", root / ".deleting-link")
+    (root / ".deleting-file").write_text("x")
+    assert finish_deletions(root) == {}
+    assert (tmp_path / "outside" / "recipe.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_no_longer_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.raises(StorageError, match="no longer listed") as caught:
+            delete(root, locate(root, "a"))
+    assert "Permission denied" in str(caught.value)
+    assert run_names(root) == []
+    assert len(finish_deletions(root)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "stay"),
+    [
+        (("best", "last"), 2, {2: "best", 5: "last"}),
+        (("best",), 2, {2: "best"}),
+        (("last",), 2, {5: "last"}),
+        (("2",), 1, {4: "newest 2", 5: "newest 2"}),
+        (("best", "2"), 5, {4: "newest 2", 5: "best"}),
+        (("best",), None, {5: "last"}),
+        (("9",), 1, dict.fromkeys(range(1, 6), "newest 9")),
+    ],
+)
+def test_which_checkpoints_stay(tmp_path: Path, keep: tuple[str, ...], best: int | None, stay: dict[int, str]) -> None:
+    root = tmp_path / "runs"
+    folder = make_run(root, "a", steps=range(1, 6), best=best) / "checkpoints"
+    before = snapshot(tmp_path)
+    plan = plan_prune(root, locate(root, "a"), keep)
+    assert plan.kept == stay
+    assert set(plan.steps) == set(range(1, 6)) - set(stay)
+    assert snapshot(tmp_path) == before
+    size = disk_bytes(folder)
+    prune(root, plan)
+    assert checkpoint_steps(folder) == sorted(stay)
+    assert size - disk_bytes(folder) == plan.freed_bytes
+    for step in stay:
+        verify(folder / f"step-{step:06d}", step)
+    assert best_step(folder) == (best if best in stay else None)
+    assert (folder / "best").is_symlink() == (best in stay)
+
+
+@pytest.mark.parametrize("state", ["interrupted", "failed", "running"])
+def test_a_run_that_can_go_on_keeps_its_newest_checkpoint(tmp_path: Path, state: str) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a", state=state, best=1)
+    assert plan_prune(root, locate(root, "a"), ("best",)).kept == {1: "best", 3: "to be resumed from"}
+
+
+def test_checkpoints_on_which_other_runs_stand_stay(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "sft", steps=range(1, 6), best=5)
+    make_run(root, "by-path", model="runs/sft/checkpoints/step-000001")
+    make_run(root, "by-memory", model="runs/sft", checkpoint_state={"model": "step-000002"})
+    reward = {"name": "reward_model", "run": "runs/sft"}
+    make_run(root, "by-reward", recipe={"rewards": [reward]}, checkpoint_state={"rewards": {"runs/sft": "step-000003"}})
+    plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
+    stand = {1: "by-path stands on it", 2: "by-memory stands on it", 3: "by-reward stands on it"}
+    assert plan.kept == stand | {5: "last"}
+    make_run(root, "before-its-first-step", model="runs/sft", steps=())
+    os.unlink(root / "sft" / "checkpoints" / "best")
+    os.symlink("step-000004", root / "sft" / "checkpoints" / "best")
+    plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
+    assert plan.kept == stand | {4: "before-its-first-step stands on it", 5: "last"}
+
+
+def test_leftovers_go_too(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    folder = make_run(root, "a") / "checkpoints"
+    add_checkpoint(root / "a", 9)
+    os.rename(folder / "step-000009", folder / "failed-step-000009")
+    (folder / ".tmp-step-000004-77").mkdir()
+    (folder / ".tmp-step-000004-77" / "model.safetensors").write_bytes(b"x" * 500)
+    os.symlink("step-000001", folder / ".tmp-best-77")
+    plan = plan_prune(root, locate(root, "a"), ("3",))
+    assert plan.steps == {}
+    assert plan.leftovers[".tmp-step-000004-77"] == 500
+    assert set(plan.leftovers) == {".tmp-best-77", ".tmp-step-000004-77", "failed-step-000009"}
+    prune(root, plan)
+    assert sorted(os.listdir(folder)) == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_checkpoints_that_are_a_link_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a", steps=())
+    make_run(tmp_path, "outside", best=1)
+    os.rmdir(root / "a" / "checkpoints")
+    os.symlink(tmp_path / "outside" / "checkpoints", root / "a" / "checkpoints")
+    with pytest.raises(UsageError, match="this is a link to another place"):
+        plan_prune(root, locate(root, "a"), ("last",))
+    delete(root, locate(root, "a"))
+    assert checkpoint_steps(tmp_path / "outside" / "checkpoints") == [1, 2, 3]
+
+
+def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "runs"
+    folder = make_run(root, "a", best=1) / "checkpoints"
+
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    plan = plan_prune(root, locate(root, "a"), ("best",))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prune(root, plan)
+    assert checkpoint_steps(folder) == [1, 3]
+    plan = plan_prune(root, locate(root, "a"), ("best",))
+    assert list(plan.leftovers) == [".tmp-pruned-step-000002"]
+    prune(root, plan)
+    assert sorted(os.listdir(folder)) == ["best", "step-000001"]
+
+
+@pytest.mark.parametrize("text", ["", "worst", "0", "-1", "best;last", "1.5", "best,,worst"])
+def test_what_to_keep_is_checked(text: str) -> None:
+    with pytest.raises(UsageError, match="give best, last, a number of newest checkpoints"):
+        parse_keep(text)
+
+
+def test_what_to_keep_is_read() -> None:
+    assert parse_keep(" best, 12 ") == ("best", "12")

@@ -1,0 +1,296 @@
+"""Trackers show what ``metrics.jsonl`` holds, no more and no less, however often a run is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import MissingExtra, StorageError
+from posttrain.recipe import Word
+from posttrain.store import trackers
+from posttrain.store.metrics import MetricsRow
+from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
+
+ROWS = [
+    MetricsRow(0, {"eval/stories/test/accuracy": 0.25}, {"evaluation_seconds": 1.5}),
+    MetricsRow(1, {"loss": 2.0 / 3.0, "reward/xml_format": 0.1}, {"step_seconds": 0.5}),
+    MetricsRow(2, {"loss": math.nan, "reward/xml_format": -1e-30}, {"step_seconds": 0.25}),
+    MetricsRow(2, {"eval/stories/test/accuracy": 0.5}, {"evaluation_seconds": 2.5}),
+    MetricsRow(3, {"loss": 1e300, "reward/xml_format": 0.3}, {"step_seconds": 0.125}),
+]
+
+
+class Recorder:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def start(self, kept: Any) -> None:
+        self.told.append(("start", list(kept)))
+
+    def log(self, row: MetricsRow) -> None:
+        self.told.append(row)
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def write(log: TrackedMetrics, rows: list[MetricsRow]) -> None:
+    for row in rows:
+        log.append(row.step, row.metrics, row.timing)
+
+
+def open_log(folder: Path, *words: Any, notices: list[str] | None = None) -> TrackedMetrics:
+    told: list[str] = [] if notices is None else notices
+    run = TrackedRun(folder, {"train": {"lr": 0.1}}, told.append)
+    made = build_trackers([Word.model_validate(word) for word in words], run)
+    return TrackedMetrics(folder / "metrics.jsonl", made)
+
+
+def test_trackers_are_told_every_line_once_it_is_written(tmp_path: Path) -> None:
+    first = Recorder()
+    log = TrackedMetrics(tmp_path / "metrics.jsonl", [first])
+    log.close()
+    assert first.told == []  # a run that writes nothing opens nothing
+    write(log, ROWS[:2])
+    assert log.read() == ROWS[:2]
+    log.close()
+    assert first.told == [("start", []), *ROWS[:2], "close"]
+    second = Recorder()
+    log = TrackedMetrics(tmp_path / "metrics.jsonl", [second])
+    log.trim(0)  # as a resumed run does
+    write(log, ROWS[1:3])
+    log.close()
+    assert second.told == [("start", ROWS[:1]), ROWS[1], ROWS[2], "close"]
+
+
+def test_what_cannot_be_written_is_not_shown(tmp_path: Path) -> None:
+    recorder = Recorder()
+    log = TrackedMetrics(tmp_path / "nowhere" / "metrics.jsonl", [recorder])
+    with pytest.raises(StorageError):
+        log.append(1, {"loss": 1.0})
+    assert recorder.told == [("start", [])]
+
+
+@pytest.mark.parametrize(("word", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_package_is_said_at_once(tmp_path: Path, monkeypatch, word: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=rf"track: {word} needs the package '{word}'.*posttrain\[track\]"):
+        open_log(tmp_path, word)
+    assert list(tmp_path.iterdir()) == []
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run's folder, by name: (step, value) in the order of the files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def expected_scalars(rows: list[MetricsRow]) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        numbers = row.metrics | {f"timing/{name}": value for name, value in row.timing.items()}
+        for name, value in numbers.items():
+            single = (
+                math.copysign(math.inf, value)
+                if abs(value) > 3.5e38
+                else struct.unpack("f", struct.pack("f", value))[0]
+            )
+            found.setdefault(name, []).append((row.step, single))
+    return found
+
+
+def test_tensorboard_shows_the_lines(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'track' is not installed")
+    log = open_log(tmp_path, "tensorboard")
+    write(log, ROWS)
+    log.close()
+    found, expected = scalars(tmp_path), expected_scalars(ROWS)
+    assert str(found.pop("loss")) == str(expected.pop("loss"))  # there is a nan
+    assert found == expected
+    assert log.read()[1:2] == ROWS[1:2]
+
+
+def test_tensorboard_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+    """The first process wrote up to step 3 and was killed (never closed); the checkpoint is that of step 1."""
+    pytest.importorskip("tensorboard", reason="the extra 'track' is not installed")
+    killed = open_log(tmp_path, "tensorboard")
+    write(killed, ROWS)
+    assert scalars(tmp_path)["loss"][-1][0] == 3  # it was flushed line by line
+    repeated = [
+        ROWS[0],
+        ROWS[1],
+        MetricsRow(2, {"loss": 7.0}),
+        MetricsRow(3, {"loss": 8.0}),
+        MetricsRow(4, {"loss": 9.0}),
+    ]
+    log = open_log(tmp_path, "tensorboard")
+    log.trim(1)
+    write(log, repeated[2:])
+    log.close()
+    assert log.read() == repeated
+    assert {k: v for k, v in scalars(tmp_path).items() if v} == expected_scalars(repeated)
+    # and once more, from the beginning: no checkpoint verified
+    log = open_log(tmp_path, "tensorboard")
+    log.trim(-1)
+    write(log, ROWS[:2])
+    log.close()
+    assert {k: v for k, v in scalars(tmp_path).items() if v} == expected_scalars(ROWS[:2])
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a ``.wandb`` file: LevelDB's log format behind a header of seven bytes."""
+    data, at, whole = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole = (whole if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+
+
+def offline_runs(folder: Path) -> list[tuple[Any, list[dict[str, float]]]]:
+    """Of each offline run in a folder: (its description, the rows of its history)."""
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    wandb.teardown()  # waits until its process has written everything
+    found = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        about, history = None, []
+        for content in records(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            if record.HasField("run"):
+                about = record.run
+            if record.HasField("history"):
+                row = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+                history.append({k: v for k, v in row.items() if k not in ("_runtime", "_timestamp")})
+        found.append((about, history))
+    return found
+
+
+def expected_history(rows: list[MetricsRow]) -> list[dict[str, float]]:
+    return [
+        {"_step": i, "step": r.step} | r.metrics | {f"timing/{k}": v for k, v in r.timing.items()}
+        for i, r in enumerate(rows)
+    ]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra 'track' is not installed")
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_keeps_the_lines_offline_and_through_a_resume(tmp_path: Path) -> None:
+    rows = [row for row in ROWS if not any(map(math.isnan, row.metrics.values()))]
+    folder = tmp_path / "a-run"
+    folder.mkdir()
+    word = {"name": "wandb", "project": "stories", "group": "seeds"}
+    notices: list[str] = []
+    log = open_log(folder, word, notices=notices)
+    write(log, rows)
+    log.close()
+    ((about, history),) = offline_runs(folder)
+    assert history == expected_history(rows)  # doubles, bit for bit
+    assert (about.project, about.run_group, about.display_name) == ("stories", "seeds", "a-run")
+    assert {i.key: json.loads(i.value_json) for i in about.config.update}["train"] == {"lr": 0.1}
+    identity = (folder / "wandb" / "run-id.txt").read_text()
+    assert about.run_id == identity
+    log = open_log(folder, word, notices=notices)
+    log.trim(1)
+    repeated = [*rows[:2], MetricsRow(2, {"loss": 7.0}), MetricsRow(3, {"loss": 8.0})]
+    write(log, repeated[2:])
+    log.close()
+    ((about, history),) = offline_runs(folder)  # one, whole: uploading two of an id replaces the first
+    assert history == expected_history(repeated)
+    assert about.run_id == identity
+    assert notices == []
+
+
+class Broken:
+    """A W&B that has no server, and breaks off after ``lines`` rows."""
+
+    def __init__(self, lines: int) -> None:
+        self.modes: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.lines = lines
+        self.torn_down = 0
+
+    class Settings:
+        mode = "offline"
+
+        def __init__(self, **_: Any) -> None: ...
+
+    settings = Settings()
+
+    def init(self, *, mode: str, **_: Any) -> Any:
+        self.modes.append(mode)
+        if mode == "online":
+            raise ServerError("no route to the server\nat all")
+        return self
+
+    def teardown(self) -> None:
+        self.torn_down += 1
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, line: dict[str, float], step: int) -> None:
+        if len(self.logged) == self.lines:
+            raise ConnectionResetError("Connection lost")
+        assert step == len(self.logged)
+        self.logged.append(line)
+
+    def finish(self) -> None:
+        raise ServerError("cannot upload")
+
+
+class ServerError(Exception):
+    """As W&B's own, which have no class in common."""
+
+
+ServerError.__module__ = "wandb.sdk.mailbox"
+
+
+@pytest.mark.parametrize("lines", [2, 100])
+def test_trouble_with_wandb_is_said_and_never_stops_a_run(tmp_path: Path, monkeypatch, lines: int) -> None:
+    library, notices = Broken(lines), []
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    log = open_log(tmp_path, {"name": "wandb", "mode": "online"}, notices=notices)
+    write(log, ROWS)
+    log.close()
+    assert [row.step for row in log.read()] == [0, 1, 2, 2, 3]
+    assert (library.modes, library.torn_down) == (["online", "offline"], 1)
+    assert len(library.logged) == min(lines, 5)
+    assert notices[0].startswith("track: wandb: the server cannot be used (no route to the server); offline instead")
+    trouble = "stopped taking metrics (Connection lost)" if lines == 2 else "could not be closed (cannot upload)"
+    assert notices[1:] == [f"track: wandb {trouble}; training goes on, metrics.jsonl has everything"]
+
+
+def test_our_own_mistakes_are_not_taken_for_trouble_with_wandb(tmp_path: Path, monkeypatch) -> None:
+    library = Broken(100)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.setattr(trackers, "_flat", lambda row: 1 // 0)
+    log = open_log(tmp_path, "wandb")
+    with pytest.raises(ZeroDivisionError):
+        write(log, ROWS)

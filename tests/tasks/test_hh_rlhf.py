@@ -1,0 +1,234 @@
+"""HH-RLHF: pairs of dialogues, what is left out, splits by first turn, and prompts of the test split for policies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from given_rows import fake_hub, needs_data, real_file, write_rows
+
+from posttrain import registry
+from posttrain.errors import DataError, RecipeError, UsageError
+from posttrain.tasks.hh_rlhf import hh_rlhf
+from posttrain.tasks.splits import opening_hash, prompt_hash
+from posttrain.types import Example, Message, Response
+
+
+def talk(*turns: str) -> str:
+    """A dialogue that the human begins."""
+    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {turn}" for i, turn in enumerate(turns))
+
+
+def pair(*shared: str, chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
+    return {"chosen": talk(*shared, chosen), "rejected": talk(*shared, rejected), **more}
+
+
+def test_a_pair(tmp_path: Path) -> None:
+    rows = [pair("Is it raining?", "Where?", "Here.", chosen="Yes, it is.", rejected="No idea.", subset="helpful-base")]
+    task = hh_rlhf(path=write_rows(tmp_path / "x.jsonl", rows), split="test")
+    (example,) = task.examples
+    assert example.id == "hh_rlhf/test/helpful-base/1"
+    assert example.messages == (
+        Message("user", "Is it raining?"),
+        Message("assistant", "Where?"),
+        Message("user", "Here."),
+    )
+    assert example.responses == (Response("Yes, it is.", 1.0), Response("No idea.", 0.0))
+    assert (example.answer, example.solution, example.meta) == (None, None, {"subset": "helpful-base"})
+    assert (task.name, task.split, task.dropped) == ("hh_rlhf", "test", {})
+    (bare,) = hh_rlhf(path=write_rows(tmp_path / "y.jsonl", [pair("a")]), split="test").examples
+    assert (bare.id, bare.meta) == ("hh_rlhf/test/1", {})
+
+
+def test_turns_of_one_role_are_one_message(tmp_path: Path) -> None:
+    """Also an answer in two turns, as long as only its last one differs."""
+    rows = [
+        {
+            "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c\n\nAssistant: d",
+            "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c\n\nAssistant: e",
+        }
+    ]
+    (example,) = hh_rlhf(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
+    assert example.messages == (Message("user", "a\n\nb"),)
+    assert [r.text for r in example.responses] == ["c\n\nd", "c\n\ne"]
+
+
+def test_what_is_dropped(tmp_path: Path) -> None:
+    thought = {"chosen": talk("a", "<think>x</think>b"), "rejected": talk("a", "<think>y</think>b")}
+    rows = [
+        pair("a"),
+        {"chosen": talk("a", "b", "c", "d"), "rejected": talk("a", "x", "c", "e")},
+        {"chosen": talk("a", "b", "c", "d"), "rejected": talk("a", "e")},
+        {"chosen": talk("a", "b", "c"), "rejected": talk("a", "b", "d")},
+        {"chosen": talk("a", "b"), "rejected": talk("a", "b", "d")},
+        pair("a", chosen="same ", rejected="same"),
+        pair("a", "", "c"),
+        pair("a", chosen=" "),
+        {"chosen": "\n\nAssistant: hm?" + talk("a", "b"), "rejected": "\n\nAssistant: hm?" + talk("a", "c")},
+        {"chosen": "b", "rejected": "c"},
+        thought,
+    ]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    task = hh_rlhf(path=path, split="test")
+    assert [example.id for example in task.examples] == ["hh_rlhf/test/1", "hh_rlhf/test/11"]
+    expected = {
+        "'chosen' and 'rejected' part before their last turn": 2,
+        "the dialogue does not end with the assistant's turn": 2,
+        "'chosen' and 'rejected' are the same": 1,
+        "a blank turn": 2,
+        "the dialogue begins with the assistant's turn": 1,
+        "the text does not begin with a turn ('Human:' or 'Assistant:')": 1,
+    }
+    assert task.dropped == expected
+    stripped = hh_rlhf(path=path, split="test", strip_thinking=True)
+    assert stripped.dropped == expected | {"'chosen' and 'rejected' are the same": 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": talk("a", "b")}, "the key 'rejected' is missing"),
+        ({"chosen": 1, "rejected": talk("a", "b")}, "'chosen' must be text"),
+        ({"chosen": "", "rejected": talk("a", "b")}, "'chosen' is empty"),
+    ],
+)
+def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.jsonl:2: {message}"):
+        hh_rlhf(path=write_rows(tmp_path / "x.jsonl", [pair("a"), row]))
+
+
+def test_subsets_of_a_file(tmp_path: Path) -> None:
+    rows = [pair(f"q{i}", subset=("harmless-base", "helpful-base")[i % 2]) for i in range(6)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    assert len(hh_rlhf(path=path, split="test").examples) == 6
+    chosen = hh_rlhf(path=path, split="test", subset="harmless-base").examples
+    assert [example.id for example in chosen] == [f"hh_rlhf/test/harmless-base/{line}" for line in (1, 3, 5)]
+    with pytest.raises(DataError, match=r"x\.jsonl: no dialogue of the subset 'helpful-online' in it"):
+        hh_rlhf(path=path, split="test", subset="helpful-online")
+    with pytest.raises(DataError, match=r"y\.jsonl:1: the row does not say of which subset it is"):
+        hh_rlhf(path=write_rows(tmp_path / "y.jsonl", [pair("a")]), subset="helpful-base")
+    with pytest.raises(RecipeError, match="'harmless-base'"):
+        registry.find("task", "hh_rlhf").bind({"subset": "helpful"}, "task")
+
+
+def test_dialogues_that_begin_alike_are_on_one_side(tmp_path: Path) -> None:
+    """One that goes on from another would otherwise show its beginning to the other split."""
+    rows = [pair(f"q{i % 100}", *("b", "c", "d", "e")[: 2 * (i // 100)], rejected=f"no {i}") for i in range(300)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    train, validation = (hh_rlhf(path=path, split=s, validation_share=0.3).examples for s in ("train", "validation"))
+    assert len(train) + len(validation) == 300
+    first = [{example.messages[0].content for example in side} for side in (train, validation)]
+    assert not first[0] & first[1]
+    assert len(first[0] | first[1]) == 100
+    assert len(validation) == 3 * len(first[1])
+    assert 10 <= len(first[1]) <= 50
+    assert {opening_hash(e) < 0.3 for e in validation} == {True}
+    assert registry.find("task", "hh_rlhf").traits["held_out"] == "validation"
+
+
+def files(tmp_path: Path, num_train: int, num_test: int) -> dict[str, Any]:
+    return {
+        "path": write_rows(tmp_path / "train.jsonl", [pair(f"train {i}") for i in range(num_train)]),
+        "test_path": write_rows(tmp_path / "test.jsonl", [pair(f"test {i}") for i in range(num_test)]),
+        "validation_share": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "expected", "dropped"),
+    [
+        ((70, 50), 0.3, (70, 30), {"test prompts left out to keep task.test_share": 20}),
+        ((70, 30), 0.3, (70, 30), {}),
+        ((70, 15), 0.3, (35, 15), {"training prompts left out to keep task.test_share": 35}),
+        ((10, 50), 0.3, (10, 4), {"test prompts left out to keep task.test_share": 46}),
+        ((20, 20), 0.5, (20, 20), {}),
+    ],
+)
+def test_prompts_of_the_test_split(
+    tmp_path: Path, sizes: tuple[int, int], share: float, expected: tuple[int, int], dropped: dict[str, int]
+) -> None:
+    given = files(tmp_path, *sizes)
+    task = hh_rlhf(**given, test_share=share)
+    of_test = [e for e in task.examples if e.meta["source"] == "test"]
+    assert (len(task.examples) - len(of_test), len(of_test)) == expected
+    assert task.dropped == dropped
+    for example in task.examples:  # a test prompt teaches no preference
+        assert len(example.responses) == (0 if example.meta["source"] == "test" else 2)
+        assert example.messages[0].content.startswith(str(example.meta["source"]))
+    assert len({example.id for example in task.examples}) == len(task.examples)
+    every = [f"test {i}" for i in range(sizes[1])]
+    lowest = sorted(every, key=lambda text: prompt_hash(Example("", (Message("user", text),))))[: expected[1]]
+    assert [e.messages[0].content for e in of_test] == [text for text in every if text in lowest]
+    assert [e.id for e in hh_rlhf(**given, test_share=share).examples] == [e.id for e in task.examples]
+
+
+def test_what_is_dropped_of_the_test_split_is_counted_too(tmp_path: Path) -> None:
+    given = files(tmp_path, 3, 0) | {"test_path": write_rows(tmp_path / "t.jsonl", [pair("t"), pair("u", chosen="no")])}
+    task = hh_rlhf(**given, test_share=0.25)
+    assert len(task.examples) == 4
+    assert task.dropped == {"'chosen' and 'rejected' are the same": 1}
+
+
+def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
+    given = files(tmp_path, 40, 40)
+    assert {e.meta.get("source") for e in hh_rlhf(**given).examples} == {None}
+    given["validation_share"] = 0.2
+    for split in ("validation", "test"):
+        plain, mixed = (hh_rlhf(**given, split=split, test_share=s).examples for s in (0.0, 0.5))  # type: ignore[arg-type]
+        assert plain == mixed
+    validation = {e.messages for e in hh_rlhf(**given, split="validation").examples}
+    assert validation.isdisjoint(e.messages for e in hh_rlhf(**given, test_share=0.5).examples)
+    with pytest.raises(
+        UsageError, match=r"test_share needs the test dialogues as well; name their file as task.test_path"
+    ):
+        hh_rlhf(path=given["path"], test_share=0.1)
+
+
+def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
+    hub = {
+        f"Anthropic/hh-rlhf/{name}/{split}.jsonl.gz": [pair(f"{name} {split} {i}") for i in range(3)]
+        for name in names
+        for split in ("train", "test")
+    }
+    fake_hub(monkeypatch, tmp_path, hub)
+    task = hh_rlhf(validation_share=0.0)
+    assert [e.id for e in task.examples] == [f"hh_rlhf/train/{name}/{line}" for name in names for line in (1, 2, 3)]
+    assert Counter(e.meta["subset"] for e in task.examples) == dict.fromkeys(names, 3)
+    test = hh_rlhf(split="test", subset="harmless-base").examples
+    assert [e.messages[0].content for e in test] == [f"harmless-base test {i}" for i in range(3)]
+    mixed = hh_rlhf(subset="helpful-base", validation_share=0.0, test_share=0.5).examples
+    assert [e.messages[0].content for e in mixed] == [
+        f"helpful-base {s} {i}" for s in ("train", "test") for i in range(3)
+    ]
+    with pytest.raises(DataError, match=r"hub:else/where/helpful-base/train.jsonl.gz: cannot be loaded .*task.path"):
+        hh_rlhf(hub="else/where")
+
+
+@needs_data
+def test_real_rows() -> None:
+    train, test = real_file("hh_rlhf/train"), real_file("hh_rlhf/test")
+    tasks = {s: hh_rlhf(path=train, split=s) for s in ("train", "validation")}  # type: ignore[arg-type]
+    tasks["test"] = hh_rlhf(path=test, split="test")
+    assert {split: len(task.examples) for split, task in tasks.items()} == {
+        "train": 7018,
+        "validation": 123,
+        "test": 1075,
+    }
+    assert tasks["train"].dropped == {
+        "'chosen' and 'rejected' part before their last turn": 16,
+        "the dialogue does not end with the assistant's turn": 2,
+        "a blank turn": 1,
+    }
+    first = [{e.messages[0].content for e in task.examples} for task in tasks.values()]
+    assert not first[0] & first[1]
+    for task in tasks.values():
+        for example in task.examples:
+            roles = [message.role for message in example.messages]
+            assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+            assert all(message.content == message.content.strip() != "" for message in example.messages)
+    mixed = hh_rlhf(path=train, test_path=test, test_share=0.3).examples
+    assert sum(not e.responses for e in mixed) == 1075
+    assert len(mixed) == 1075 + 2508

@@ -1,0 +1,102 @@
+"""From the rows of published data sets to what an objective reads: units, labels, margins, and what they leave out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import make_recipe
+from transformers import AutoTokenizer
+
+from posttrain import registry
+from posttrain.models.load import TINY
+from posttrain.tasks.base import Task
+from posttrain.train.rows import Shape
+from posttrain.train.sources import SupervisedSource
+from posttrain.types import Batch
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def task(name: str, **options: Any) -> Task:
+    built: Task = registry.find("task", name).bind(options, "task")()
+    return built
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def read(tokenizer: Any, given: Task, shape: Shape) -> SupervisedSource:
+    template = registry.find("template", "r1_zero").bind({"preamble": ""})()
+    recipe = make_recipe("judged", data={"batch": 2, "max_tokens": 512})
+    return SupervisedSource(recipe, given, template, tokenizer, 512, shape=shape)
+
+
+def everything(source: SupervisedSource) -> Batch:
+    return source.batch_of(range(source.num_examples))
+
+
+def test_every_rated_step_is_trained_once(tokenizer: Any, tmp_path: Path) -> None:
+    """A tree of candidates becomes rows; each rated candidate stands at exactly one trained position of them all."""
+    steps = [
+        {"completions": [{"text": "a b", "rating": 1}, {"text": "c", "rating": -1}], "chosen_completion": 0},
+        {"completions": [{"text": "d", "rating": 0}, {"text": "e", "rating": None}], "human_completion": {"text": "f"}},
+        {"completions": [{"text": "g", "rating": -1}, {"text": "h", "rating": 1}]},
+    ]
+    row = {"question": {"problem": "q?"}, "label": {"steps": steps}}
+    given = task("prm800k", path=write(tmp_path / "x.jsonl", [row]), split="test", num_classes=3)
+    source = read(tokenizer, given, "steps")
+    batch = everything(source)
+    assert given.dropped == source.dropped == {"a candidate step without a rating": 1}
+    trained = [
+        (tokenizer.decode([int(batch.tokens[b, t])]).strip(), int(batch.stream("step_labels")[b, t]))
+        for b, t in batch.mask.nonzero().tolist()
+    ]
+    assert sorted(trained) == [("b", 2), ("c", 0), ("d", 1), ("g", 0), ("h", 2)]
+
+
+def test_every_judged_solution_is_a_row(tokenizer: Any, tmp_path: Path) -> None:
+    models = {f"model {n}": {"solution": f"{n}+1={n + 1}\nA: {n + 1}", "is_correct": n % 2 == 0} for n in range(4)}
+    rows = [{"question": f"{i}?", "ground_truth": "1+1=2\nA: 2", **models} for i in range(3)]
+    given = task("gsm8k_solutions", path=write(tmp_path / "x.jsonl", rows), split="test")
+    source = read(tokenizer, given, "judged")
+    batch = everything(source)
+    assert source.dropped == {}
+    assert batch.stream("labels").tolist() == [1.0, 0.0, 1.0, 0.0] * 3
+    text = tokenizer.decode(batch.tokens[1][: int(batch.lengths[1])])
+    assert text.count("<answer>") == 1  # as the template would have a policy write it
+    assert "A:" not in text
+
+
+def test_pairs_and_prompts_without_responses(tokenizer: Any, tmp_path: Path) -> None:
+    def pair(question: str) -> dict[str, str]:
+        asked = f"\n\nHuman: {question}\n\nAssistant: "
+        return {"chosen": f"{asked}yes", "rejected": f"{asked}no"}
+
+    given = task(
+        "hh_rlhf",
+        path=write(tmp_path / "x.jsonl", [pair(f"train {i}?") for i in range(6)]),
+        test_path=write(tmp_path / "y.jsonl", [pair(f"test {i}?") for i in range(6)]),
+        test_share=0.25,
+        validation_share=0.0,
+    )
+    assert len(given.examples) == 8
+    source = read(tokenizer, given, "pair")
+    assert (source.num_examples, source.dropped["no given responses"]) == (6, 2)
+    assert everything(source).stream("margins").tolist() == [1.0] * 12
+
+
+def test_scores_become_margins(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"prompt": "q?", "chosen": "yes", "rejected": "no", "score_chosen": 8.5, "score_rejected": 6}
+    given = task("ultrafeedback", path=write(tmp_path / "x.jsonl", [row]), split="test")
+    batch = everything(read(tokenizer, given, "pair"))
+    assert batch.stream("margins").tolist() == [2.5, 2.5]
+    assert batch.stream("labels").tolist() == [8.5, 6.0]

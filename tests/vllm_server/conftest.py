@@ -1,0 +1,132 @@
+"""Real vLLM servers, started by the very line that ``posttrain serve-command`` prints.
+
+``POSTTRAIN_VLLM`` names the Python of an environment with vLLM (``make test-vllm`` sets it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.models.load import LoadedModel, load_model
+from posttrain.recipe import AdapterSection, ModelSection
+
+START_SECONDS = 300
+# One GiB is room enough for the small models here; nothing is asked of a hub.
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """``name`` is that of the model there; ``loaded`` is the same model in this process."""
+
+    url: str
+    name: str
+    checkpoint: str
+    loaded: LoadedModel
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def serve(checkpoint: str, loaded: LoadedModel, log: Path, *options: str) -> Iterator[RealServer]:
+    """A server that ends with the context."""
+    python = os.environ.get("POSTTRAIN_VLLM")
+    if not python:
+        pytest.skip("POSTTRAIN_VLLM names no Python with vLLM; run `make test-vllm`")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    printed, hints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(hints):
+        code = main(
+            ["serve-command", checkpoint, "--module", str(Path(python).absolute()), "--port", str(port), *options]
+        )
+    assert code == 0
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", f"exec {printed.getvalue()}"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/health", process, log)
+        print(f"\nthe server of {checkpoint} was ready after {time.monotonic() - started:.0f} s")
+        name = hints.getvalue().split()[2].rstrip(";")
+        yield RealServer(f"http://127.0.0.1:{port}", name, checkpoint, loaded, process)
+    finally:
+        stop(process)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(2 * START_SECONDS):
+        assert process.poll() is None, f"the server ended:\n{log.read_text(errors='replace')[-3000:]}"
+        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"no answer in {START_SECONDS} s:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and the workers that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """The embedded model, log-probabilities processed."""
+    loaded = load_model(ModelSection(), seed=0)
+    with serve("tiny", loaded, tmp_path_factory.mktemp("server") / "tiny.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """An adapter on the embedded model, log-probabilities raw."""
+    folder = tmp_path_factory.mktemp("it's an adapter")  # a name that a shell would trip over
+    loaded = save_adapter(folder / "adapter")
+    options = ("--logprobs-mode", "raw")
+    with serve(str(folder / "adapter"), loaded, folder / "server.log", *options) as server:
+        yield server
+
+
+def save_adapter(folder: Path) -> LoadedModel:
+    """A LoRA adapter of rank 4 whose product is not zero, in a folder; loaded again from there."""
+    import torch
+
+    from posttrain.models.lora import apply_adapter
+
+    loaded: Any = load_model(ModelSection(), seed=0)
+    model = apply_adapter(loaded.model, AdapterSection(rank=4, alpha=8.0), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return load_model(ModelSection(name=str(folder)), seed=0)
