@@ -49,6 +49,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "grader": (
         "posttrain.rewards.numeric",
+        "posttrain.rewards.math",
         "posttrain.rewards.choice",
         "posttrain.rewards.knights",
         "posttrain.rewards.instructions",

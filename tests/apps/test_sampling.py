@@ -108,6 +108,8 @@ def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
     assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
     assert source.recipe is not None
     assert (source.template, source.max_tokens) == (Word(name="r1_zero", preamble="Think."), 17)
+    with pytest.raises(UsageError, match=r"step-000009: the run .*taught has no such checkpoint. There: .*step-000002"):
+        find_source(str(run / "checkpoints" / "step-000009"), run.parent)
     plain = find_source("tiny", run.parent)
     assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Word(name="r1_zero"), 256)
 

@@ -155,6 +155,9 @@ class EngineContract:
     def test_what_cannot_be_sampled_is_refused(self, case: EngineCase) -> None:
         with pytest.raises(UsageError, match="prompt 1 is empty"):
             case.engine.generate([case.prompts[0], []], [[1], [2]], case.sampling)
+        if case.is_model:
+            with pytest.raises(UsageError, match="prompt 0 has token id -1; ids are 0 or more"):
+                case.engine.generate([[-1]], [[1]], case.sampling)
         if case.context is not None:
             long = [case.prompts[0][0]] * case.context
             with pytest.raises(UsageError, match=f"prompt 0 has {case.context} tokens and the model's context is"):

@@ -170,7 +170,8 @@ def test_a_run_is_its_checkpoint(folder, tmp_path, monkeypatch):
     assert name.startswith("first-step-000010-")
     assert place == str(run / "checkpoints" / "step-000010")
     monkeypatch.chdir(tmp_path)
-    assert server_command("runs/first", ServerOptions()).words[2] == place, "the server may be started anywhere"
+    other = run / "checkpoints" / "step-000020"  # the server may be started anywhere
+    assert server_command("runs/first/checkpoints/step-000020", ServerOptions()).words[2] == str(other)
 
 
 def test_the_fingerprint_is_that_of_the_weights(folder, tmp_path):
@@ -184,6 +185,14 @@ def test_the_fingerprint_is_that_of_the_weights(folder, tmp_path):
     changed = weights | {name: tensor * 1.0001 for name, tensor in weights.items()}
     save_file(changed, copied / "model.safetensors")
     assert fingerprint(copied) != before
+
+
+def test_length_counts_where_the_samples_do_not_tell(tmp_path):
+    found = set()
+    for size in (5000, 6000):
+        (tmp_path / "model.safetensors").write_bytes(bytes(size))
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 5000, 3_000_000])

@@ -6,7 +6,7 @@ import pytest
 from made_up_cells import cell_rows, evaluation, make_cell
 
 from posttrain.evals.compare_results import band_over_seeds, find_baseline, rank_methods, read_cell
-from posttrain.evals.generation import wilson_interval
+from posttrain.evals.statistics import wilson_interval
 from posttrain.store.metrics import MetricsRow
 
 

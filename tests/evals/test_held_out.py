@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
-from posttrain.evals.generation import held_out_indices, wilson_interval
+from posttrain.evals.generation import held_out_indices
 from posttrain.evals.held_out import HeldOut, choose_held_out, evaluate_objective
+from posttrain.evals.statistics import wilson_interval
 from posttrain.recipe import Recipe, validate_recipe
 from posttrain.render import encode_plain, encode_prompt, encode_response, end_id, r1_zero
 from posttrain.store.metrics import MetricsLog

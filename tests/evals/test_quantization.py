@@ -122,6 +122,14 @@ def test_policies_against_a_slow_reference(tokenizer, template) -> None:
     assert [list(p) for p, _ in answers] == [encode_prompt(tokenizer, template, e.messages) for e in tasks]
 
 
+def test_the_split_into_pieces_changes_nothing(tokenizer, template, monkeypatch) -> None:
+    before, after = tiny(), perturbed(0.1)
+    whole, _ = compare(tokenizer, template, before, after)
+    monkeypatch.setattr(quantization, "MAX_TOKENS", 60)
+    pieces, _ = compare(tokenizer, template, before, after)
+    assert pieces == pytest.approx(whole, rel=1e-3)
+
+
 def test_the_same_model_loses_nothing(tokenizer, template) -> None:
     found, _ = compare(tokenizer, template, tiny(), tiny(), n=3, max_tokens=4)
     assert found["kl_per_token"] == found["kl_max"] == 0.0

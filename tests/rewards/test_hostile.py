@@ -41,7 +41,7 @@ def grade_hostile(answers: list[str], way: str, steps: tuple[int, ...] = (0,)) -
         submissions.append(submit(given, gold, "box"))
         expected.append(len(submissions) - 1)
     start = time.monotonic()
-    verdicts = math(submissions, timeout_seconds=0.4, num_workers=2)
+    verdicts = math(submissions, timeout_seconds=0.3, num_workers=2)
     seconds = (time.monotonic() - start) / len(answers)
     assert [verdicts[place].outcome for place in expected] == ["right"] * len(expected), "the workers serve on"
     return [verdict for place, verdict in enumerate(verdicts) if place not in set(expected)], seconds
@@ -133,11 +133,11 @@ def test_the_verdict_on_a_slow_answer_does_not_depend_on_what_else_is_graded() -
     slow = ["42", "\\sum_{i=1}^{1000000000} \\frac{1}{i}", 0.0]
     quick = [["\\sqrt{12}", "2\\sqrt{3}", 0.0], ["x+1", "1+x", 0.0]] * 10
     found = []
-    for num_workers in (1, 3):
+    for num_workers in (1, 2):
         pool = WorkerPool(COMPARE, num_workers, Limits(cpu_seconds=0.4, wall_seconds=30))
-        found.append([(r.kind, r.value) for r in pool.run([*quick, slow, *quick, slow])])
+        found.append([(r.kind, r.value) for r in pool.run([*quick, slow, *quick])])
         pool.close()
-    assert found[0] == found[1] == [*[("value", True)] * 20, ("timeout", None)] * 2
+    assert found[0] == found[1] == [*[("value", True)] * 20, ("timeout", None), *[("value", True)] * 20]
 
 
 def test_the_text_of_an_answer_is_never_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

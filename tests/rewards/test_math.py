@@ -85,7 +85,7 @@ def test_the_same_pair_gets_the_same_verdict_wherever_it_stands() -> None:
     right, wrong = Submission("\\boxed{1+x}", "1+x", "x+1"), Submission("\\boxed{1-x}", "1-x", "x+1")
     batch = [right, wrong, right, right, wrong] * 20
     expected = ["right", "wrong", "right", "right", "wrong"] * 20
-    for num_workers in (1, 3):
+    for num_workers in (1, 2):
         assert [verdict.outcome for verdict in math(batch, num_workers=num_workers)] == expected
 
 

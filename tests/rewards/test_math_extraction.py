@@ -32,6 +32,8 @@ from posttrain.rewards.math_extraction import find_answer, is_bare, read_solutio
         ("The final answer is $x-2y=0$. I hope it is correct.", "x-2y=0"),
         ("The answer is 41 or 42 or 43.", "41 or 42 or 43"),
         ("The answer is $1$ and $2$.", "1, 2"),
+        ("The answer is approximately 3.14.", "3.14"),
+        ("The answer lies between 3 and 5.", "lies between 3 and 5"),
         ("The answer is 1. No, the answer is 2.", "2"),
         ("Réponse: il reste 220 euros après 12 mois.", "220"),
         ("答案：每份应该是 (\\frac{2}{5}) 吨。", "\\frac{2}{5}"),

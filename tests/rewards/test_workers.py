@@ -120,11 +120,11 @@ def test_what_is_allowed_is_allowed(pool: WorkerPool) -> None:
 
 
 def test_many_bad_items_in_a_row_do_not_use_up_the_workers(pool: WorkerPool) -> None:
-    bad = [["spin", 0], ["fault", 0], ["allocate", 10**10], ["leave at once", 1]] * 2
+    bad = [["spin", 0], ["fault", 0], ["allocate", 10**10], ["leave at once", 1], ["fault", 0]]
     results = pool.run([*bad, *echo(*range(20)), *bad])
-    kinds = ["timeout", "crash", "crash", "crash"] * 2
+    kinds = ["timeout", "crash", "crash", "crash", "crash"]
     assert [result.kind for result in results] == [*kinds, *["value"] * 20, *kinds]
-    assert values(results[8:28]) == list(range(20))
+    assert values(results[5:25]) == list(range(20))
     assert values(pool.run(echo("still there"))) == ["still there"]
 
 
@@ -136,13 +136,13 @@ def test_big_messages_both_ways_do_not_block(pool: WorkerPool) -> None:
 
 
 def test_results_do_not_depend_on_the_number_of_workers() -> None:
-    items = [*echo(*range(50)), ["spin", 0], ["raise", "x"], *echo(*range(50)), ["recurse", 0], ["fault", 1]] * 2
+    items = [*echo(*range(50)), ["spin", 0], ["raise", "x"], *echo(*range(50)), ["recurse", 0], ["fault", 1]]
     found = []
-    for num_workers in (1, 2, 4):
+    for num_workers in (1, 3):
         pool = WorkerPool(TARGET, num_workers, LIMITS)
         found.append(pool.run(items))
         pool.close()
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_a_worker_that_is_killed_from_outside_costs_nobody_the_result() -> None:

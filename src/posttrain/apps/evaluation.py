@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +36,8 @@ from posttrain.evals.items import Item
 from posttrain.render import encode_prompt
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task
+
+MAX_COLUMNS = 400
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
@@ -205,11 +208,11 @@ def print_results(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> N
 
 
 def print_table(console: Console, content: TextTable) -> None:
-    """A table of text."""
+    """A table of text; nothing in it is cut off, however narrow the terminal."""
     table = Table(title=Text(content.title), title_justify="left")
     for index, label in enumerate(content.header):
-        is_label = index < content.num_labels
-        table.add_column(Text(label), justify="left" if is_label else "right", no_wrap=not is_label)
+        table.add_column(Text(label), justify="left" if index < content.num_labels else "right", no_wrap=True)
     for line in content.lines:
         table.add_row(*map(Text, line))
-    console.print(table)
+    table.width = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
+    console.print(table, crop=False, soft_wrap=True)

@@ -71,7 +71,7 @@ def find_source(name: str, runs_dir: str | Path) -> ModelSource:
     """A model by the name of a run, the path of a run or of one of its checkpoints, or any name of a model.
 
     Raises:
-        UsageError: a run without a recipe that can be read.
+        UsageError: a run without a recipe that can be read, or without that checkpoint.
     """
     path = Path(name)
     if (path / "recipe.yaml").is_file() or name in run_names(runs_dir):
@@ -79,7 +79,10 @@ def find_source(name: str, runs_dir: str | Path) -> ModelSource:
         return ModelSource(name, run.name, str(run), run, read_run_recipe(run))
     checkpoint = path.parent if path.name in QUANTIZED_FOLDERS.values() else path
     run = checkpoint.parent.parent
-    if path.is_dir() and checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
+    if checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
+        if not path.is_dir():
+            there = ", ".join(sorted(p.name for p in checkpoint.parent.iterdir() if p.is_dir())) or "none"
+            raise UsageError(f"{name}: the run {run} has no such checkpoint. There: {there}")
         label = f"{run.resolve().name}@{path.relative_to(checkpoint.parent)}"
         return ModelSource(name, label, str(path), run, read_run_recipe(run))
     return ModelSource(name, name, name)

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from posttrain.evals.compare_statistics import Summary, summarize_seeds
-from posttrain.evals.generation import wilson_interval
 from posttrain.evals.report_panels import EvaluationPoint, evaluation_points
+from posttrain.evals.statistics import wilson_interval
 from posttrain.store.metrics import MetricsRow
 
 CellState = Literal["finished", "failed", "unfinished"]

@@ -11,8 +11,6 @@ from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item, item_of, sample_of, with_scores
 from posttrain.evals.measures import Kinds, break_down, summarize
-from posttrain.evals.statistics import Z_95 as Z_95
-from posttrain.evals.statistics import wilson_interval as wilson_interval
 from posttrain.randomness import permutation
 from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.tasks.base import Task

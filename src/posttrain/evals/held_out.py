@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
-from posttrain.evals.generation import Evaluation, held_out_indices, task_label, wilson_interval
+from posttrain.evals.generation import Evaluation, held_out_indices, task_label
+from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward import ActorCritic, Forward
 from posttrain.recipe import TrainSection
 from posttrain.tasks.base import Task

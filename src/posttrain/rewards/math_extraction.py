@@ -22,7 +22,8 @@ _GLUE = re.compile(
 )
 _MAX_GLUE_CHARS = 60
 _PHRASE = re.compile(
-    r"(?:\banswers?\b|\br[ée]ponse\b|答案)\s*(?:(?:\*\*|__)\s*)?(?:is\b|are\b|should\s+be\b|est\b|[:：=]|是|为)?\s*[:：]?",
+    r"(?:\banswers?\b|\br[ée]ponse\b|答案)\s*(?:(?:\*\*|__)\s*)?(?:is\b|are\b|should\s+be\b|est\b|[:：=]|是|为)?\s*[:：]?"
+    r"(?:\s*(?:exactly|simply|just|approximately|about|equal\s+to)\b)?",
     re.IGNORECASE,
 )
 _INTRODUCTION = re.compile(
