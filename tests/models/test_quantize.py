@@ -35,16 +35,11 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.7229568362236023, 1.0]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any, small_tokenizer: Any) -> dict[str, Path]:
+@pytest.fixture
+def folders(tiny_random: Any, tmp_path: Path, small_tokenizer: Any) -> dict[str, Path]:
     """Small random models of each architecture in full precision, in the Hugging Face layout."""
-    from conftest import build_tiny_random
-
-    root = tmp_path_factory.mktemp("models")
-    for architecture in ARCHITECTURES:
-        build_tiny_random(architecture).save_pretrained(root / architecture)
-        small_tokenizer.save_pretrained(root / architecture)
-    return {architecture: root / architecture for architecture in ARCHITECTURES}
+    found = {architecture: tmp_path / "plain" / architecture for architecture in ARCHITECTURES}
+    return {name: save(tiny_random(name), folder, small_tokenizer) for name, folder in found.items()}
 
 
 def load(source: str | Path, **keys: Any) -> Any:
@@ -232,7 +227,7 @@ def test_dequantized_layers_are_plain_again(folders, tmp_path, small_tokenizer, 
     expected = logprobs(model)
     plain = dequantize(model)
     torch.testing.assert_close(logprobs(plain), expected, atol=1e-4, rtol=0)
-    again = load(save(plain, tmp_path / "plain", small_tokenizer))
+    again = load(save(plain, tmp_path / "dequantized", small_tokenizer))
     assert quantized_bits(again) is None
     assert torch.equal(logprobs(again), logprobs(plain))
     shapes = {n: p.shape for n, p in load(folders[architecture]).named_parameters()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,3 +182,9 @@ def test_sampled_solutions_are_graded_as_their_labels_say() -> None:
         row for row, verdict in zip(samples, verdicts, strict=True) if (verdict.outcome == "right") != row["is_correct"]
     ]
     assert [(row["gold"], row["pred"]) for row in differ] == [("10{,}000", "10000")]
+
+
+def test_the_program_itself_never_loads_the_algebra() -> None:
+    code = "import sys, posttrain.rewards.math; print({'sympy', 'latex2sympy2_extended', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

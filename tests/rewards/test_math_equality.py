@@ -174,6 +174,8 @@ n^2-18 | n^2-18 \text{ or } 5
 x>2 | x\ge 2
 0<x<1 | 0 \le x<1
 x \in [0,1] | y \in [0,1]
+s^2 \le 8r^2 | s^2 \ge 8r^2
+s^2 \le 8r^2 | s^2 < 8r^2
 (0,1) \cup (1,2) | (0,2)
 \infty | -\infty
 x=3 | y=3

@@ -64,6 +64,13 @@ def test_what_cancels_is_zero() -> None:
     assert same("\\sin^2 x + \\cos^2 x - 1", "0")
     assert same("x - x", "0")
     assert not same("\\sqrt{2}^2 - 2 + 10^{-30}", "0")
+    assert not same("\\sqrt{10^{300} + 1} - 10^{150}", "0"), "it is 5e-151"
+
+
+def test_what_cancels_further_than_can_be_seen_equals_nothing() -> None:
+    assert same("\\pi^{400} + 1 - \\pi^{400}", "1")
+    for value in ("0", "1", "3"):
+        assert not same("\\pi^{2000} + 1 - \\pi^{2000}", value)
 
 
 def test_points_where_one_side_is_not_defined_do_not_decide() -> None:

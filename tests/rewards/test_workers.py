@@ -318,3 +318,16 @@ def test_workers_do_not_outlive_a_program_that_is_killed(item: str | None, secon
     script.kill()
     script.communicate(timeout=30)
     wait_until_gone(pids, seconds + 5)  # the limits of an item end those that are at work
+
+
+def test_a_thread_that_is_left_behind_does_not_hold_up_the_end() -> None:
+    lines = (
+        "import threading",
+        "threading.Thread(target=pool.run, args=([['sleep', 1.4]] * 40,), daemon=True).start()",
+    )
+    script = start_script(*lines, "import time", "time.sleep(0.2)")
+    pids = read_pids(script)
+    start = time.monotonic()
+    script.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    wait_until_gone(pids, 5)

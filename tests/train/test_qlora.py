@@ -72,12 +72,12 @@ def test_it_learns_and_the_base_stays(tmp_path: Path, parts: list[Any], bits: in
 def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path, bits: int) -> None:
     """With rollouts by the quantized model, the reference with the adapter off, and dropout in the adapter."""
     recipe = make_recipe(
-        "grpo", model=qlora(bits, dropout=0.2), objective={"name": "grpo", "kl": 0.1}, train={"steps": 3}
+        "grpo", model=qlora(bits, dropout=0.2), objective={"name": "grpo", "kl": 0.1}, train={"steps": 2}
     )
     run(tmp_path / "whole", recipe)
-    assert run(tmp_path / "cut", recipe, stop_after=2).reason == "interrupted"
+    assert run(tmp_path / "cut", recipe, stop_after=1).reason == "interrupted"
     run(tmp_path / "cut", recipe, resume=True)
-    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    assert same_bits(saved_tensors(tmp_path / "whole", 2), saved_tensors(tmp_path / "cut", 2))
     assert untimed(tmp_path / "cut") == untimed(tmp_path / "whole")
     assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
     rows = steps_of(tmp_path / "whole")

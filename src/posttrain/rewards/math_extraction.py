@@ -118,7 +118,7 @@ def read_boxes(text: str) -> tuple[str, int] | None:
 
 def _joined(text: str, one: Box, other: Box) -> bool:
     between = text[one.end + 1 : other.begin]
-    return one.end < other.begin and len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
+    return len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
 
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:

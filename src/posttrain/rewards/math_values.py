@@ -27,6 +27,7 @@ DIGITS = 60  # of an evaluation; more for large numbers
 CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
 MAX_MAGNITUDE = 5000  # digits before the decimal point of the largest number that is compared
 MAX_CANCELLED_DIGITS = 400
+BITS_PER_DIGIT = 3  # a little less than log2(10)
 MAX_LATEX_CHARS = 1000
 MAX_NESTING = 10  # of brackets: reading takes time that grows with their depth, evaluating even doubles with each
 MAX_POWERS = 2  # a^{b^c} is a number that can be compared, a^{b^{c^d}} is none; likewise for subscripts
@@ -211,7 +212,10 @@ def _coordinate(number: int, place: int) -> Any:
 
 
 def _number(expression: Any, point: dict[Any, Any], digits: int) -> Any:
-    """The complex number at a point, as mpmath's; parts below 10^-50 are 0. None where it is not defined."""
+    """The complex number at a point, as mpmath's. None where it is not defined, or cancels too far to be known.
+
+    What cancels to less than 10^-50, and further than 400 digits show, is 0.
+    """
     value = expression.evalf(digits, subs=point, maxn=digits + MAX_CANCELLED_DIGITS)
     if not value.is_number or not value.is_finite:
         return None
@@ -221,16 +225,18 @@ def _number(expression: Any, point: dict[Any, Any], digits: int) -> Any:
             if not (part.is_Float or part.is_Rational):
                 return None
             number = part._to_mpmath(mpmath.mp.prec)
-            if abs(number) < mpmath.mpf(10) ** -CLOSE_DIGITS:
+            if part.is_Float and part._prec < CLOSE_DIGITS * BITS_PER_DIGIT:  # lost to cancellation
+                if abs(number) > mpmath.mpf(10) ** -CLOSE_DIGITS:
+                    return None
                 number = mpmath.mpf(0)
-            elif part.is_Float and part._prec < CLOSE_DIGITS * 3:
-                return None  # lost to cancellation
             parts.append(number)
         return mpmath.mpc(*parts)
 
 
 def _close(left: Any, right: Any, values: Sequence[Any], point: dict[Any, Any]) -> bool:
     """Agreement to ``CLOSE_DIGITS`` decimals and digits; large numbers are evaluated once more, to the end."""
+    if not values[0] or not values[1]:
+        return bool(values[0] == values[1])
     magnitude = max(_magnitude(value) for value in values)
     if not _agree(values, magnitude) or magnitude > MAX_MAGNITUDE:
         return False
@@ -246,5 +252,5 @@ def _agree(values: Sequence[Any], magnitude: int) -> bool:
 
 
 def _magnitude(value: Any) -> int:
-    """Digits before the decimal point (of the larger part), at least about; negative of small numbers."""
-    return int(mpmath.mag(value) * 0.30103) + 1 if value else -CLOSE_DIGITS
+    """About the digits before the decimal point; negative of small numbers."""
+    return int(mpmath.mag(value) * 0.30103) + 1

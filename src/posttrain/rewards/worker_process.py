@@ -52,6 +52,7 @@ def main() -> None:
     except (ImportError, AttributeError) as error:
         _send(results, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
+    _refuse_effects()
     size = _address_space()
     _send(results, {"ready": True})
     while (items := _receive(requests)) is not None:

@@ -105,6 +105,7 @@ class WorkerPool:
                     self._start(min(self.num_workers, batch.left))
                     for worker in self._workers:
                         worker.feed(batch, self.num_workers)
+                    assert batch.waiting or any(worker.given for worker in self._workers), "an item was lost"
                     self._step(batch)
             except BaseException:  # Ctrl-C, say: what the workers would answer is nobody's any more
                 self._stop()
@@ -117,6 +118,14 @@ class WorkerPool:
         with self._lock:
             self._stop()
 
+    def _close_at_exit(self) -> None:
+        """As ``close``; but a thread that is left behind in ``run`` cannot hold up the end of the program."""
+        held = self._lock.acquire(timeout=GRACE_SECONDS)
+        for worker in self._workers if self._owner == os.getpid() else []:
+            worker.kill()
+        if held:
+            self._lock.release()
+
     @property
     def pids(self) -> list[int]:
         """The workers that are there now."""
@@ -124,7 +133,7 @@ class WorkerPool:
 
     def _start(self, wanted: int) -> None:
         if not self._workers:
-            atexit.register(self.close)
+            atexit.register(self._close_at_exit)
         while len(self._workers) < wanted:
             self._workers.append(_Worker(self.target, self.limits))
 
@@ -180,7 +189,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.end()
         self._workers = []
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
 
     def _forget_after_fork(self) -> None:
         """In a forked copy of the parent the workers are the parent's: let go of them, and of who holds the lock."""

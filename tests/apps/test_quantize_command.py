@@ -129,7 +129,7 @@ def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit):
         main(["quantize", "tiny", "--bits", "3"])
     assert main(["quantize", "tiny", "--bits", "8", "--n", "0", "--quiet"]) == 0
-    assert main(["quantize", "quantized/tiny-int8", "--bits", "4", "--n", "0"]) == 2
+    assert main(["quantize", "quantized/tiny-int8", "--bits", "8", "--n", "0"]) == 2
     assert "is quantized to 8 bits already" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
