@@ -10,8 +10,8 @@ cases       (gold, prediction, expected) facts from the test suites of other gra
 golds       every gold answer of the GSM8K and MATH test rows against itself and against that of another problem whose
             gold is written differently.
 hostile     the answers of tests/rewards/hostile_answers.py, against each of its gold answers.
-throughput  gradings per second with two workers, of numbers (no worker needed) and of answers that all go to the
-            workers. CPU rates beside wall rates, since the machine may be shared.
+throughput  gradings per second with two workers, of numbers (no worker needed) and of pairs of expressions whose
+            values must be computed. CPU rates beside wall rates, since the machine may be shared.
 
 Writes results/grading.json.
 """
@@ -38,7 +38,7 @@ from typing import Any
 
 from posttrain.rewards.choice import multiple_choice
 from posttrain.rewards.grading import Submission
-from posttrain.rewards.math import COMPARE, compare_quickly, math
+from posttrain.rewards.math import COMPARE, math
 from posttrain.rewards.math_reading import Expression, NotUnderstood, read_answer
 from posttrain.rewards.workers import Limits, WorkerPool
 
@@ -191,20 +191,18 @@ def measure_hostile() -> dict[str, Any]:
 
 
 def symbolic_pairs() -> list[list[Any]]:
-    """(gold, given, tolerance) that only a worker can decide: half of them right, where the gold is an expression."""
-    golds = sorted({row["answer"] for row in read_rows("math", "math_test.jsonl.gz")})
-    numbers = random.Random(0)
-    hard = [gold for gold in golds if compare_quickly(gold, "?") is None]
-    pairs = []
-    for gold in hard:
+    """(gold, given, tolerance) of two expressions that only their values tell apart; half of them are right."""
+    latex = []
+    for gold in sorted({row["answer"] for row in read_rows("math", "math_test.jsonl.gz")}):
         try:
             form = read_answer(gold)
         except NotUnderstood:
             continue
         if isinstance(form, Expression) and not form.unit and not form.percent:
-            pairs.append([gold, f"\\frac{{2 ({form.latex})}}{{2}}", 0.0])
-        pairs.append([gold, numbers.choice(hard), 0.0])
-    return [pair for pair in pairs if compare_quickly(pair[0], pair[1]) is None]
+            latex.append(form.latex)
+    others = random.Random(0).sample(latex, len(latex))
+    right = [[gold, f"\\frac{{2 ({gold})}}{{2}}", 0.0] for gold in latex]
+    return right + [[gold, other, 0.0] for gold, other in zip(latex, others, strict=True) if gold != other]
 
 
 def rate(work: Callable[[], int], children: Callable[[], None] = lambda: None) -> dict[str, float]:

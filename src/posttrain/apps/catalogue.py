@@ -114,7 +114,9 @@ def _print_entry(console: Console, entry: registry.Entry) -> None:
     console.print()
     console.print(Text(entry.doc or "(no docstring)"), soft_wrap=True)
     console.print()
-    _print_options(console, words.word_options(entry), words.KINDS[entry.kind][0])
+    # an engine that does not follow training samples for `posttrain evaluate --engine` alone
+    key = words.KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
+    _print_options(console, words.word_options(entry), key)
     users = words.recipes_by_word().get((entry.kind, entry.name), [])
     console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
     console.print()

@@ -48,13 +48,13 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
         from posttrain.apps.evaluation_against import run_against
 
         return int(run_against(arguments))
+    scorers = [name for name in arguments.models if is_scorer(find_source(name, arguments.runs_dir))]
+    if scorers:  # their table tests the differences, whether that is asked for or not
+        return _run_scorers(arguments, scorers)
     if arguments.compare:
         from posttrain.apps.evaluation_compare import run_comparison
 
         return run_comparison(arguments)
-    scorers = [name for name in arguments.models if is_scorer(find_source(name, arguments.runs_dir))]
-    if scorers:
-        return _run_scorers(arguments, scorers)
     plan = make_plan(arguments)
     finished = run_plan(plan, arguments.runs_dir, arguments.quiet)
     if not arguments.quiet:

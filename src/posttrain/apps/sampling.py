@@ -63,7 +63,7 @@ class ModelSource:
         if self.recipe is not None and not writes_answers(self.recipe):
             raise UsageError(
                 f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
-                "writes none. Its held-out accuracy is in results.json and report.html of the run"
+                f"writes none. Measure it with: posttrain evaluate {self.name}"
             )
 
 

@@ -61,6 +61,10 @@ def load_quantized(
         **how,
     )
     use_exact_products(model)
+    if bits is not None:
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter:  # what is not quantized would keep the whole file mapped
+                parameter.data = parameter.data.clone()
     return model, found
 
 
