@@ -79,6 +79,40 @@ def test_a_reply_that_is_stopped_is_kept_as_far_as_it_came(conversation) -> None
     assert conversation.messages[-1].content.strip() == "".join(first).strip()
 
 
+def test_ctrl_c_keeps_what_was_said_wherever_it_strikes(conversation) -> None:
+    """Mostly while the model computes, which is inside of the iterator."""
+    model = conversation.sampler.model
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt)
+    heard = []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            heard.extend(token.text for token in conversation.reply(QUESTION))
+    finally:
+        hook.remove()
+    assert len(heard) == 3
+    assert conversation.num_replies == 1
+    assert conversation.messages[-1].content.strip() == "".join(heard).strip()
+
+
+def test_only_the_last_exchange_is_taken_back(conversation) -> None:
+    said(conversation, QUESTION)
+    kept = list(conversation.messages)
+    with pytest.raises(UsageError):
+        said(conversation, "word " * 3000)  # no room: nothing of it was remembered
+    conversation.take_back()
+    assert conversation.messages == kept
+    said(conversation, "And now?")
+    conversation.take_back()
+    assert conversation.messages == kept
+
+
 def test_a_blank_message_is_refused_and_nothing_is_remembered(conversation) -> None:
     with pytest.raises(UsageError, match="needs some text"):
         said(conversation, "  ")

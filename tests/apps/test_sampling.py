@@ -43,6 +43,18 @@ def test_a_runs_own_file_is_never_measured_on_what_was_trained() -> None:
     assert other.options["split"] == "test"
 
 
+def test_a_run_that_learnt_from_test_prompts_is_measured_on_what_was_held_out() -> None:
+    recipe = load_recipe("grpo-hh-gpt2")
+    assert recipe.task.options["test_share"] == 0.5
+    assert choose_task(None, "runs/x", recipe).options["split"] == "validation"
+    assert choose_task(None, "runs/x", load_recipe("dpo-hh-gpt2")).options["split"] == "test"
+
+
+def test_a_policy_can_be_asked_where_its_judge_is_gone() -> None:
+    source = ModelSource("runs/x", "x", "runs/x", Path("runs/x"), load_recipe("grpo-hh-gpt2"))
+    assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct", "is_number"]
+
+
 def test_a_model_that_is_no_run_needs_a_task() -> None:
     with pytest.raises(UsageError, match="--task is needed"):
         choose_task(None, "some/model", None)

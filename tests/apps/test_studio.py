@@ -167,3 +167,15 @@ def test_rollouts_by_step_reward_and_text_with_their_whole_group(runs: Path) -> 
     (runs / "sft" / "rollouts.db").unlink()
     with pytest.raises(UsageError, match="has no rollouts"):
         archive.evaluations("sft")
+
+
+def test_what_is_not_drawn_is_said(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"loss": {f"run {i}": ([1.0], [0.5]) for i in range(11)}}
+    assert "the first 8 of 11 runs are drawn" in draw_curves(many)
+    assert "are drawn" not in draw_curves({"loss": dict(list(many["loss"].items())[:8])})
+    archive = Archive(runs)
+    assert "more prompts fit" not in archive.draw_rollouts("rl", TRAINING, 1, None, None, "")
+    monkeypatch.setattr("posttrain.apps.studio_records.MAX_GROUPS", 2)
+    page = archive.draw_rollouts("rl", TRAINING, 1, None, None, "")
+    assert "more prompts fit" in page
+    assert page.count('class="group"') == 2

@@ -41,7 +41,7 @@ def grade_hostile(answers: list[str], way: str, steps: tuple[int, ...] = (0,)) -
         submissions.append(submit(given, gold, "box"))
         expected.append(len(submissions) - 1)
     start = time.monotonic()
-    verdicts = math(submissions, timeout_seconds=0.3, num_workers=2)
+    verdicts = math(submissions, timeout_seconds=0.2, num_workers=2)
     seconds = (time.monotonic() - start) / len(answers)
     assert [verdicts[place].outcome for place in expected] == ["right"] * len(expected), "the workers serve on"
     return [verdict for place, verdict in enumerate(verdicts) if place not in set(expected)], seconds

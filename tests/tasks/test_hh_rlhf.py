@@ -186,6 +186,16 @@ def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
         hh_rlhf(path=given["path"], test_share=0.1)
 
 
+def test_a_test_prompt_that_begins_as_a_held_out_dialogue_does_is_left_out(tmp_path: Path) -> None:
+    given = files(tmp_path, 40, 10) | {"validation_share": 0.2}
+    held_out = [e.messages[0].content for e in hh_rlhf(**given, split="validation").examples]
+    longer = [pair(text, "Tell me.", "Go on.") for text in held_out]
+    given["test_path"] = write_rows(tmp_path / "more.jsonl", [*(pair(f"test {i}") for i in range(10)), *longer])
+    task = hh_rlhf(**given, test_share=0.3)
+    assert {e.messages[0].content for e in task.examples}.isdisjoint(held_out)
+    assert task.dropped["test prompts that begin as a held-out dialogue does"] == len(held_out) > 0
+
+
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
     hub = {

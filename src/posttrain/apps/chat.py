@@ -124,8 +124,7 @@ class Chat:
         if self.last_question is None:
             raise UsageError("nothing was asked yet")
         for conversation in self.conversations:
-            if conversation.messages and conversation.messages[-1].role == "assistant":
-                conversation.messages = conversation.messages[:-2]
+            conversation.take_back()
             conversation.controls = replace(conversation.controls, seed=conversation.controls.seed + 1)
         self.say(self.last_question)
         return True

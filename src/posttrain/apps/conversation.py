@@ -49,16 +49,23 @@ class Conversation:
     controls: Controls = field(default_factory=Controls)
     messages: list[Message] = field(default_factory=list)
     num_replies: int = 0
+    num_before: int = 0  # messages that there were before the last question, which may not have been remembered
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = [message for message in self.messages if message.role == "system"]
         self.num_replies = 0
+        self.num_before = len(self.messages)
+
+    def take_back(self) -> None:
+        """Forget the last question and its reply, if they were remembered."""
+        del self.messages[self.num_before :]
 
     def set_system(self, content: str) -> None:
         """Put a system message above everything, in the place of an earlier one; none if it is blank."""
         rest = [message for message in self.messages if message.role != "system"]
         self.messages = [Message("system", content), *rest] if content.strip() else rest
+        self.num_before = len(self.messages)
 
     def reply(self, content: str) -> Iterator[SpokenToken]:
         """The reply to what the user says, token by token.
@@ -72,6 +79,7 @@ class Conversation:
         if not content.strip():
             raise UsageError("a message needs some text")
         sampler, template = self.sampler, self.sampler.grader.template
+        self.num_before = len(self.messages)
         asked = [*self.messages, Message("user", content)]
         prompt = encode_prompt(sampler.tokenizer, template, asked)
         ends = stop_ids(sampler.tokenizer, template)
@@ -86,7 +94,7 @@ class Conversation:
                     added += text.flush()
                 said.append(added)
                 yield self._spoken(token, added)
-        except GeneratorExit:
+        except (GeneratorExit, KeyboardInterrupt):  # enough heard; Ctrl-C mostly comes while the model computes
             self._remember(asked, "".join(said))
             raise
         self._remember(asked, "".join(said))

@@ -124,11 +124,15 @@ class Sampler:
 
 
 def grader_for(source: ModelSource, template: Word | None) -> Grader:
-    """The grader under a template; with a run's own template, its rewards count too."""
+    """The grader under a template; with a run's own template, its rewards count too.
+
+    But for those that are models: a policy can be asked where its judge is gone, and ``evaluate --best-of`` names one.
+    """
     word = template or source.template
     own = source.recipe is not None and word.name == source.template.name
     rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
-    return build_grader(rewards, build_template(word, "template"))
+    plain = [reward for reward in rewards if "model_option" not in registry.find("reward", reward.name).traits]
+    return build_grader(plain, build_template(word, "template"))
 
 
 def open_sampler(
@@ -193,8 +197,8 @@ def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
 def choose_task(given: Word | None, model: str, recipe: Recipe | None) -> Word:
     """What to measure on: the task named, else the run's own, else stories for ``tiny``.
 
-    The split is ``test`` unless given. Of a run's own local file, which was trained on, it is the
-    part that was held out.
+    The split is ``test`` unless given. Of a run's own local file, which was trained on, and of a run that learnt
+    from test prompts too, it is the part that was held out.
 
     Raises:
         UsageError: a model that is no run, and no task named.
@@ -206,7 +210,8 @@ def choose_task(given: Word | None, model: str, recipe: Recipe | None) -> Word:
     elif recipe is not None:
         name = recipe.task.name
         own = {key: value for key, value in recipe.task.options.items() if key != "split"}
-        if own.get("path") is not None and "path" not in options:
+        mixes = own.get(registry.find("task", name, "--task").traits.get("learns_from_test", ""))
+        if (own.get("path") is not None and "path" not in options) or mixes:
             split = held_out_task(recipe.task).options["split"]
         options = own | options
     elif model == "tiny":

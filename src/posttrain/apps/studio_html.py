@@ -78,11 +78,12 @@ def _draw_token(token: SpokenToken, colouring: Colouring) -> str:
     return f'<span class="tok"{style} title="{escape(note, quote=True)}">{escape(token.text)}</span>'
 
 
-def draw_rollouts(groups: Sequence[Sequence[RecordedRollout]], text: str = "") -> str:
+def draw_rollouts(groups: Sequence[Sequence[RecordedRollout]], text: str = "", note: str = "") -> str:
     """Each prompt with its samples side by side: reward and, in brackets, advantage; ``text`` is marked."""
     if not groups:
         return draw_note("no rollout fits; widen the filter")
-    return _framed("".join(_draw_group(group, text) for group in groups))
+    above = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return _framed(above + "".join(_draw_group(group, text) for group in groups))
 
 
 def _draw_group(group: Sequence[RecordedRollout], text: str) -> str:
@@ -123,7 +124,9 @@ def draw_curves(curves: Mapping[str, Mapping[str, tuple[list[float], list[float]
             panels.append(draw_panel(Panel(metric, "", series)))
     if not panels:
         return draw_note("choose runs and metrics")
-    return _framed(f'<div class="panels">{"".join(panels)}</div>')
+    most = max(sum(bool(steps) for steps, _ in by_run.values()) for by_run in curves.values())
+    note = f'<p class="soft">the first {NUM_CURVES} of {most} runs are drawn</p>' if most > NUM_CURVES else ""
+    return _framed(f'{note}<div class="panels">{"".join(panels)}</div>')
 
 
 def draw_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ TRAINING = "training"
 # What is drawn first where a run has it.
 FAVOURITES = ("accuracy", "reward", "loss", "num_tokens", "entropy")
 MAX_GROUPS = 40
+MAX_HITS = 8 * MAX_GROUPS
 
 
 class Archive:
@@ -85,10 +86,13 @@ class Archive:
         asked: dict[str, Any] = {"min_reward": low, "max_reward": high, "text": text or None}
         with self._store(run) as store:
             read = store.training if kind == TRAINING else lambda step, **rest: store.evaluations(kind, step, **rest)
-            hits = read(step, **asked, limit=MAX_GROUPS * 8, newest_first=step is None)
-            wanted = list(dict.fromkeys(_group_of(hit) for hit in hits))[:MAX_GROUPS]
+            hits = read(step, **asked, limit=MAX_HITS, newest_first=step is None)
+            wanted = list(dict.fromkeys(_group_of(hit) for hit in hits))
+            more = len(wanted) > MAX_GROUPS or len(hits) == MAX_HITS
+            note = "more prompts fit than are shown here; filter further to see the others" if more else ""
+            wanted = wanted[:MAX_GROUPS]
             groups = [_whole(read(own), wanted) for own in sorted({key[0] for key in wanted}, reverse=True)]
-        return draw_rollouts([group for found in groups for group in found], text)
+        return draw_rollouts([group for found in groups for group in found], text, note)
 
     def _log(self, run: str) -> list[Any]:
         return list(MetricsLog(RunDirectory(find_run(self.runs_dir, run)).folder / "metrics.jsonl").read())

@@ -336,7 +336,7 @@ def _explain(name: str, source: str, error: Exception) -> str:
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"
     return (
         f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
-        "Download it beforehand and give its folder, or use the embedded model: --model.name tiny"
+        "Download it beforehand and give its folder, or use the embedded model, tiny"
     )
 
 

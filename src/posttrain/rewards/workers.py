@@ -249,7 +249,7 @@ class _Worker:
         os.set_blocking(self.results, False)
         self.given: deque[int] = deque()
         self.unsent = bytearray()
-        self.ready = self.retired = self.overdue = False
+        self.ready = self.retired = self.overdue = self.lost = False
         self.failure = ""
         self._unread = bytearray()
         self._wall_seconds = limits.wall_seconds
@@ -291,26 +291,28 @@ class _Worker:
         except BlockingIOError:
             return True
         self._unread += data
-        while len(self._unread) >= HEADER.size:
+        while not self.lost and len(self._unread) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._unread)
-            if size > 2 * MAX_RESULT_BYTES:  # never written by ours: the process has lost its way
-                self._unread.clear()
-                self.kill()
-                break
-            if len(self._unread) < HEADER.size + size:
+            if size <= 2 * MAX_RESULT_BYTES and len(self._unread) < HEADER.size + size:
                 break
             body = bytes(self._unread[HEADER.size : HEADER.size + size])
             del self._unread[: HEADER.size + size]
-            self._take(json.loads(body), batch)
+            self.lost = not self._take(_parse(body), batch)
+            if self.lost:  # never written by ours: what else it says counts for nothing
+                self.kill()
         return bool(data)
 
-    def _take(self, answer: dict[str, Any], batch: _Batch) -> None:
+    def _take(self, answer: Any, batch: _Batch) -> bool:
+        """Settle an item, or learn that the process is ready; False if it says what none of ours says."""
+        if not isinstance(answer, dict):
+            return False
         if "number" not in answer:
-            self.ready, self.failure = "ready" in answer, answer.get("failed", "")
+            self.ready, self.failure = "ready" in answer, str(answer.get("failed", ""))
             self.deadline = None
-            return
+            return True
+        if not self.given or self.given[0] != answer["number"] or not {"value", "crash"} & set(answer):
+            return False
         number = self.given.popleft()
-        assert number == answer["number"], "a worker answers in order"
         if "crash" in answer:
             batch.settle(number, Result("crash", reason=answer["crash"]))
         else:
@@ -320,6 +322,7 @@ class _Worker:
             self._expect()
         else:
             self.deadline = None
+        return True
 
     def kill(self) -> None:
         """End it now, by force; its end shows as the end of its results."""
@@ -342,6 +345,14 @@ class _Worker:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
+
+
+def _parse(body: bytes) -> Any:
+    """The message, or None if it is no JSON."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
 
 
 def _describe_end(code: int) -> str:

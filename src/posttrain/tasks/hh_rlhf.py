@@ -22,7 +22,7 @@ Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sam
 SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
 
 
-@register("task", held_out="validation")
+@register("task", held_out="validation", learns_from_test="test_share")
 def hh_rlhf(
     *,
     split: Split = "train",
@@ -56,7 +56,8 @@ def hh_rlhf(
         test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
             test split, which the reward model has not been trained on. These have no responses, so nothing can
             learn their preferences; but the test split is then no longer unseen. Where one side has too few
-            prompts for the share, the other is thinned by a hash and counted. Other splits are as without it.
+            prompts for the share, the other is thinned by a hash and counted. Test prompts that begin as a held-out
+            dialogue does are left out and counted. Other splits are as without it.
         strip_thinking: leave ``<think>`` … ``</think>`` out of the answers.
 
     Raises:
@@ -73,7 +74,11 @@ def hh_rlhf(
     if split == "train" and test_share > 0:
         test = _read(test_path, hub, "test", subset, "test", strip_thinking)
         found.dropped.update(test.dropped)
-        examples = mix_prompts(examples, test.examples, test_share, found)
+        held_out = {opening_hash(e) for e in found.examples} - {opening_hash(e) for e in examples}
+        unseen = [e for e in test.examples if opening_hash(e) not in held_out]
+        if len(unseen) < len(test.examples):
+            found.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
+        examples = mix_prompts(examples, unseen, test_share, found)
     return Task("hh_rlhf", split, examples, dict(found.dropped))
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import held_out_indices
 from posttrain.evals.ranking import Combine
 from posttrain.evals.reward_model import RewardModel, load_reward_model
 from posttrain.recipe import Word, load_recipe
@@ -35,11 +36,11 @@ class Scale:
         return (score - self.mean) / self.std
 
 
-def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
+def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run)
     if normalize:
-        held_out_scale(run)
+        held_out_scale(run, combine)
 
 
 @register("reward", batched=True, model_option="run", prepare=prepare)
@@ -72,7 +73,7 @@ def reward_model(
         UsageError: no such run, or it trained no reward model.
     """
     model = replace(open_run(run), combine=combine)
-    scale = held_out_scale(run) if normalize else Scale()
+    scale = held_out_scale(run, combine) if normalize else Scale()
     found = model.score(example, text)
     known = [score for score in found if score is not None]
     lowest = min(known, default=0.0)
@@ -102,21 +103,20 @@ def open_run(run: str) -> RewardModel:
 
 
 @cache
-def held_out_scale(run: str) -> Scale:
+def held_out_scale(run: str, combine: Combine) -> Scale:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+
+    Of at most 256 examples, which are those that every evaluation of that size uses.
 
     Raises:
         RecipeError: fewer than two answers there, or all have the same score.
     """
-    model = open_run(run)
+    model = replace(open_run(run), combine=combine)
     recipe = load_recipe(str(Path(run) / "recipe.yaml")).resolve()
     words = recipe.eval.tasks or [_held_out(recipe.task)]
     task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
-    pairs = [
-        (task.examples[i], r)
-        for i in range(min(NUM_CALIBRATED, len(task.examples)))
-        for r in task.examples[i].responses
-    ]
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
+    pairs = [(example, response) for example in examples for response in example.responses]
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(
