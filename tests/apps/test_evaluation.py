@@ -213,6 +213,37 @@ def test_other_settings_begin_anew(
     assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 12
 
 
+def test_other_data_under_the_same_path_begin_anew(
+    evaluate: Callable[..., int],
+    interrupt: Callable[[int], list[ScriptedEngine]],
+    problems: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ids say which row of a file an example is; the rows may have changed."""
+    arguments = ("--template", "plain", "--batch", "4")
+    interrupt(1)
+    assert evaluate(*arguments) == 130
+    capsys.readouterr()
+    problems.write_text(problems.read_text().replace("+ 1?", "+ 2?"))
+    used = interrupt(-1)
+    assert evaluate(*arguments) == 0
+    assert "differs in data (other questions or gold answers); it is replaced" in capsys.readouterr().out
+    assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
+    assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 6
+
+
+def test_a_table_on_other_data_keeps_no_cell(
+    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], problems: Path
+) -> None:
+    interrupt(1)
+    assert evaluate("--template", "plain,boxed") == 130  # the first is finished
+    problems.write_text(problems.read_text().replace('"answer": "3"', '"answer": "4"'))
+    used = interrupt(-1)
+    assert evaluate("--template", "plain,boxed") == 0
+    assert len(used[-1].calls) == 2
+
+
 def test_an_interrupted_table_keeps_what_is_finished(
     evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
 ) -> None:

@@ -161,3 +161,13 @@ def test_without_gold_answers_a_judge_is_needed(runs: Path, tmp_path: Path, caps
     results = read(tmp_path / "out")[0]["results"]
     assert results["n"] == 4.0
     assert "accuracy_a" not in results
+
+
+def test_the_files_of_a_run_are_kept(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.apps.sampling.load_model", None)  # before a model is loaded
+    before = sorted(path.name for path in (runs / "sft").iterdir())
+    assert against(runs, "sft", "--against", "tiny", "--out", str(runs / "sft")) == 2
+    assert "that is the folder of a run" in capsys.readouterr().err
+    assert sorted(path.name for path in (runs / "sft").iterdir()) == before

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from posttrain.apps.evaluation_compare import differences_table
 from posttrain.cli import main
+from posttrain.evals.items import Item, ItemSample
+from posttrain.evals.paired import compare_items
 from posttrain.models.load import TINY
+
+ANSWER = ItemSample("1", "1", "right", 10, "stop", 1.0, True, {"correct": 1.0})
 
 
 @pytest.fixture
@@ -50,6 +56,15 @@ def test_two_folders(evaluate: Callable[..., int], tmp_path: Path, capsys: pytes
     assert content["mcnemar_p"] == pytest.approx(2 * (1 + 12 + 66 + 220 + 495) / 4096)
     assert len(content["gained"]) == len(content["lost"]) == 3
     assert content["outcome"] in shown
+    assert len(content["cautions"]) == 1  # twelve items are few
+    assert content["cautions"][0] in shown
+
+
+def test_a_row_over_fewer_items_says_so() -> None:
+    short = [Item(f"made/{i}", i, "?", "1", {}, (sample,)) for i, sample in enumerate([ANSWER, ANSWER])]
+    paired = compare_items([short[0], replace(short[1], samples=())], short, labels=("a", "b"), samples=1)
+    labels = [line[0] for line in differences_table(paired).lines]
+    assert labels == ["right", "format", "tokens, of 1 items that both answered"]
 
 
 def test_two_models_are_measured_alike_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from posttrain.apps.evaluation_files import (
     EvaluationStore,
     fingerprint,
     finished_before,
+    read_finished,
     refuse_other,
+    resume_mark,
+    settings_replaced,
     told_results,
     weights_mark,
 )
-from posttrain.errors import UsageError
+from posttrain.errors import DataError, UsageError
 from posttrain.types import Completion, Example, Message, Rollout
 
 EXAMPLES = {i: Example(f"sums/{i}", (Message("user", f"{i} + 1?"),), str(i + 1)) for i in range(4)}
@@ -106,3 +110,42 @@ def test_accuracy_is_told_where_there_is_one() -> None:
     assert told_results(graded) == graded
     nothing = told_results(graded | {"num_graded": 0.0})
     assert (nothing["accuracy"], nothing["accuracy_low"], nothing["format"]) == (None, None, 1.0)
+
+
+def test_the_place_of_a_server_does_not_decide_about_answers(tmp_path: Path) -> None:
+    here, there, other = (
+        SETTINGS | {"engine": {"name": "vllm", "url": url, "checkpoint": model}}
+        for url, model in (("http://a:1", "m"), ("http://b:2", "m"), ("http://a:1", "n"))
+    )
+    assert resume_mark(here) == resume_mark(there) != resume_mark(other)
+    with EvaluationStore(tmp_path, "sums/test", here) as recorder:
+        recorder.record(make_rollouts((0, 0), (0, 1)))
+    assert settings_replaced(tmp_path, there) == []
+    assert settings_replaced(tmp_path, other) == ["engine"]
+    assert EvaluationStore(tmp_path, "sums/test", there).continues
+    assert not EvaluationStore(tmp_path, "sums/test", other).continues
+
+
+def test_what_is_replaced_is_named(tmp_path: Path) -> None:
+    assert settings_replaced(tmp_path / "nothing", SETTINGS) == []
+    recorded(tmp_path, [make_rollouts((0, 0), (0, 1))])
+    assert settings_replaced(tmp_path, SETTINGS) == []
+    assert settings_replaced(tmp_path, {"model": "tiny", "samples": 3, "ks": (1, 3)}) == ["samples", "ks"]
+    finished = '{"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"samples": 2, "ks": [1, 3]}}'
+    (tmp_path / "results.json").write_text(finished)
+    assert settings_replaced(tmp_path, {"samples": 2, "ks": (1, 3)}) == []
+    assert settings_replaced(tmp_path, {"samples": 2, "ks": (1, 2)}) == ["ks"]
+    (tmp_path / "results.json").write_text("[]")  # does not tell
+    assert settings_replaced(tmp_path, SETTINGS) == []
+
+
+def test_other_kinds_of_results_are_named(tmp_path: Path) -> None:
+    kinds = (
+        ({"measured": "pairs"}, r"of a reward model \(pairs\).*`posttrain evaluate RM_A RM_B`"),
+        ({"a": "sft", "b": "tiny"}, r"of --against: sft and tiny.*`posttrain evaluate --compare A B`"),
+    )
+    for own, message in kinds:
+        content = {"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {}} | own
+        (tmp_path / "results.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match=message):
+            read_finished(tmp_path)

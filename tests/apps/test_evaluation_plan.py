@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from posttrain.apps.evaluation_plan import Drawing, Plan, drawing_of, make_plan, slug, words_of
 from posttrain.cli import main, parse
 from posttrain.errors import UsageError
+from posttrain.models.load import TINY
 from posttrain.recipe import Word, load_recipe
 from posttrain.runs.directory import RunDirectory
 
@@ -163,3 +166,26 @@ def test_the_engine_is_one_word_with_options() -> None:
     assert settings["engine"] == {"name": "native", "slots": 3}
     assert settings["max_tokens"] == 256
     assert "best_of" not in settings
+
+
+def test_the_weights_of_the_reward_model_are_marked(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "rm")
+    arguments = ("tiny", "--samples", "2", "--n", "3", "--best-of", str(tmp_path / "rm"))
+    settings = [found.settings(found.cells[0]) for found in (plan(*arguments), plan(*arguments))]
+    assert settings[0] == settings[1]
+    os.utime(next((tmp_path / "rm").glob("*.safetensors")), ns=(1, 1))
+    found = plan(*arguments)
+    changed = found.settings(found.cells[0])
+    assert {name for name in changed if changed[name] != settings[0][name]} == {"best_of_weights"}
+
+
+def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:
+    problems = tmp_path / "p.jsonl"
+    rows = [f'{{"prompt": "{a} + 1?", "answer": "{a + 1}"}}\n' for a in range(5)]
+    marks = []
+    for lines, n in ((rows, 5), (rows, 5), (rows, 4), ([*rows[:4], rows[4].replace('"5"', '"6"')], 5)):
+        problems.write_text("".join(lines))
+        found = plan("tiny", "--task", "jsonl", "--task.path", str(problems), "--n", str(n))
+        marks.append(found.settings(found.cells[0])["data"])
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3

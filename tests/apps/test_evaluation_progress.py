@@ -44,6 +44,7 @@ def test_a_bar_on_a_terminal_and_nothing_when_quiet() -> None:
         progress.begin("a [b] cell")
         progress.observe(Advance("sampling", 10, 40, 5.0, 100))
         progress.progress.refresh()
+        progress.tell("it [is] replaced")
         progress.begin("another")
         progress.observe(Advance("scoring", 40, 40, 5.0, 100))
         progress.progress.refresh()
@@ -51,6 +52,7 @@ def test_a_bar_on_a_terminal_and_nothing_when_quiet() -> None:
     assert "a [b] cell" in shown
     assert "10/40" in shown
     assert "50.0% right" in shown
+    assert "it [is] replaced" in shown
     assert "another (scoring)" in shown
     quiet = choose_evaluation_progress(console, quiet=True)
     assert not isinstance(quiet, LiveBar | PlainLines)

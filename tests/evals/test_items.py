@@ -9,7 +9,7 @@ import pytest
 from made_up_items import make_item, make_sample
 
 from posttrain.errors import DataError
-from posttrain.evals.items import Item, item_of, read_items, sample_of, with_scores, write_items
+from posttrain.evals.items import Item, digest_of, item_of, read_items, sample_of, with_scores, write_items
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 
@@ -79,3 +79,17 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
     path.write_text(path.read_text() + '{"id": "x"}\n')
     with pytest.raises(DataError, match=r"items\.jsonl:2: no item of an evaluation \(KeyError: 'samples'\)"):
         read_items(path)
+
+
+def test_a_digest_follows_what_is_asked_and_what_is_right() -> None:
+    example = Example("made/0", (Message("user", "1 + 1?"),), "2", meta={"tags": frozenset("abc"), "level": 1})
+    changed = [
+        replace(example, messages=(Message("user", "1 + 2?"),)),
+        replace(example, messages=(Message("system", "1 + 1?"),)),
+        replace(example, answer="3"),
+        replace(example, grader="exact"),
+        replace(example, meta={"tags": frozenset("abd"), "level": 1}),
+    ]
+    marks = [digest_of(found) for found in ([example], *([other] for other in changed), [example, example], [])]
+    assert len(set(marks)) == 8
+    assert digest_of([replace(example, solution="count")]) == marks[0]  # what no grader reads

@@ -131,3 +131,14 @@ def test_accuracy_by_kind() -> None:
 @pytest.mark.parametrize(("samples", "ks"), [(1, ()), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
 def test_default_ks(samples: int, ks: tuple[int, ...]) -> None:
     assert default_ks(samples) == ks
+
+
+def test_values_that_are_written_alike_are_one_kind() -> None:
+    levels = [5, "5", 5, "none", None, 2, None, 2, 2.0, "none"]
+    items = [make_item(i, "r" if i < 4 else "w", level=level) for i, level in enumerate(levels)]
+    kinds = break_down(items)["level"]
+    assert [(value, k["n"], k["accuracy"]) for value, k in kinds.items()] == [
+        ("2", 3.0, 0.0),
+        ("5", 3.0, 1.0),
+        ("none", 4.0, 0.25),
+    ]

@@ -97,3 +97,42 @@ def test_other_settings_are_refused_or_told() -> None:
 )
 def test_p_in_words(p: float, text: str) -> None:
     assert show_p(p) == text
+
+
+def test_few_items_that_all_differ_alike_may_be_chance() -> None:
+    found = compare_items(make_items(["w"] * 3), make_items(["r"] * 3), labels=LABELS, samples=1)
+    assert found.mcnemar == 0.25
+    assert found.in_words() == (
+        "tuned is better than base by 100.0 points, which may be chance, [100.0, 100.0], p = 0.25 "
+        "(McNemar's exact test: p = 0.25), on 3 items"
+    )
+    assert found.cautions() == [
+        "all 3 items differ by the same amount (+100.0 points), so the interval has no width and says nothing about "
+        "so few differences",
+        "3 items are few: below 30 the interval is too narrow; McNemar's exact test holds for few items too",
+    ]
+    several = compare_items(make_items(["ww"] * 3), make_items(["rr"] * 3), labels=LABELS, samples=2)
+    assert several.in_words().startswith("tuned is better than base by 100.0 points, which may be chance, [")
+    assert several.cautions()[1] == "3 items are few: below 30 the interval is too narrow"
+
+
+def test_both_tests_must_say_that_it_is_not_chance() -> None:
+    found = compare_items(make_items(["w"] * 6), make_items(["r"] * 5 + ["w"]), labels=LABELS, samples=1)
+    assert found.differences["accuracy"].low > 0  # the bootstrap alone would be sure
+    assert found.mcnemar == 2 / 32
+    assert "by 83.3 points, which may be chance, [" in found.in_words()
+    assert "(McNemar's exact test: p = 0.062)" in found.in_words()
+    sure = compare_items(make_items(["w"] * 30), make_items(["r"] * 9 + ["w"] * 21), labels=LABELS, samples=1)
+    assert "chance" not in sure.in_words()
+    assert sure.cautions() == []
+
+
+def test_lengths_are_compared_where_both_answered() -> None:
+    a = [*make_items(["r", "w"]), Item("made/2", 2, "What is 2?", "1")]
+    b = make_items(["r", "r", "r"])
+    found = compare_items(a, b, labels=LABELS, samples=1)
+    tokens = found.differences["num_tokens"]
+    assert (tokens.a, tokens.b, tokens.n, found.n) == (10.0, 10.0, 2, 3)
+    assert found.differences["format"].a == pytest.approx(2 / 3)  # a rate counts every item
+    none = compare_items(a[1:], [Item("made/1", 1, "What is 1?", "1"), b[2]], labels=LABELS, samples=1)
+    assert "num_tokens" not in none.differences

@@ -189,3 +189,13 @@ def test_mcnemar_by_hand() -> None:
     assert mcnemar_p(0, 0) == 1.0
     assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
     assert mcnemar_p(4000, 4200) == pytest.approx(0.0279, abs=5e-4)  # exact in whole numbers, however many
+
+
+def test_differences_that_are_all_equal_have_the_p_of_the_sign_test() -> None:
+    for n in (1, 3, 5):
+        found = paired_bootstrap([0.0] * n, [1.0] * n)
+        assert (found.low, found.high, found.is_constant) == (1.0, 1.0, True)
+        assert found.p == paired_bootstrap([1.0] * n, [0.0] * n).p == 2 * 0.5**n
+    assert paired_bootstrap([0.0] * 40, [1.0] * 40).p == pytest.approx(2 / 10_001)  # no less than resamples can tell
+    assert paired_bootstrap([1.0, 0.0], [1.0, 0.0]).is_constant
+    assert not paired_bootstrap([0.0, 0.0, 0.0], [1.0, 1.0, 0.0]).is_constant

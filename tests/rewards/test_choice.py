@@ -34,7 +34,16 @@ def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **m
      "The answer is A. No, wait: the answer is B.", "If it were positive, the answer would be A. So the answer is B.",
      "The answer is B. A is wrong since it is positive.", "I would go with B.", "So I choose (b).", "Therefore, (B).",
      "The answer to the question is B", "The answer would then be B", "Answer - B", "The correct option is (B) -4.",
-     "-4", "The answer is -4.", "It is negative.\n-4"],
+     "-4", "The answer is -4.", "It is negative.\n-4", "It is B.", "It's (B)!", "I (personally) believe it is B",
+     "I believe that it is **B**.", "I. think the answer is B", "I - well - think the answer is B.",
+     "So, it must be B.",
+     "I'd rule out A, C and D. So B", "It is 4 or -4. Therefore, B.", "E. coli is no cell. The answer is B.",
+     "The answer is A. Wait, no. It is B.", "The answer is A. Hmm, actually it's B.", "The answer is A. No, B.",
+     "A is correct. Wait, no.\nThe answer is B.", "The answer is B. So A, C and D are wrong.",
+     "It is A, no? The answer is B.",
+     "B. No, because it is negative.", "The answer is B. No, because it is negative.", "The answer is B. It is B.",
+     "The answer is B. That much is clear. It is B, since -4 < 0.",
+     "B) Wait for the sign", "The answer is B. No other number fits.", "The answer is B. It is wrong to say 4."],
 )  # fmt: skip
 def test_one_letter_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) == "B"
@@ -53,7 +62,15 @@ def test_one_letter_is_chosen(text: str) -> None:
      "Neither A nor B is correct", "It is A or B is correct.", "Suppose the answer is B", "B is not correct",
      "B is the best known of all", "BECAUSE", "The answer is D-glucose", "The answer is C++", "The answer is F(x)",
      "The answer is B = 3", "B) 4", "The answer is B: 4", "A is wrong and B is wrong.",
-     "The answer is: A) 4 B) -4", "I would not choose B", "The correct answer is not A but B."],
+     "The answer is: A) 4 B) -4", "I would not choose B", "The correct answer is not A but B.",
+     "The answer is B. Wait, no.", "The answer is B. No.", "The answer is B.\n\nHmm. Wait, that is not right.",
+     "B. Wait, no. It is C.",
+     "B. -4\nWait, no, I take it back.", "B is correct. Sorry, I was wrong.", "Option B is correct. Scratch that.",
+     "The answer is B. Clearly so. It is C, since it is.", "B. -4\nIt is C, in fact.", "I (personally) doubt it is B.",
+     "If not A, it is B.", "Is it B?", "It is not B.", "Say it is B. Then 4 < 0.", "They think it is B.",
+     "It is B or C.",
+     "It is B cells", "No B.", "I. think", "B - wait, no", "I, for one, pass", "I - I pass", "I don't believe it is B.",
+     "I cannot say it is B."],
 )  # fmt: skip
 def test_nothing_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) is None
@@ -70,6 +87,9 @@ def test_nothing_is_chosen(text: str) -> None:
         ("The answer is D. A and B.", "D"),
         ("4", "A"),
         ("The answer is E", "E"),  # no choice, and so never right
+        ("The answer is B.\nE", "E"),
+        ("The answer is B. Wait, no. It is C.", "C"),
+        ("The answer is B. No, it is E.", "E"),
         ("The answer is A because it is.", "A"),
     ],
 )
@@ -87,6 +107,19 @@ def test_a_text_that_two_choices_have_is_no_answer() -> None:
 def test_letters_up_to_j(letter: str) -> None:
     assert verdict(f"The answer is ({letter}).", letter).outcome == "right"
     assert verdict(letter, "A" if letter != "A" else "B").outcome == "wrong"
+
+
+def test_the_pronoun_is_no_letter() -> None:
+    for choices in (CHOICES, (), [f"text {letter}" for letter in LETTERS]):
+        assert chosen_letter("I (personally) believe it is C", choices) == "C"
+        assert chosen_letter("I. think the answer is C", choices) == "C"
+        assert (
+            chosen_letter("I", choices) == chosen_letter("I.", choices) == chosen_letter("I) yes", choices[:0]) == "I"
+        )
+    assert chosen_letter("I. text I", [f"text {letter}" for letter in LETTERS]) == "I"
+    assert chosen_letter("I) 4x", CHOICES) is None
+    assert verdict("I (personally) believe it is C", "C").outcome == "right"
+    assert verdict("I. think so", "I").outcome == "no_answer"
 
 
 def test_what_a_response_makes_up_behind_its_answer_is_another_question() -> None:
@@ -137,7 +170,8 @@ def test_gold_letters(gold: str, letter: str | None) -> None:
     "text",
     ["a" * 10**6, "answer " * 10**5, "answer is A or " * 10**5, " " * 10**6, "A\n" * 10**5 + "B", "**" * 10**5,
      "not the " * 10**5, "B is the correct" * 10**5, "\\text{" * 10**5, "\x00" * 1000, "A " + "or " * 10**5,
-     "(" * 10**6],
+     "(" * 10**6, "It is A. " * 10**5, "no, " * 10**5, "\n" * 10**6 + "x", "The answer is A" + "\n " * 10**5,
+     "so it is really " * 10**5],
 )  # fmt: skip
 def test_hostile_texts_are_read_at_once(text: str) -> None:
     start = time.process_time()

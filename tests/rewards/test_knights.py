@@ -78,6 +78,52 @@ def test_no_answer(text: str) -> None:
     assert (found.outcome, found.facts) == ("no_answer", {"people_right": 0.0})
 
 
+TWO = {"names": ("Zoey", "Bob"), "solution": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("It is not the case that Zoey is a knight, and Bob is a knave", "no_answer"),
+        ("It's not true that Zoey is a knight; Bob is a knave", "no_answer"),
+        ("Neither Zoey is a knight nor Bob is a knave", "no_answer"),
+        ("It cannot be that Zoey is a knight and Bob is a knave.", "no_answer"),
+        ("Zoey is a knight and Bob is a knave: a contradiction.", "no_answer"),
+        ("I don't think Zoey is a knight, Bob is a knave.", "no_answer"),
+        ("I don’t think Zoey is a knight, Bob is a knave.", "no_answer"),
+        ("That Zoey is a knight and Bob is a knave is FALSE.", "no_answer"),
+        ("Zoey is a knight and Bob is a knave is wrong.", "no_answer"),
+        ("Zoey is a knight, not a knight. Bob is a knave.", "no_answer"),
+        ("I doubt Zoey is a knight\nBob is a knave", "wrong"),
+        ("Zoey is a knight (false)\nBob is a knave", "wrong"),
+        ("Zoey is a knight: no\nBob is a knave", "wrong"),
+        ("Zoey is a knight\nI deny that Bob is a knave", "wrong"),
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>"])
+def test_what_is_denied_is_not_stated(text: str, outcome: str, form: str) -> None:
+    found = knights_and_knaves(Submission(form.format(text), None, GOLD, TWO))
+    assert (found.outcome, found.facts["people_right"]) == (outcome, 0.5 if outcome == "wrong" else 0.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Zoey is not a knave, Bob is not a knight", "Zoey cannot be a knave; Bob can't be a knight",
+     "Zoey is a knight and not a knave\nBob is a knave, not a knight.",
+     "No. 1: Zoey is a knight\nNo. 2: Bob is a knave",
+     "It is not so simple.\nZoey is a knight\nBob is a knave"],
+)  # fmt: skip
+def test_what_denies_the_other_role_is_a_statement(text: str) -> None:
+    assert knights_and_knaves(Submission(text, None, GOLD, TWO)).outcome == "right"
+
+
+@pytest.mark.parametrize(
+    "name", ["Nora", "Notley", "Iffy", "Neveah", "Will Wrong", "Doubt", "Nor", "May", "If", "Claims"]
+)
+def test_names_may_be_or_contain_words_that_deny(name: str) -> None:
+    assert read_roles(f"{name} is a knight, Bob: knave", (name, "Bob"), all_lines=False) == {name: True, "Bob": False}
+
+
 def test_without_a_solution_nothing_is_graded() -> None:
     for meta in ({}, {"names": ("A",)}, {"names": ("A",), "solution": (True, False)}):
         assert knights_and_knaves(Submission(GOLD, None, GOLD, meta)).outcome == "ungraded"

@@ -22,6 +22,7 @@ from posttrain.apps.evaluation_files import (
     discard,
     finished_before,
     read_finished,
+    settings_replaced,
     told_results,
 )
 from posttrain.apps.evaluation_plan import Cell, Drawing, Plan, make_plan
@@ -114,6 +115,9 @@ def _run_cells(
     finished = {}
     for cell, own in zip(cells, samplers, strict=True):
         settings = plan.settings(cell)
+        if names := settings_replaced(cell.folder, settings):
+            told = ", ".join("data (other questions or gold answers)" if name == "data" else name for name in names)
+            progress.tell(f"{cell.folder}: an earlier evaluation there differs in {told}; it is replaced")
         with EvaluationStore(cell.folder, cell.name, settings) as recorder:
             drawing = replace(plan.drawing, max_tokens=cell.max_tokens)
             evaluation = measure(own, cell.task, drawing, recorder=recorder, scorer=scorer, progress=progress)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from posttrain.apps.console import open_console
 from posttrain.apps.evaluation import measure, print_table
-from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY
+from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY, refuse_other
 from posttrain.apps.evaluation_plan import EVALUATIONS, Drawing, drawing_of, slug, words_of
 from posttrain.apps.evaluation_progress import choose_evaluation_progress
 from posttrain.apps.evaluation_scorer import open_reward_model
@@ -135,6 +135,7 @@ def plan_contest(arguments: argparse.Namespace) -> ContestPlan:
     if a.run is None:
         name = slug(f"{a.label}-{name}")
     folder = Path(arguments.out) if arguments.out else (a.run / "evaluation" if a.run else Path(EVALUATIONS)) / name
+    refuse_other(folder)
     templates = [_template_of(template, own, other) for own, other in ((a, b), (b, a))]
     return ContestPlan(
         a=a,

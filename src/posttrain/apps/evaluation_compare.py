@@ -102,6 +102,7 @@ def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart:
         "a": {"name": paired.a, "folder": str(a.folder)},
         "b": {"name": paired.b, "folder": str(b.folder)},
         "outcome": paired.in_words(),
+        "cautions": paired.cautions(),
         "n": paired.n,
         "differences": {name: asdict(found) for name, found in paired.differences.items()},
         "table": paired.table,
@@ -130,6 +131,8 @@ def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple
             console.print(Text(f"\n{title}, the first {len(pairs)}:", style="bold"))
             _print_flips(console, pairs)
     console.print(Text(f"\n{paired.in_words()}", style="bold"), soft_wrap=True)
+    for caution in paired.cautions():
+        console.print(Text(caution, style="dim"), soft_wrap=True)
 
 
 def differences_table(paired: Paired) -> TextTable:
@@ -139,9 +142,10 @@ def differences_table(paired: Paired) -> TextTable:
         is_share = name != "num_tokens"
         unit, form = (100.0, ".1f") if is_share else (1.0, ".1f")
         percent = "%" if is_share else ""
+        label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
         lines.append(
             [
-                {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " ")),
+                label if found.n == paired.n else f"{label}, of {found.n} items that both answered",
                 f"{found.a * unit:{form}}{percent}",
                 f"{found.b * unit:{form}}{percent}",
                 f"{found.difference * unit:+{form}}",

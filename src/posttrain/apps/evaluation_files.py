@@ -25,7 +25,7 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
 
 ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
-_SETTINGS = "settings"
+_SETTINGS, _MARK = "settings", "settings_mark"
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,18 @@ class EvaluationStore:
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         self.folder, self.name = folder, name
-        mark = fingerprint(settings)
+        mark = resume_mark(settings)
         with storage_errors("evaluation", folder):
             folder.mkdir(parents=True, exist_ok=True)
             interrupted = (folder / ROLLOUTS).is_file() and not (folder / RESULTS).exists()
-            before = RolloutStore(folder / ROLLOUTS).about().get(_SETTINGS) if interrupted else None
+            before = RolloutStore(folder / ROLLOUTS)
+            self.continues = interrupted and before.about().get(_MARK) == mark
+            if not self.continues:  # before the new mark is written: no old answer may ever stand under it
+                before.trim(-1)
             for left in (RESULTS, SUMMARY, ITEMS):
                 (folder / left).unlink(missing_ok=True)
-        self.store = RolloutStore(folder / ROLLOUTS, about={_SETTINGS: mark})
-        self.continues = before == mark
-        if not self.continues:
-            self.store.trim(-1)
+        about = {_MARK: mark, _SETTINGS: json.dumps(settings, default=str)}
+        self.store = RolloutStore(folder / ROLLOUTS, about=about)
 
     def __enter__(self) -> Self:
         self.store.__enter__()
@@ -164,12 +165,25 @@ def read_finished(folder: str | Path) -> Finished:
     if isinstance(content, dict) and "cells" in content:
         folders = ", ".join(str(Path(folder) / cell["folder"]) for cell in content["cells"])
         raise DataError(path, f"these are several evaluations; name one of them: {folders}")
+    _refuse_other_kind(path, content)
     try:
         results = {name: value for name, value in content["results"].items() if value is not None}
         kinds, timing = content.get("kinds", {}), content.get("timing", {})
         return Finished(Path(folder), content["evaluation"], results, content["settings"], kinds, timing)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(path, f"not the results of an evaluation ({type(error).__name__}: {error})") from None
+
+
+def _refuse_other_kind(path: Path, content: Any) -> None:
+    """Raises ``DataError`` for results that are not of answers to items: a reward model's, a contest's."""
+    if not isinstance(content, dict):
+        return
+    if "measured" in content:
+        what = f"these are the results of a reward model ({content['measured']}), which wrote no answers to compare"
+        raise DataError(path, f"{what}; `posttrain evaluate RM_A RM_B` tests the difference of two reward models")
+    if "a" in content and "b" in content:
+        what = f"these are the results of --against: {content['a']} and {content['b']} are compared in them already"
+        raise DataError(path, f"{what}; `posttrain evaluate --compare A B` tests the difference of two models")
 
 
 def is_evaluation(folder: str | Path) -> bool:
@@ -184,7 +198,39 @@ def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | Non
     if not (folder / RESULTS).is_file():
         return None
     found = read_finished(folder)
-    return found if fingerprint(found.settings) == fingerprint(settings) else None
+    return found if resume_mark(found.settings) == resume_mark(settings) else None
+
+
+def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """In which settings an evaluation, finished or interrupted, that was left in ``folder`` differs from this one.
+
+    Empty where there is none, where it does not tell, and where it differs in none.
+    """
+    before: Any = None
+    try:
+        if (folder / RESULTS).is_file():
+            before = read_finished(folder).settings
+        elif (folder / ROLLOUTS).is_file():
+            before = json.loads(RolloutStore(folder / ROLLOUTS, read_only=True).about().get(_SETTINGS, "null"))
+    except (DataError, ValueError):
+        return []
+    if not isinstance(before, dict):
+        return []
+    one, other = (_deciding(json.loads(json.dumps(found, default=str))) for found in (before, settings))
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without the place of a server: the same model answers the same wherever it is served."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Mapping):
+        return dict(settings)
+    return {**settings, "engine": {key: value for key, value in engine.items() if key != "url"}}
+
+
+def resume_mark(settings: Mapping[str, Any]) -> str:
+    """The fingerprint of all settings that must be the same for an evaluation to go on."""
+    return fingerprint(_deciding(settings))
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

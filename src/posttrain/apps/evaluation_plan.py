@@ -14,7 +14,8 @@ from posttrain.apps.evaluation_files import refuse_other, weights_mark
 from posttrain.apps.evaluation_options import SECTIONS
 from posttrain.apps.sampling import ModelSource, choose_task, complete_template, find_source
 from posttrain.errors import UsageError
-from posttrain.evals.generation import task_label
+from posttrain.evals.generation import held_out_indices, task_label
+from posttrain.evals.items import digest_of
 from posttrain.evals.measures import default_ks
 from posttrain.models.load import resolve_model_name
 from posttrain.recipe import Word, apply_override
@@ -45,7 +46,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Cell:
-    """One evaluation: a model on a task under a template, with the folder for its files."""
+    """One evaluation: a model on a task under a template, with the folder for its files.
+
+    ``data`` is the digest of the examples that are asked (``evals/items.py``).
+    """
 
     source: ModelSource
     task: Task
@@ -53,6 +57,7 @@ class Cell:
     template: Word
     max_tokens: int
     folder: Path
+    data: str
 
     @property
     def name(self) -> str:
@@ -70,6 +75,7 @@ class Plan:
     dtype: Literal["float32", "bfloat16"] | None
     device: Literal["auto", "cpu", "cuda"] | None
     best_of: str | None
+    best_of_weights: str | None = None
 
     @property
     def is_table(self) -> bool:
@@ -84,6 +90,7 @@ class Plan:
             "checkpoint": checkpoint,
             "weights": weights_mark(checkpoint),
             "task": cell.task_word.model_dump(),
+            "data": cell.data,
             "dropped": cell.task.dropped,
             "template": cell.template.model_dump(),
             "max_tokens": cell.max_tokens,
@@ -95,6 +102,7 @@ class Plan:
             "dtype": self.dtype,
             "device": self.device,
             "best_of": self.best_of,
+            "best_of_weights": self.best_of_weights,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -127,11 +135,23 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     tasks = _build_tasks([task for _, task, _ in combinations])
     folder, names = _choose_folders(arguments.out, combinations, tasks)
     refuse_other(folder)
+    data = {key: _digest(task, drawing.n) for key, task in tasks.items()}
     cells = [
-        Cell(source, tasks[_key(task)], task, template, drawing.max_tokens or source.max_tokens, folder / name)
+        Cell(
+            source,
+            tasks[_key(task)],
+            task,
+            template,
+            drawing.max_tokens or source.max_tokens,
+            folder / name,
+            data[_key(task)],
+        )
         for (source, task, template), name in zip(combinations, names, strict=True)
     ]
-    return Plan(cells, folder, drawing, engine, arguments.dtype, arguments.device, arguments.best_of)
+    best_of_weights = None
+    if arguments.best_of is not None:
+        best_of_weights = weights_mark(resolve_model_name(find_source(arguments.best_of, arguments.runs_dir).path))
+    return Plan(cells, folder, drawing, engine, arguments.dtype, arguments.device, arguments.best_of, best_of_weights)
 
 
 def drawing_of(arguments: argparse.Namespace) -> Drawing:
@@ -206,6 +226,10 @@ def _key(task: Word) -> str:
 
 def _build_tasks(words: Sequence[Word]) -> dict[str, Task]:
     return {_key(word): build_task(word, "--task") for word in {_key(word): word for word in words}.values()}
+
+
+def _digest(task: Task, n: int) -> str:
+    return digest_of([task.examples[i] for i in held_out_indices(len(task.examples), n)])
 
 
 def _tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:

@@ -32,6 +32,9 @@ class EvaluationProgress:
     def observe(self, advance: Advance) -> None:
         """See ``evals.generation.evaluate``."""
 
+    def tell(self, line: str) -> None:
+        """Something that a person should know, said once."""
+
     def close(self) -> None:
         """Put everything away."""
 
@@ -63,6 +66,9 @@ class PlainLines(EvaluationProgress):
             facts = describe(advance, now - self.began)
             self._print(f"{self.title}: {advance.phase} {advance.num_done}/{advance.num_items} · {facts}")
 
+    def tell(self, line: str) -> None:
+        self._print(line)
+
     def _print(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
 
@@ -92,6 +98,9 @@ class LiveBar(EvaluationProgress):
         self.progress.update(
             self.bar, description=title, total=advance.num_items, completed=advance.num_done, facts=facts
         )
+
+    def tell(self, line: str) -> None:
+        self.progress.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
         self.progress.stop()

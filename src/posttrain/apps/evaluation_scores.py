@@ -14,7 +14,8 @@ from rich.text import Text
 
 from posttrain.apps.console import open_console
 from posttrain.apps.evaluation import print_table
-from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY, weights_mark
+from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY, refuse_other, weights_mark
+from posttrain.apps.evaluation_options import DEFAULT_BATCH
 from posttrain.apps.evaluation_plan import EVALUATIONS, slug, words_of
 from posttrain.apps.evaluation_scorer import open_reward_model
 from posttrain.apps.sampling import ModelSource, choose_task, find_source
@@ -43,6 +44,8 @@ def run_evaluate_scores(arguments: argparse.Namespace) -> int:
     tasks = {word.model_dump_json(): build_task(word, "--task") for _, word in words}
     cells = [(source, word, tasks[word.model_dump_json()]) for source, word in words]
     folders = _choose_folders(arguments.out, [(source, task) for source, _, task in cells])
+    for folder in ([Path(arguments.out)] if arguments.out else []) + folders:
+        refuse_other(folder)
     rows: list[tuple[str, RewardEvaluation]] = []
     opened: tuple[ModelSource, RewardModel] | None = None
     for (source, word, task), folder in zip(cells, folders, strict=True):
@@ -79,6 +82,8 @@ def _refuse_sampling(arguments: argparse.Namespace) -> None:
         "--max-tokens": arguments.max_tokens is not None,
         "--best-of": arguments.best_of is not None,
         "--engine": arguments.engine != "native",
+        "--seed": arguments.seed != 0,
+        "--batch": arguments.batch != DEFAULT_BATCH,
     }
     for option, is_given in given.items():
         if is_given:

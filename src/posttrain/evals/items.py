@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,26 @@ def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) ->
     """The item of an example."""
     plain = {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
     return Item(example.id, index, prompt_text(example), example.answer, plain, tuple(samples))
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """SHA-256 (16 hex digits) of what is asked and what is right: messages, gold answer, grader and its facts.
+
+    An id says which row of a file an example was; this says whether the row is still the same.
+    """
+    digest = hashlib.sha256()
+    for example in examples:
+        asked = [[message.role, message.content] for message in example.messages]
+        content = [example.id, asked, example.answer, example.grader, example.meta]
+        digest.update(json.dumps(content, default=_plain).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know, in a form that is the same in every process."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(map(repr, value)) if isinstance(value, Set) else repr(value)
 
 
 def sample_of(rollout: Rollout | RecordedRollout, format_part: str) -> ItemSample:

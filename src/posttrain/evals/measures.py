@@ -148,22 +148,24 @@ def _mean_parts(
 def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
     """Accuracy by kind of item: for each key of ``meta`` with a few different values, each value's n and interval.
 
-    A key counts that has 2 to ``MAX_KINDS`` values, at most half as many as there are graded items, and cuts them
-    otherwise than the keys before it.
+    Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
+    ``MAX_KINDS`` kinds, at most half as many as there are graded items, and cuts them otherwise than the keys before.
     """
     graded = graded_items(items)
     keys = dict.fromkeys(key for item in graded for key in item.meta)
     found: Kinds = {}
     cuts: set[frozenset[tuple[int, ...]]] = set()
     for key in keys:
-        groups: dict[Scalar, list[Item]] = {}
+        groups: dict[str, list[Item]] = {}
+        values: dict[Scalar, str] = {}  # 1 and 1.0 are one value, called by how it is written first
         for item in graded:
-            groups.setdefault(item.meta.get(key), []).append(item)
+            value = item.meta.get(key)
+            groups.setdefault(values.setdefault(value, show_kind(value)), []).append(item)
         cut = frozenset(tuple(item.index for item in group) for group in groups.values())
         if 2 <= len(groups) <= min(MAX_KINDS, len(graded) // 2) and cut not in cuts:
             cuts.add(cut)
-            ordered = sorted(groups, key=lambda value: (value is None, isinstance(value, str), _in_order(value)))
-            found[key] = {show_kind(value): _kind(groups[value], samples) for value in ordered}
+            ordered = dict.fromkeys(values[value] for value in sorted(values, key=_in_order))
+            found[key] = {kind: _kind(groups[kind], samples) for kind in ordered}
     return found
 
 
@@ -171,8 +173,9 @@ def _kind(items: Sequence[Item], samples: int) -> dict[str, float]:
     return {"n": float(len(items)), **_with_interval("accuracy", item_values(items, "accuracy"), samples)}
 
 
-def _in_order(value: Scalar) -> str | float:
-    return value if isinstance(value, str) else float(value or 0)
+def _in_order(value: Scalar) -> tuple[bool, bool, str | float]:
+    """Numbers, then texts, then none."""
+    return value is None, isinstance(value, str), value if isinstance(value, str) else float(value or 0)
 
 
 def show_kind(value: Scalar) -> str:

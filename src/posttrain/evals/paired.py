@@ -17,13 +17,16 @@ ALIKE = ("samples", "max_tokens", "temperature", "top_k", "top_p", "best_of")
 # Settings in which they may differ, which is then told.
 TOLD = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
 NUM_FLIPS = 3
+ALPHA = 0.05
+MIN_ITEMS = 30  # below, resampled items tell little of the items that there might have been
 
 
 @dataclass(frozen=True)
 class Paired:
     """What a comparison found. ``a`` and ``b`` are what the two are called.
 
-    ``differences`` by measure: ``accuracy`` first, then pass@k and its like, format and length. ``table``: of items
+    ``differences`` by measure: ``accuracy`` first, then pass@k and its like, format, and length over the items that
+    both answered (left out where there is none). ``table``: of items
     with one answer each, how many both, only A, only B and neither got right; with several answers, on how many
     A has the higher share, B has, or neither. ``gained`` and ``lost``: items on which B is right and A is not, and
     the other way round (with several samples, those where the shares differ most), the first few.
@@ -39,16 +42,33 @@ class Paired:
     lost: list[tuple[Item, Item]]
 
     def in_words(self) -> str:
-        """The outcome in one sentence."""
+        """The outcome in one sentence. It may be chance unless the bootstrap and McNemar's test both say no."""
         found = self.differences["accuracy"]
         sign = -100.0 if found.difference < 0 else 100.0
         low, high = sorted((found.low * sign, found.high * sign))
-        facts = f"[{low:.1f}, {high:.1f}], {show_p(found.p)}, on {found.n} items"
+        is_inside = found.low <= 0 <= found.high
+        exact = self.mcnemar if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside else None
+        told = show_p(found.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
+        facts = f"[{low:.1f}, {high:.1f}], {told}, on {found.n} items"
         if found.difference == 0:
             return f"{self.b} and {self.a} are right equally often, {facts}"
         way = "better" if found.difference > 0 else "worse"
-        chance = ", which may be chance," if found.low <= 0 <= found.high else ""
+        chance = ", which may be chance," if is_inside or exact is not None or found.p >= ALPHA else ""
         return f"{self.b} is {way} than {self.a} by {found.difference * sign:.1f} points{chance} {facts}"
+
+    def cautions(self) -> list[str]:
+        """Why the interval and its p are worth less than they look."""
+        found = self.differences["accuracy"]
+        notes = []
+        if found.is_constant:
+            notes.append(
+                f"all {found.n} items differ by the same amount ({100 * found.difference:+.1f} points), so the "
+                "interval has no width and says nothing about so few differences"
+            )
+        if found.n < MIN_ITEMS:
+            exact = "; McNemar's exact test holds for few items too" if self.mcnemar is not None else ""
+            notes.append(f"{found.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
+        return notes
 
 
 def show_p(p: float) -> str:
@@ -113,8 +133,10 @@ def compare_items(
     differences = {
         name: paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed) for name in names
     }
-    for name, value in (("format", _in_format), ("num_tokens", _mean_tokens)):
-        differences[name] = paired_bootstrap([value(x) for x in left], [value(y) for y in right], seed=seed)
+    answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # what was not asked has no length
+    for name, value, own in (("format", _in_format, pairs), ("num_tokens", _mean_tokens, answered)):
+        if own:
+            differences[name] = paired_bootstrap([value(x) for x, _ in own], [value(y) for _, y in own], seed=seed)
     table, mcnemar = _table(pairs, samples)
     return Paired(*labels, len(pairs), differences, table, mcnemar, _farthest(pairs, 1), _farthest(pairs, -1))
 
@@ -130,7 +152,7 @@ def _in_format(item: Item) -> float:
 
 
 def _mean_tokens(item: Item) -> float:
-    return statistics.fmean(sample.num_tokens for sample in item.samples) if item.samples else 0.0
+    return statistics.fmean(sample.num_tokens for sample in item.samples)
 
 
 def _table(pairs: Sequence[tuple[Item, Item]], samples: int) -> tuple[dict[str, int], float | None]:

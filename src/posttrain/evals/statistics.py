@@ -101,7 +101,10 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """B minus A, over the same items: their means, the 95 % interval of the difference, a two-sided p."""
+    """B minus A, over the same items: their means, the 95 % interval of the difference, a two-sided p.
+
+    ``is_constant``: every item differs by the same amount, so that the interval is a point and says nothing.
+    """
 
     a: float
     b: float
@@ -110,6 +113,7 @@ class Difference:
     high: float
     p: float
     n: int
+    is_constant: bool = False
 
 
 def paired_bootstrap(
@@ -120,6 +124,9 @@ def paired_bootstrap(
     The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of
     resamples on either side of 0 (0 itself counts on both; one is added to each count and to the number of
     resamples), at most 1. Deterministic, and the same for any order of the items.
+
+    Where all items differ by the same amount, every resample is the sample: the interval is a point (``is_constant``),
+    and ``p`` is at least that of the exact sign test, 2 · 2⁻ⁿ, which so few items allow.
 
     Source: Efron & Tibshirani (1993), "An Introduction to the Bootstrap", chapters 13 and 15.3; pairing as in
     Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation".
@@ -142,7 +149,10 @@ def paired_bootstrap(
     tail = min(int((means <= 0).sum()), int((means >= 0).sum()))
     mean_a, mean_b = math.fsum(a) / n, math.fsum(b) / n
     p = min(1.0, 2.0 * (tail + 1) / (num_resamples + 1))
-    return Difference(mean_a, mean_b, mean_b - mean_a, low, high, p, n)
+    is_constant = len(distinct) == 1
+    if is_constant and distinct[0] != 0:
+        p = max(p, mcnemar_p(0, n))
+    return Difference(mean_a, mean_b, mean_b - mean_a, low, high, p, n, is_constant)
 
 
 def mcnemar_p(only_a: int, only_b: int) -> float:

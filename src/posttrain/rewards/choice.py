@@ -66,6 +66,28 @@ _LABEL = re.compile(r"\W*(?:(?i:option|choice)\s+)?[(\[]?([A-J](?=[)\].:])|[a-j]
 _SEPARATOR = re.compile(r"^[\s.):,;\]]*(?:[-–—]\s+)?")
 _DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
 _SPACE = re.compile(r"\s+")
+# Sentences that conclude without the word answer: "It is B", "I believe it's B", "So C".
+_CONCLUSION = re.compile(
+    r"(?:^|[.!?;\n])[\s*_]{0,4}(?:"
+    r"(?:(?i:so|thus|hence|therefore|then|no|yes|wait|rather|actually|sorry|hmm|oh|but|and|"
+    r"i(?:['’]d|\s{1,3}would)?\s{1,3}(?:\(?(?:personally|really|firmly|do|still|now)\)?\s{1,3})?(?:think|believe|guess|say)"
+    r"(?:\s{1,3}that)?)[,:]?\s{1,3}){0,4}"
+    r"(?P<verb>(?i:it(?:['’]s|\s{1,3}(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be))))\s{1,3}"
+    r"(?:(?i:actually|really|clearly|therefore|thus|then|indeed|option|choice|letter)\s{1,3}){0,3}"
+    r"|(?:(?i:so|thus|hence|therefore|rather|actually)[,:]?|(?i:no)[,:])\s{1,3}(?:(?i:option|choice|letter)\s{1,3})?"
+    r")[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!,;\n]|$))"
+)
+_CLOSING = " \t\n.!*_`$\"'”’"
+# A sentence that takes back the one in front of it. "No, because" and "Wait for it" may be the texts of choices.
+_TAKEN_BACK = re.compile(
+    r"(?:^|[.!?;\n])[\s*_]{0,4}(?:(?:oh|but|ah|well|ok|okay)\b[,.]?\s{1,3}){0,2}(?:"
+    r"wait\b(?=\s{0,3}(?:[,.!:;…–—-]|$|no\b))|no\b[,.!]?\s{0,3}(?=$|wait\b|sorry\b|actually\b|that\b|it\b|i\b)|hmm|"
+    r"actually\b|sorry\b|correction\b|scratch\s{1,3}that\b|never\s?mind\b|on\s{1,3}second\s{1,3}thoughts?\b|"
+    r"i\s{1,3}(?:was|am)\s{1,3}(?:wrong|mistaken)\b|i\s{1,3}take\s{1,3}(?:that|it|this)\s{1,3}back\b|"
+    r"(?:that|this|it)(?:['’]s|\s{1,3}(?:is|was))\s{1,3}(?:wrong|incorrect|false|a\s{1,3}mistake|not\s{1,3}(?:right|correct|true))\b"
+    r"(?!\s{1,3}(?:to|that)\b))",
+    re.IGNORECASE,
+)
 _HEDGED = "?"
 
 
@@ -75,9 +97,10 @@ def multiple_choice(submission: Submission) -> Verdict:
 
     The answer is read in the answer tags or the last box, else in the response behind the thinking: as a letter
     (``B``, ``(B)``, ``B.``, ``B) text``, ``\\text{B}``, ``Option B``), as the full text of a choice, or in a sentence
-    (``the answer is (B)``, ``Answer: B``, ``option B is correct``), of which the last counts. Letters are A to J,
-    capitals save in brackets. No answer: ``A or B``, ``A B C D``, a letter that is a word (``A cat``), a label with
-    another choice's text, and thinking that never ends.
+    (``the answer is (B)``, ``Answer: B``, ``option B is correct``; at the end also ``It is B`` and ``So B``), of which
+    the last counts. Letters are A to J, capitals save in brackets. No answer: ``A or B``, ``A B C D``, a letter that
+    is a word (``A cat``), a label with another choice's text, an answer that is taken back (``B. Wait, no.``), and
+    thinking that never ends.
 
     ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
     once and then makes up further questions is graded by its first line.
@@ -119,6 +142,8 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
     stated = _last_statement(text, choices)
     if last is None or (stated is not None and stated[0] > text.rstrip().rfind("\n")):
         last = stated[1] if stated is not None else _read_line(lines[0], lines, choices)
+        if stated is None and _TAKEN_BACK.search("\n".join(lines[1:])):
+            return None
     return None if last == _HEDGED else last
 
 
@@ -131,8 +156,22 @@ def _last_statement(text: str, choices: Sequence[str]) -> tuple[int, str] | None
             found.append((head.start(), read))
     for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
         if not _is_denied(text, match.start()):
-            found.append((match.start(), match[1] or match[2]))
-    return max(found, default=None)
+            following = text[match.end() : match.end() + _TAIL_CHARS]
+            taken_back = _TAKEN_BACK.search(_SEPARATOR.sub("", following))
+            found.append((match.start(), _HEDGED if taken_back else match[1] or match[2]))
+    return max([*found, *_conclusions(text, max(found, default=None))], default=None)
+
+
+def _conclusions(text: str, stated: tuple[int, str] | None) -> list[tuple[int, str]]:
+    """Where "It is B" and "So B" stand: an answer at the very end, and elsewhere a doubt about another answer."""
+    found: list[tuple[int, str]] = []
+    for match in deque(_CONCLUSION.finditer(text), maxlen=MAX_STATEMENTS):
+        letter = match[2] or match[3]
+        if not text[match.end() :].strip(_CLOSING):
+            found.append((match.start(), letter))
+        elif match["verb"] and (stated is None or stated[1] != letter):
+            found.append((match.start(), _HEDGED))
+    return found
 
 
 def _is_denied(text: str, start: int) -> bool:
@@ -165,9 +204,21 @@ def _read_short(text: str, choices: Sequence[str]) -> str | None:
         return None
     letter = (match[1] or match[2] or match[3]).upper()
     following = cleaned[match.end() :]
+    if match[3] and _is_word(letter, match[0], following, choices):
+        return None
     read = _letter_with(letter, following, choices)
     # a text of several lines that begins with a letter may conclude otherwise; its lines are looked at one by one
     return None if read == letter and "\n" in following.strip() else read
+
+
+def _is_word(letter: str, label: str, following: str, choices: Sequence[str]) -> bool:
+    """Whether the capital that a line begins with is no label: the pronoun I, or the E of "E. coli" among A to D."""
+    rest, own = _plain(following.partition("\n")[0]), LETTERS.index(letter)
+    if not rest:
+        return False
+    if choices and own >= len(choices):
+        return True
+    return letter == "I" and label[-1] not in "):" and (not choices or rest != _plain(choices[own]))
 
 
 def _read_opening(line: str, choices: Sequence[str]) -> str | None:
@@ -206,6 +257,8 @@ def _letter_with(letter: str, following: str, choices: Sequence[str]) -> str:
         return letter
     if rest and any(rest == _plain(choice) for choice in choices):
         return _HEDGED  # the label of one choice with the text of another
+    if _TAKEN_BACK.search(_SEPARATOR.sub("", following)):
+        return _HEDGED
     hedge = _HEDGE.match(following) or _LISTED.search(following.partition("\n")[0])
     return _HEDGED if hedge is not None and letter not in hedge.groups() else letter
 

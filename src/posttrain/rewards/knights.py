@@ -15,17 +15,22 @@ MAX_NAMES = 100
 
 _ROLE_NAMES = {True: "knight", False: "knave", None: "both"}
 _DRESS = re.compile(r"[*_`$#{}]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[,;!]")
-# Behind a name: "is a knight", "is not a knave", ": knight", "→ knave"; and a second role that takes the first back.
+# Behind a name: "is a knight", "is not a knave", ": knight", "→ knave"; then a second role that takes the first back,
+# or the other role denied ("not a knave").
 _CLAIM = (
     r"\s{0,3}(?:(is\s{1,3}not\b|isn['’]t\b|can(?:not|['’]t)\s{1,3}be\b)|(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be)\b|"
     r"->|[:=(→–—-])?\s{0,3}(?:(?:definitely|therefore|thus|also|clearly)\s{1,3})?(?:(?:an?|the)\s{1,3})?(knight|knave)\b"
     r"((?:\s{0,3}[/,]\s{0,3}|\s{1,3}(?:or|and|and/or)\s{1,3})(?:(?:an?|the|also|maybe|possibly)\s{1,3}){0,3}"
     r"(?:knight|knave)\b)?"
+    r"(?:[\s,;]{0,3}(?:and\s{1,3})?\bnot\s{1,3}(?:(?:an?|the)\s{1,3})?(?!\3)(?:knight|knave)\b)?"
 )
-_SUPPOSED = re.compile(
-    r"\b(?:if|unless|whether|either|would|could|might|suppos\w*|assum\w*|says?|said|claim\w*|told|tells|states?)\b",
-    re.IGNORECASE,
+# Words beside the statements of a line, which then states nothing: it supposes, reports, denies or doubts.
+_SUPPOSED = r"if|unless|whether|either|would|could|might|suppos\w*|assum\w*|says?|said|claim\w*|told|tells|states?"
+_DENIED = (
+    r"not|\w{1,9}n['’]t|cannot|never|no(?!\.\s?\d)|none|neither|nor|doubt\w*|false\w*|untrue|wrong\w*|mistake\w*|incorrect\w*|"
+    r"contradict\w*|impossible|absurd|unlikely|hardly|den(?:y|ies|ied)|refut\w*|reject\w*|disprov\w*|rule[sd]?\s{1,3}out"
 )
+_STATES_NOTHING = re.compile(rf"\b(?:{_SUPPOSED}|{_DENIED})\b", re.IGNORECASE)
 
 
 @register("grader")
@@ -35,9 +40,9 @@ def knights_and_knaves(submission: Submission) -> Verdict:
     Read are statements such as ``(1) Zoey is a knight`` or ``Zoey: knight``, without case; "is not a knave" says
     knight, since everyone is one or the other. They stand in the answer tags or the last box, all of which counts, so
     that a name with two roles is wrong. Without these, the last lines of the response that state roles are read:
-    upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose or
-    report ("if Zoey is a knight", "Zoey says") state nothing. A statement may be repeated; a missing name, both
-    roles, and "a knight or a knave" are wrong.
+    upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose, report
+    or deny ("if Zoey is a knight", "Zoey says", "it is false that") state nothing at all. A statement may be
+    repeated; a missing name, both roles, and "a knight or a knave" are wrong.
 
     ``meta``: ``names``, and ``solution``, of which True is a knight. The fact ``people_right`` is the share of
     names that were called what they are.
@@ -71,7 +76,8 @@ def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str,
     known = {name.casefold(): name for name in names}
     roles: dict[str, bool | None] = {}
     for line in reversed(_DRESS.sub("", text).splitlines()):
-        found = [] if _SUPPOSED.search(line) else pattern.findall(line)
+        # the words count beside the statements alone: a name may be such a word, and "is not a knave" is a statement
+        found = [] if _STATES_NOTHING.search(pattern.sub(" ", line)) else pattern.findall(line)
         ends = not found and bool(roles) and (bool(line.strip()) or len(roles) == len(names))
         if ends and not all_lines:
             break
