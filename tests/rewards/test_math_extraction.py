@@ -48,6 +48,9 @@ from posttrain.rewards.math_extraction import find_answer, is_bare, read_solutio
         ("I think that it costs $1,234.50 in all.", "$1,234.50"),
         ("a = b, so half of it is 3/4 of that", "3/4"),
         ("他总共有858颗糖果。", "858"),
+        # no sentence, and too long for an answer: nothing of it is taken
+        ("\\frac{1}{2}" * 60, "\\frac{1}{2}" * 60),
+        ("42 " * 200, ("42 " * 200).strip()),
         # bare answers
         ("x^2 + 1", "x^2 + 1"),
         ("  36 degrees ", "36 degrees"),

@@ -184,8 +184,10 @@ def _first_value(text: str) -> str | None:
 
 
 def _last_value(text: str) -> str | None:
-    """The last formula that is more than a name, or the last number behind it."""
+    """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
     formulas = [match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))]
+    if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
+        return None
     values = list(_VALUE.finditer(text, formulas[-1].end() if formulas else 0))
     if values or not formulas:
         return values[-1][0] if values else None
