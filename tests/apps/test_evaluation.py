@@ -319,3 +319,8 @@ def test_a_malformed_line_is_named(
         file.write("{not json\n")
     assert evaluate() == 2
     assert f"{problems}:7:" in capsys.readouterr().err
+
+
+def test_many_settings_are_not_all_named() -> None:
+    assert app.tell_names(["n", "data"]) == "n, data (other questions or gold answers)"
+    assert app.tell_names(list("abcdef")) == "a, b, c, d and 2 other settings"

@@ -39,6 +39,7 @@ from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task
 
 MAX_COLUMNS = 400
+MAX_NAMED = 4
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
@@ -76,6 +77,12 @@ def _run_scorers(arguments: argparse.Namespace, scorers: Sequence[str]) -> int:
 def is_scorer(source: ModelSource) -> bool:
     """Whether a name stands for the run of a reward model."""
     return source.recipe is not None and not writes_answers(source.recipe)
+
+
+def tell_names(names: Sequence[str]) -> str:
+    """Settings by name, the first few of many."""
+    told = ["data (other questions or gold answers)" if name == "data" else name for name in names[:MAX_NAMED]]
+    return ", ".join(told) + (f" and {len(names) - MAX_NAMED} other settings" if len(names) > MAX_NAMED else "")
 
 
 def run_plan(plan: Plan, runs_dir: str | Path, quiet: bool) -> list[Finished]:
@@ -116,8 +123,7 @@ def _run_cells(
     for cell, own in zip(cells, samplers, strict=True):
         settings = plan.settings(cell)
         if names := settings_replaced(cell.folder, settings):
-            told = ", ".join("data (other questions or gold answers)" if name == "data" else name for name in names)
-            progress.tell(f"{cell.folder}: an earlier evaluation there differs in {told}; it is replaced")
+            progress.tell(f"{cell.folder}: an earlier evaluation there differs in {tell_names(names)}; it is replaced")
         with EvaluationStore(cell.folder, cell.name, settings) as recorder:
             drawing = replace(plan.drawing, max_tokens=cell.max_tokens)
             evaluation = measure(own, cell.task, drawing, recorder=recorder, scorer=scorer, progress=progress)
