@@ -98,7 +98,7 @@ def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:
     (tmp_path / "surprised.yaml").write_text(recipe, encoding="utf-8")
     mine = comparison.replace("rl/surprised", str(tmp_path / "surprised.yaml"))
     (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
-    objective, reward = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
+    objective, reward, grader = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
     # A process of its own: the toy words must not join the registry that other tests enumerate.
     code = f"""
 import torch
@@ -107,6 +107,8 @@ from posttrain.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
+from posttrain.rewards.grading import Submission, Verdict, grade
+{grader}
 ones = torch.ones(1, 3, dtype=torch.bool)
 zeros = torch.zeros(1, dtype=torch.long)
 batch = Batch(torch.zeros(1, 3, dtype=torch.long), zeros + 3, ones, zeros, zeros,
@@ -116,8 +118,9 @@ assert find("objective", "surprised").traits["needs"] == ("advantages",)
 print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
+asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
+print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipe import load_recipe
-from posttrain.runs.compare import load_comparison
 from posttrain.runs.compare import load_comparison
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
@@ -131,6 +134,7 @@ print(len(plan.cells), sorted({{cell.recipe.objective.name for cell in plan.cell
         "[[0.5, -4.0, 3.0]]",
         "True",
         "1.0 0.0 {'limit': 50}",
+        "['right', 'wrong', 'no_answer']",
         "{'power': 1.0} centered stories",
         "9 ['grpo', 'reinforce', 'surprised'] 60",
     ]
