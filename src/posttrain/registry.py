@@ -133,6 +133,7 @@ class Entry:
 
         Raises:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
+            UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
         """
         model = self.options_model()
         try:
@@ -140,11 +141,24 @@ class Entry:
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
-        return {name: getattr(checked, name) for name in model.model_fields}
+        filled = {name: getattr(checked, name) for name in model.model_fields}
+        for key, kind in self.traits.get("words", {}).items():
+            _check_word(filled[key], kind, f"{where}.{key}" if where else key)
+        return filled
 
     def bind(self, given: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
         """The function with its options filled in; takes what the machine provides."""
         return partial(self.function, **self.options(given, where))
+
+
+def _check_word(value: Any, kind: str, where: str) -> None:
+    """Refuse what is neither ``auto`` nor a word of the kind: its name, or a mapping with its name and options."""
+    if value == "auto":
+        return
+    given = {"name": value} if isinstance(value, str) else dict(value)
+    if "name" not in given:
+        raise RecipeError(f"{where}: a {kind} has a name and maybe options; got {value!r}")
+    find(kind, str(given.pop("name")), where).options(given, where)
 
 
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}

@@ -6,6 +6,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.recipe import load_recipe
 from posttrain.rewards.calling import bind_reward
 from posttrain.rewards.correct import correct
 from posttrain.rewards.grading import Submission
@@ -67,6 +68,9 @@ def test_a_grader_that_is_not_there_is_refused_before_anything_is_sampled() -> N
         bind_reward(entry, {"mode": {"name": "numeric", "tolerence": 1}}, "rewards.0")
     with pytest.raises(UsageError, match=r"rewards.0.mode: a grader has a name"):
         bind_reward(entry, {"mode": {"tolerance": 1}}, "rewards.0")
+    recipe = load_recipe("tiny/grpo", [("rewards", '[{"name": "correct", "mode": "numerc"}]')])
+    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'"):
+        recipe.resolve()  # so that a dry run refuses it, too
 
 
 def test_is_number() -> None:

@@ -328,7 +328,8 @@ def test_workers_do_not_outlive_a_program_that_is_killed(item: str | None, secon
     time.sleep(0.3)
     script.kill()
     script.communicate(timeout=30)
-    wait_until_gone(pids, seconds + 5)  # the limits of an item end those that are at work
+    limit = seconds + 5  # the limits of an item end those that are at work
+    assert wait_until_gone(pids, limit) < limit
 
 
 def test_a_thread_that_is_left_behind_does_not_hold_up_the_end() -> None:

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
-from posttrain.registry import Entry, find, suggest
+from posttrain.registry import Entry, suggest
 from posttrain.rewards.grading import Measured, Verdict
 
 # What a reward may ask for, with its meaning.
@@ -108,7 +108,6 @@ def bind_reward(
     """
     if isinstance(reward, Entry):
         name, function, bound = reward.name, reward.function, reward.bind(options or {}, where)
-        _check_words(reward, options or {}, where)
         batched = bool(reward.traits.get("batched"))
         prepare = reward.traits.get("prepare")
         if prepare is not None:
@@ -117,19 +116,6 @@ def bind_reward(
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
     return BoundReward(name, bound, _asked(name, function, where), batched)
-
-
-def _check_words(reward: Entry, options: Mapping[str, Any], where: str) -> None:
-    """Refuse an option that names a word of another kind (trait ``words``), if there is no such word."""
-    for key, kind in reward.traits.get("words", {}).items():
-        value = options.get(key, "auto")
-        if value == "auto":
-            continue
-        place = f"{where}.{key}" if where else key
-        given = {"name": value} if isinstance(value, str) else dict(value)
-        if "name" not in given:
-            raise UsageError(f"{place}: a {kind} has a name and maybe options; got {value!r}")
-        find(kind, str(given.pop("name")), place).bind(given, place)
 
 
 def call_reward(
