@@ -42,7 +42,8 @@ def our_steps(recipe: Recipe, parts: Parts, first: int, count: int) -> list[floa
     for step in range(first, first + count):
         started = time.perf_counter()
         draw = parts.source(step)
-        loss, _ = accumulate(parts.forward, parts.objective, parts.aggregate, draw.batch, recipe.train)
+        words = (parts.forward, parts.objective, parts.aggregate)
+        loss, _ = accumulate(*words, draw.batch, recipe.train, level=parts.level, entropy=parts.entropy)
         apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
         seconds.append(time.perf_counter() - started)
     return seconds

@@ -368,6 +368,20 @@ def test_the_second_signal_exits() -> None:
     assert caught.value.code == 128 + signal.SIGTERM
 
 
+def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_said_otherwise() -> None:
+    with stop_on_signals() as should_stop:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert should_stop()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as should_stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not should_stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outside_of_the_main_thread_no_handlers_are_set() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 

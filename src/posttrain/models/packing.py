@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from posttrain.models.buckets import Bucket, Run, plan_buckets
 from posttrain.types import Batch
 
 ATTENTION_NAME = "posttrain_packed"
@@ -35,41 +36,21 @@ ROUND_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Runs of the stream that attend to themselves causally, padded to one width for attention.
-
-    gather ``int64 [S, W]``: stream index of each slot (padding repeats a valid index); scatter
-    ``int64 [tokens]``: flat slot of each token, in stream order; lengths ``int64 [S]``.
-    """
-
-    gather: Tensor
-    scatter: Tensor
-    lengths: Tensor
-
-    def to(self, device: Any) -> Segments:
-        """The same plan on another device."""
-        return Segments(self.gather.to(device), self.scatter.to(device), self.lengths.to(device))
-
-
-@dataclass(frozen=True, slots=True)
 class Packing:
     """The stream of a batch and how its parts attend.
 
-    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; prefixes: the distinct
-    prompts; rows: each row's own tokens; parent ``int64 [R]``: the prefix of each row; predictors
-    ``int64 [M]``: stream index whose output predicts the m-th trained token, the first ``num_targets``
-    real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions in row-major order;
-    allowed ``bool [R, 1, W, P + W]``: which keys a row's slot sees (its prefix, then itself), or None
-    when no row has a prefix.
+    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; buckets: the distinct
+    prompts and each row's own tokens, as attention sees them; order: where each token of the stream stands in
+    the joined outputs of the buckets (see ``plan_buckets``); predictors ``int64 [M]``: stream index whose output
+    predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where:
+    ``bool [B, T]`` the trained positions in row-major order.
     """
 
     tokens: Tensor
     positions: Tensor
     num_tokens: int
-    prefixes: Segments | None
-    rows: Segments
-    parent: Tensor | None
-    allowed: Tensor | None
+    buckets: tuple[Bucket, ...]
+    order: Tensor | None
     predictors: Tensor
     readers: Tensor | None
     targets: Tensor
@@ -80,6 +61,8 @@ class Packing:
         """The same plan on another device."""
 
         def moved(part: Any) -> Any:
+            if isinstance(part, tuple):
+                return tuple(bucket.to(device) for bucket in part)
             return part.to(device) if hasattr(part, "to") else part
 
         return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
@@ -87,7 +70,7 @@ class Packing:
     @property
     def num_slots(self) -> int:
         """Slots that attention computes over, padding included."""
-        return self.rows.gather.numel() + (0 if self.prefixes is None else self.prefixes.gather.numel())
+        return sum(bucket.queries.numel() for bucket in self.buckets)
 
 
 def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> Packing:
@@ -121,17 +104,16 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     if len(prefix_rows):
         last_of_prefix = prefix_offsets[1:][parent[rows_at]] - 1
         predictors = np.where(first & (parent[rows_at] >= 0), last_of_prefix, predictors)
-    has_prefix = len(prefix_rows) > 0
-    row_segments = _segments(row_offsets[:-1], own_lengths, device)
-    prefix_segments = _segments(prefix_offsets[:-1], prefix_lengths, device) if has_prefix else None
+    runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
+    for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
+        runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
+    buckets, order = plan_buckets(runs)
     return Packing(
         tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
         positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
         num_tokens=int(row_offsets[-1]),
-        prefixes=prefix_segments,
-        rows=row_segments,
-        parent=torch.from_numpy(np.maximum(parent, 0)).to(device) if has_prefix else None,
-        allowed=_allowed(parent, prefix_lengths, row_segments) if has_prefix else None,
+        buckets=tuple(bucket.to(device) for bucket in buckets),
+        order=None if order is None else order.to(device),
         predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
         readers=None if reads == "before" else torch.from_numpy(_rounded(readers.astype(np.int64))).to(device),
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
@@ -165,37 +147,6 @@ def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
 def _rounded(values: np.ndarray) -> np.ndarray:
     """``values`` with zeros behind, up to a multiple of ``ROUND_TOKENS``."""
     return np.pad(values, (0, -len(values) % ROUND_TOKENS))
-
-
-def _segments(offsets: np.ndarray, lengths: np.ndarray, device: torch.device) -> Segments:
-    width = max(1, int(lengths.max()))
-    slots = np.arange(width)[None, :]
-    gather = offsets[:, None] + np.minimum(slots, np.maximum(lengths[:, None] - 1, 0))
-    # A segment without tokens (possible at the stream's end) reads a token that nothing reads back.
-    gather = np.minimum(gather, max(0, int((offsets + lengths).max()) - 1))
-    scatter = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
-    return Segments(
-        gather=torch.from_numpy(gather.astype(np.int64)).to(device),
-        scatter=torch.from_numpy(scatter.astype(np.int64)).to(device),
-        lengths=torch.from_numpy(lengths).to(device),
-    )
-
-
-def _allowed(parent: np.ndarray, prefix_lengths: np.ndarray, rows: Segments) -> Tensor:
-    width = rows.gather.shape[1]
-    device = rows.gather.device
-    longest = int(prefix_lengths.max())
-    of_row = torch.from_numpy(np.where(parent >= 0, prefix_lengths[np.maximum(parent, 0)], 0)).to(device)
-    sees_prefix = torch.arange(longest, device=device)[None, :] < of_row[:, None]
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    rows_count = len(parent)
-    return torch.cat(
-        [
-            sees_prefix[:, None, None, :].expand(rows_count, 1, width, longest),
-            causal[None, None].expand(rows_count, 1, width, width),
-        ],
-        dim=-1,
-    )
 
 
 _active: Packing | None = None
@@ -233,26 +184,27 @@ def _attention(
     window = kwargs.get("sliding_window")
     if window is not None and int(packing.positions.max()) >= window:
         raise AssertionError("sequences longer than the attention window take the padded path")
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [N, H, D]
-    rows = packing.rows
-    row_q, row_k, row_v = (x[rows.gather].transpose(1, 2) for x in (q, k, v))  # [R, H, W, D]
-    if packing.prefixes is None:
-        own = _sdpa(row_q, row_k, row_v, None, scaling, dropout)
-        return _filled([own.transpose(1, 2).flatten(0, 1)[rows.scatter]], q), None
-    prefixes = packing.prefixes
-    prefix_q, prefix_k, prefix_v = (x[prefixes.gather].transpose(1, 2) for x in (q, k, v))
-    prompt = _sdpa(prefix_q, prefix_k, prefix_v, None, scaling, dropout)
-    keys = torch.cat([prefix_k[packing.parent], row_k], dim=2)
-    values = torch.cat([prefix_v[packing.parent], row_v], dim=2)
-    own = _sdpa(row_q, keys, values, packing.allowed, scaling, dropout)
-    flat = [part.transpose(1, 2).flatten(0, 1)[s.scatter] for part, s in ((prompt, prefixes), (own, rows))]
-    return _filled(flat, q), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
+    parts = [q[:0]]  # for a stream that holds nothing
+    for bucket in packing.buckets:
+        keys = bucket.queries if bucket.keys is None else bucket.keys
+        own_q = _rows(q, bucket.queries, bucket.num_runs)
+        own_k, own_v = (_rows(x, keys, bucket.num_runs) for x in (k, v))
+        own = _sdpa(own_q, own_k, own_v, bucket.allowed, scaling, dropout)
+        parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
+    joined = torch.cat(parts)
+    return _filled(joined if packing.order is None else joined.index_select(0, packing.order), q), None
 
 
-def _filled(parts: list[Tensor], stream: Tensor) -> Tensor:
-    """The parts behind one another, with zeros up to the length of ``stream``: ``[1, N, H, D]``."""
-    missing = stream.shape[0] - sum(part.shape[0] for part in parts)
-    return torch.cat([*parts, stream.new_zeros((missing, *parts[0].shape[1:]))], dim=0)[None]
+def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
+    """``[S, H, W, D]``: the given places of ``stream [N, H, D]``; ``index_select`` is what has the fast backward."""
+    return stream.index_select(0, at).unflatten(0, (num_runs, -1)).transpose(1, 2)
+
+
+def _filled(outputs: Tensor, stream: Tensor) -> Tensor:
+    """The outputs with zeros behind them, up to the length of ``stream``: ``[1, N, H, D]``."""
+    missing = stream.shape[0] - outputs.shape[0]
+    return torch.cat([outputs, stream.new_zeros((missing, *outputs.shape[1:]))], dim=0)[None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -241,9 +241,9 @@ def _describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yields ``should_stop``: True after the first SIGINT or SIGTERM. The second one exits at once.
+    """Yields ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP. The second one exits at once.
 
-    Outside of the main thread, where Python allows no handlers, it is always False.
+    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is always False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -255,10 +255,13 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise SystemExit(128 + number)
         received.append(number)
         # printing through Python's buffers from a handler may re-enter them; this may not
-        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+        with suppress(OSError):  # after a hang-up nobody may be there to read it
+            os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
 
     sys.stderr.flush()
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    caught = [n for n in numbers if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield lambda: bool(received)
     finally:
