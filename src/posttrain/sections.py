@@ -190,7 +190,11 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches."""
+    """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
+
+    ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
+    a third more time for an update.
+    """
 
     steps: int = Field(default=100, ge=1)
     lr: float = Field(default=1e-4, gt=0)
@@ -200,6 +204,7 @@ class TrainSection(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     tokens_per_micro: int = Field(default=16_384, ge=1)
     rows_per_micro: int | None = Field(default=None, ge=1)
+    gradient_checkpointing: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)

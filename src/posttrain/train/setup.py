@@ -19,6 +19,7 @@ from posttrain.errors import RecipeError
 from posttrain.evals.generation import task_label
 from posttrain.evals.held_out import HeldOut, choose_held_out
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import LoadedModel, load_model, quantized_bits, resolve_model_name
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.randomness import derive_key
@@ -236,6 +237,8 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
+    if recipe.train.gradient_checkpointing and not checkpointed_layers(model):
+        raise RecipeError(f"train.gradient_checkpointing: {type(model).__name__} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
 

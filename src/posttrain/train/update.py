@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss, UsageError
 from posttrain.models.forward import ActorCritic, Forward
+from posttrain.models.gradient_checkpointing import gradient_checkpointing
 from posttrain.objectives.primitives import kl_k3, log_ratio
 from posttrain.recipe import TrainSection
 from posttrain.train.micro import split_rows
@@ -109,7 +110,7 @@ def accumulate(
     for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
         planned = batch.select(rows)
         part = planned.to(device)
-        with adapter_dropout(forward.model) if learns else torch.no_grad():
+        with _learning(forward, options) if learns else torch.no_grad():
             outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
             result = _apply(objective, outputs, part, level)
             assert part.weights is not None
@@ -164,6 +165,15 @@ def _measure(
         means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
     if "correction" in part.streams:
         means.add("correction", part.streams["correction"], *over_tokens)
+
+
+@contextmanager
+def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
+    """What holds where gradients are computed, and nowhere else."""
+    models = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
+    recomputing = gradient_checkpointing(models if options.gradient_checkpointing else [])
+    with adapter_dropout(forward.model), recomputing:
+        yield
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Gradient checkpointing: the layers' activations are computed again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_KEPT = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
+
+
+def checkpointed_layers(model: Any) -> list[Any]:
+    """The layers of a transformers model that can be computed again."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def gradient_checkpointing(models: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, forward and backward keep only what enters each layer of ``models``.
+
+    Chen et al. (2016), "Training deep nets with sublinear memory cost". One more forward pass buys memory that no
+    longer grows with what happens inside of a layer. Random numbers (an adapter's dropout) are drawn alike
+    both times. A layer asks whether it is in training before it does so; only its own flag is set, since the
+    flags of what is in it would switch on dropout.
+    """
+    layers = [layer for model in models for layer in checkpointed_layers(model)]
+    before = [{name: vars(layer).get(name) for name in _KEPT} for layer in layers]
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.training = True
+        yield
+    finally:
+        for layer, kept in zip(layers, before, strict=True):
+            for name, value in kept.items():
+                if value is None:
+                    delattr(layer, name)
+                else:
+                    setattr(layer, name, value)

@@ -1,0 +1,88 @@
+"""Recomputed activations: the same gradients, less memory, and only while learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from small_models import gradients, ragged_batch, random_model, relative_difference
+
+from posttrain.models.forward import Forward
+from posttrain.models.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
+from posttrain.models.lora import apply_adapter
+from posttrain.recipe import TrainSection
+from posttrain.sections import AdapterSection
+from posttrain.train.update import accumulate
+from posttrain.types import Batch, Loss, Outputs
+
+
+@contextmanager
+def counting_saved_bytes() -> Iterator[dict[int, int]]:
+    """Bytes of each tensor that autograd keeps, by its storage."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def nll(outputs: Outputs, batch: Batch) -> Loss:
+    return Loss(-outputs.logprobs, {})
+
+
+def mean_over_tokens(mask: torch.Tensor) -> torch.Tensor:
+    return mask / mask.sum()
+
+
+def learn(model: torch.nn.Module, path: str, on: bool) -> tuple[float, torch.Tensor, int]:
+    """(loss, gradients, bytes kept for the backward pass) of one batch."""
+    forward = Forward(model)
+    forward.path = path
+    options = TrainSection(gradient_checkpointing=on)
+    torch.manual_seed(0)
+    with counting_saved_bytes() as saved:
+        loss, _ = accumulate(forward, nll, mean_over_tokens, ragged_batch(), options)
+    found = gradients(model)
+    model.zero_grad()
+    return loss, found, sum(saved.values())
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "llama"])
+def test_gradients_are_the_same_and_less_is_kept(family: str, path: str):
+    model = random_model(family)
+    loss, expected, kept = learn(model, path, on=False)
+    again, found, less = learn(model, path, on=True)
+    assert again == loss
+    assert relative_difference(found, expected) < 1e-6
+    assert less < 0.75 * kept
+
+
+def test_an_adapters_dropout_is_drawn_alike_both_times():
+    model = apply_adapter(random_model("qwen3"), AdapterSection(kind="lora", rank=4, dropout=0.5), 3)
+    for name, parameter in model.named_parameters():  # B begins at 0, where dropout would not be seen
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    model.eval()
+    loss, expected, _ = learn(model, "packed", on=False)
+    again, found, _ = learn(model, "packed", on=True)
+    assert again == loss
+    assert relative_difference(found, expected) < 1e-6
+    without, _ = accumulate(Forward(model), nll, mean_over_tokens, ragged_batch(), TrainSection(), learns=False)
+    assert abs(without - loss) > 1e-4, "dropout acts where gradients are computed"
+
+
+def test_nothing_of_it_is_left_behind():
+    model = random_model("gpt2")
+    layers = checkpointed_layers(model)
+    assert len(layers) == model.config.n_layer
+    with gradient_checkpointing([model]):
+        assert all(layer.training and layer.gradient_checkpointing for layer in layers)
+        assert not any(m.training for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    assert not any(layer.training or layer.gradient_checkpointing for layer in layers)
+    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in layers)
