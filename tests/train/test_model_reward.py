@@ -9,6 +9,7 @@ import pytest
 from small_runs import make_recipe, run, steps_of
 
 from posttrain import registry
+from posttrain.cli import main
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.reward_model import load_reward_model
 from posttrain.recipe import load_recipe
@@ -74,10 +75,22 @@ def test_the_scale_is_that_of_the_way_in_which_steps_are_combined(judge: str, mo
         def score_responses(self, examples, responses):
             return [{"min": 1.0, "last": 10.0}[self.combine] * i for i in range(len(responses))]
 
-    monkeypatch.setattr(module, "open_run", lambda run: Judge())
+    monkeypatch.setattr(module, "open_run", lambda run, bits=None: Judge())
     monkeypatch.setattr(module, "replace", lambda model, combine: Judge(combine))
     plain, last = (module.held_out_scale.__wrapped__(judge, combine) for combine in ("min", "last"))
     assert (last.mean, last.std) == (pytest.approx(10 * plain.mean), pytest.approx(10 * plain.std))
+
+
+def test_the_quantized_copy_scores_almost_alike(judge: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(UsageError, match="no copy in 8 bits beside the weights of step 3"):
+        values(judge, TEXTS[:2], bits=8)
+    assert main(["quantize", judge, "--bits", "8", "--task", "small_runs:judged_sums"]) == 0, capsys.readouterr().err
+    plain, coarse = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], bits=8)
+    assert coarse != plain
+    assert coarse == pytest.approx(plain, abs=0.05)
+    with pytest.raises(UsageError, match="bits"):
+        word(judge, bits=3)
 
 
 def test_clipped_scores_stay_within(judge: str) -> None:

@@ -193,6 +193,11 @@ def load_reward_model(
     folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
     changes: dict[str, Any] = {"name": str(folder), "init": None, "adapter": None}
     if bits is not None:
+        if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
+            raise UsageError(
+                f"{label}: no copy in {bits} bits beside the weights of step {chosen}; make it with: "
+                f"posttrain quantize {label} --bits {bits}"
+            )
         changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)

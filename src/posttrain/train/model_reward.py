@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ from posttrain.registry import find, register
 from posttrain.rewards.grading import Measured
 from posttrain.tasks.base import Task
 from posttrain.types import Example
+
+Bits = Literal[4, 8]
 
 NUM_CALIBRATED = 256
 
@@ -36,11 +38,11 @@ class Scale:
         return (score - self.mean) / self.std
 
 
-def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", **_: Any) -> None:
+def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", bits: Bits | None = None, **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
-    open_run(run)
+    open_run(run, bits)
     if normalize:
-        held_out_scale(run, combine)
+        held_out_scale(run, combine, bits)
 
 
 @register("reward", batched=True, model_option="run", prepare=prepare)
@@ -52,6 +54,7 @@ def reward_model(
     normalize: bool = False,
     combine: Combine = "min",
     clip: Annotated[float, Field(gt=0)] | None = None,
+    bits: Bits | None = None,
 ) -> list[Measured]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
@@ -66,14 +69,15 @@ def reward_model(
             zero of their own.
         combine: of a process model, how the probabilities of steps become one score.
         clip: scores (normalized, if they are) beyond ± this are cut off there.
+        bits: score with the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
 
     Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
 
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    model = replace(open_run(run), combine=combine)
-    scale = held_out_scale(run, combine) if normalize else Scale()
+    model = replace(open_run(run, bits), combine=combine)
+    scale = held_out_scale(run, combine, bits) if normalize else Scale()
     found = model.score(example, text)
     known = [score for score in found if score is not None]
     lowest = min(known, default=0.0)
@@ -85,11 +89,11 @@ def reward_model(
 
 
 @cache
-def open_run(run: str) -> RewardModel:
-    """The reward model of a run's folder, loaded once in a process.
+def open_run(run: str, bits: Bits | None = None) -> RewardModel:
+    """The reward model of a run's folder, or its quantized copy, loaded once in a process.
 
     Raises:
-        UsageError: no such run, or it trained no reward model.
+        UsageError: no such run, it trained no reward model, or it has no copy in so many bits.
         CheckpointError: its checkpoint does not verify.
     """
     folder = Path(run)
@@ -99,11 +103,11 @@ def open_run(run: str) -> RewardModel:
             "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
         )
     recipe = load_recipe(str(folder / "recipe.yaml")).resolve()
-    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name, bits=bits)
 
 
 @cache
-def held_out_scale(run: str, combine: Combine) -> Scale:
+def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scale:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
 
     Of at most 256 examples, which are those that every evaluation of that size uses.
@@ -111,7 +115,7 @@ def held_out_scale(run: str, combine: Combine) -> Scale:
     Raises:
         RecipeError: fewer than two answers there, or all have the same score.
     """
-    model = replace(open_run(run), combine=combine)
+    model = replace(open_run(run, bits), combine=combine)
     recipe = load_recipe(str(Path(run) / "recipe.yaml")).resolve()
     words = recipe.eval.tasks or [_held_out(recipe.task)]
     task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
