@@ -66,7 +66,7 @@ $(CORE): $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(DEV): $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track,interpret]'
 	@touch $(CORE) $@
 
 $(VLLM_VENV)/installed:

@@ -13,6 +13,7 @@ import pytest
 from posttrain import cli
 from posttrain.apps.catalogue import recipes_called
 from posttrain.apps.words import KINDS
+from posttrain.interpret.sae_recipe import load_sae_recipe
 from posttrain.recipe import load_recipe
 from posttrain.registry import kinds_of
 from posttrain.runs.compare import load_comparison
@@ -90,7 +91,8 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
             continue
         path = tmp_path / f"{page}-{number}.yaml"
         path.write_text(text, encoding="utf-8")
-        assert load_recipe(str(path)).resolve().train.steps > 0
+        load = load_sae_recipe if "dictionary:" in text else load_recipe
+        assert load(str(path)).resolve().train.steps > 0
 
 
 def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ import pytest
 
 import posttrain
 from posttrain.recipe import Recipe, load_recipe, recipe_names, validate_recipe
+from posttrain.recipe_files import interpretation_names, study_names
 from posttrain.runs.compare import comparison_names, training_recipe_names
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 PACKAGE = Path(posttrain.__file__).parent
-FILES = sorted(path for path in (PACKAGE / "recipes").rglob("*.yaml") if path.parent.name != "compare")
+# Those of `posttrain sae` and `posttrain study` have tests of their own.
+OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *study_names())}
+FILES = sorted(
+    path
+    for path in (PACKAGE / "recipes").rglob("*.yaml")
+    if path.parent.name != "compare" and str(path.relative_to(PACKAGE / "recipes")) not in OTHERS
+)
 NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES)
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
 FAMILIES = {
@@ -27,6 +34,7 @@ FAMILIES = {
     "Qwen/Qwen3-14B": "qwen3",
     "Qwen/Qwen2.5-Math-1.5B": "qwen2",
     "openai-community/gpt2": "gpt2",
+    "runs/tiny-lm-hh": "qwen3",
 }
 NUM_STEPS = 2
 # A random model is never right. This reward is above every threshold that a recipe names, or 0.
@@ -54,7 +62,8 @@ def coin(text: str) -> float:
 
 def test_the_package_finds_every_file() -> None:
     assert training_recipe_names() == NAMES
-    assert set(recipe_names()) == {*NAMES, *comparison_names()}
+    assert set(recipe_names()) == {*NAMES, *comparison_names(), *interpretation_names(), *study_names()}
+    assert {"sae-qwen3-14b-layer20", "tiny/sae"} <= set(interpretation_names())
     assert {"grpo-gsm8k", "grpo-math", "sft-math", "tiny/pretrain", "tiny/sft", "tiny/grpo"} <= set(NAMES)
 
 

@@ -21,7 +21,15 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from posttrain import __version__
-from posttrain.apps import evaluation_options, quantize_options, records_options, serve_options
+from posttrain.apps import (
+    evaluation_options,
+    features_options,
+    interpret_options,
+    quantize_options,
+    records_options,
+    serve_options,
+    study_options,
+)
 from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, share
 from posttrain.errors import PosttrainError, UsageError
 
@@ -30,6 +38,7 @@ BODIES = {
     "demo": ("posttrain.apps.demo", "run_demo"),
     "train": ("posttrain.apps.training", "run_train"),
     "compare": ("posttrain.apps.compare", "run_compare"),
+    "study": ("posttrain.apps.study", "run_study"),
     "evaluate": ("posttrain.apps.evaluation", "run_evaluate"),
     "generate": ("posttrain.apps.sampling", "run_generate"),
     "chat": ("posttrain.apps.chat", "run_chat"),
@@ -40,16 +49,19 @@ BODIES = {
     "explain": ("posttrain.apps.catalogue", "run_explain"),
     "data": ("posttrain.apps.data", "run_data"),
     "runs": ("posttrain.apps.records", "run_runs"),
+    **interpret_options.BODIES,  # those of actions as "sae train"
 }
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
+    "study": None,
     "evaluate": evaluation_options.SECTIONS,
     "generate": ("template",),
     "chat": ("template",),
     "quantize": quantize_options.SECTIONS,
     "data": ("task",),
+    **interpret_options.OVERRIDABLE,
 }
 INTERRUPTED = 130
 
@@ -65,7 +77,7 @@ start here:
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command line, and those of its commands by name."""
+    """The parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
@@ -99,6 +111,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     demo.add_argument("--quiet", action="store_true", help="no live progress")
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
     _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
+    study_options.add_options(
+        add("study", "see what becomes of reward models when they are optimized", places, epilog=study_options.EPILOG)
+    )
     evaluation_options.add_options(
         add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
     )
@@ -108,10 +123,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     quantize_options.add_options(
         add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize_options.EPILOG)
     )
-    studio = add("studio", "a page on this machine: talk to models, look into runs and rollouts", places)
-    studio.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
-    studio.add_argument("--port", type=positive, default=7860, help="where 127.0.0.1 serves it (default: 7860)")
-    studio.add_argument("--browser", action="store_true", help="open it in the browser")
+    _add_studio_options(add("studio", "a page on this machine: talk to models, look into runs and rollouts", places))
     recipes = add("recipes", "list the recipes that ship, or show one")
     recipes.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     recipes.add_argument("name", nargs="?", help="the recipe to show")
@@ -122,7 +134,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         add("runs", "list, compare, tag, prune, delete, export and resume runs", places, epilog=records_options.EPILOG),
         common,
     )
-    return parser, dict(commands.choices)
+    actions = interpret_options.add_options(add, common, places)
+    return parser, dict(commands.choices) | actions
 
 
 TRAIN_EPILOG = """\
@@ -174,6 +187,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling and of the story (default: 0)")
+    features_options.add_steering_options(parser)
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +202,12 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
     parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--colours", action="store_true", help="show how sure the model was of each token")
+
+
+def _add_studio_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
+    parser.add_argument("--port", type=positive, default=7860, help="where 127.0.0.1 serves it (default: 7860)")
+    parser.add_argument("--browser", action="store_true", help="open it in the browser")
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -259,11 +279,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         command = rest[start]
         if command not in choices:
             hint = _suggest(command, list(choices))
-            raise UsageError(f"there is no command {command!r}.{hint} Commands: {', '.join(choices)}")
-        if command in OVERRIDABLE:
-            known = list(choices[command]._option_string_actions)
-            own, overrides = split_overrides(rest[start + 1 :], known, OVERRIDABLE[command])
-            rest = rest[: start + 1] + own
+            known_commands = ", ".join(name for name in choices if " " not in name)
+            raise UsageError(f"there is no command {command!r}.{hint} Commands: {known_commands}")
+        name = " ".join(rest[start : start + 2])
+        name, end = (name, start + 2) if name in choices else (command, start + 1)
+        if name in OVERRIDABLE:
+            known = list(choices[name]._option_string_actions)
+            own, overrides = split_overrides(rest[end:], known, OVERRIDABLE[name])
+            rest = rest[:end] + own
         elif command == "runs":
             rest = rest[: start + 1] + records_options.complete_action(rest[start + 1 :])
     namespace = parser.parse_args(rest)
@@ -287,7 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         namespace = parse(arguments)
         if namespace.command is None:
             return 0
-        module, function = BODIES[namespace.command]
+        command = namespace.command
+        module, function = BODIES[command if command in BODIES else f"{command} {namespace.action}"]
         return int(getattr(importlib.import_module(module), function)(namespace))
     except PosttrainError as error:
         if show_traceback:
@@ -296,7 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
-        remedy = "; continue with the same command" if {"compare", "evaluate"} & set(arguments) else remedy
+        remedy = (
+            "; continue with the same command"
+            if {"compare", "study", "evaluate", "activations"} & set(arguments)
+            else remedy
+        )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -207,6 +207,10 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
     data, lines = parse_yaml(text, place)
     if {"methods", "base"} <= data.keys():
         raise RecipeError(f"{place}: this compares several methods; run it with: posttrain compare {name_or_path}")
+    if "study" in data:
+        raise RecipeError(f"{place}: this is a study of several runs; run it with: posttrain study {name_or_path}")
+    if "dictionary" in data:
+        raise RecipeError(f"{place}: this trains a dictionary; run it with: posttrain sae train {name_or_path}")
     data, inherited = extend(data, place, lines)
     for key, value in overrides:
         if key == "extends":

@@ -13,6 +13,9 @@ import yaml
 from posttrain import registry
 from posttrain.errors import RecipeError
 
+# Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
+INTERPRETATION = ("dictionary", "changes")
+
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship in the package, such as ``tiny/grpo``."""
@@ -26,6 +29,25 @@ def _walk(folder: Any, prefix: str) -> Iterator[str]:
             yield from _walk(item, f"{prefix}{item.name}/")
         elif item.name.endswith(".yaml"):
             yield prefix + item.name.removesuffix(".yaml")
+
+
+def interpretation_names(section: str | None = None) -> list[str]:
+    """Names of the shipped recipes that look into models instead of training them, told by a section of theirs.
+
+    With ``section``, only those that have it.
+    """
+    wanted = INTERPRETATION if section is None else (section,)
+    return [name for name in recipe_names() if any(_has_section(recipe_text(name)[1], key) for key in wanted)]
+
+
+def study_names() -> list[str]:
+    """Names of the shipped recipes that `posttrain study` takes, such as ``study/overoptimization``."""
+    return [name for name in recipe_names() if _has_section(recipe_text(name)[1], "study")]
+
+
+def _has_section(text: str, key: str) -> bool:
+    """Whether a top-level key stands in a file; read as lines, for all recipes are looked through at once."""
+    return any(line.startswith(f"{key}:") for line in text.splitlines())
 
 
 def recipe_text(name_or_path: str) -> tuple[str, str]:

@@ -81,6 +81,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "engine": ("posttrain.engines.native", "posttrain.engines.scripted", "posttrain.engines.vllm"),
     "optimizer": ("posttrain.train.optimizer",),
     "tracker": ("posttrain.store.trackers",),
+    "dictionary": ("posttrain.interpret.dictionary_words",),
 }
 
 

@@ -212,3 +212,28 @@ def test_shares_by_hand(tokenizer, grader) -> None:
     assert found["sampled_accuracy"] == pytest.approx(2 / 6)
     assert found["sampled_num_tokens"] == pytest.approx((sum(lengths) - lengths[3]) / 6)
     assert found["kl_from_start"] == 0.0  # whatever the engine says about its tokens
+
+
+def digits(text: str) -> float:
+    """A reward of its own: how many characters of an answer are digits."""
+    return float(sum(c.isdigit() for c in text))
+
+
+def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
+    """Two parts and their weighted sum, by hand: gold and proxy of the very answers whose KL is measured."""
+    task, model = sums(4), tiny()
+    scripts = {}
+    template = registry.find("template", "r1_zero").bind({"preamble": ""})()
+    words = [RewardWord(name="correct", weight=0.0), RewardWord(name=f"{__name__}:digits", weight=2.0)]
+    own = build_grader(words, template)
+    for i, item in enumerate(task.examples):
+        text = f" so. </think> <answer> {i + 1 if i < 3 else 77} </answer>"
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        scripts[tuple(encode_prompt(tokenizer, template, item.messages))] = [ids]
+    start = Reference(Forward(model, TEMPERATURE))
+    found = measure(ScriptedEngine(scripts, logprob=-1.0), tokenizer, own, task, model, start, n=4, max_tokens=40)
+    assert found["sampled_accuracy"] == 0.75
+    assert found[f"sampled_{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
+    assert found["sampled_reward"] == 2 * (1 + 1 + 1 + 2) / 4
+    assert found["sampled_xml_format"] == 1.0
+    assert "sampled_correct" not in found  # it is sampled_accuracy

@@ -224,7 +224,7 @@ def test_a_file_of_a_later_posttrain_is_refused_and_unchanged(tmp_path: Path) ->
     RolloutStore(path).close()
     with connect(path, read_only=False) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(DataError, match=r"schema version 3.*up to 2.*upgrade"):
+    with pytest.raises(DataError, match=r"schema version 4.*up to 3.*upgrade"):
         RolloutStore(path)
     with connect(path, read_only=True) as db:
         assert schema_version(db) == len(MIGRATIONS) + 1
@@ -306,8 +306,10 @@ def test_a_file_of_version_one_is_brought_up_and_keeps_its_rows(tmp_path: Path) 
     with RolloutStore(path) as store:
         store.record([make_rollout(4, outcome="right")])
         old, new = store.training()
-    assert (old.step, old.reward, old.extracted, old.outcome) == (3, 0.5, None, "")
+    assert (old.step, old.reward, old.extracted, old.outcome, old.token_ids) == (3, 0.5, None, "", None)
+    rollout = make_rollout(4)
     assert (new.step, new.outcome) == (4, "right")
+    assert new.token_ids == (*rollout.prompt_ids, *rollout.completion.ids)
 
 
 def test_facts_about_the_run_travel_with_the_file(tmp_path: Path) -> None:

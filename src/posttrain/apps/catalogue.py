@@ -14,7 +14,9 @@ from posttrain import registry
 from posttrain.apps import words
 from posttrain.apps.console import open_console
 from posttrain.errors import UnknownWord, UsageError
-from posttrain.recipe import load_recipe, recipe_names, recipe_text
+from posttrain.interpret.sae_recipe import load_sae_recipe
+from posttrain.recipe import load_recipe, parse_yaml, recipe_names, recipe_text
+from posttrain.recipe_files import interpretation_names, study_names
 from posttrain.runs.compare import comparison_names, describe_comparison, training_recipe_names
 
 
@@ -32,13 +34,23 @@ def run_recipes(arguments: argparse.Namespace) -> int:
     for name in training_recipe_names():
         recipe = load_recipe(name)
         table.add_row(Text(name, style="bold"), Text(recipe.model.name), Text(_what_it_does(recipe.description)))
+    for name in interpretation_names("dictionary"):
+        sae = load_sae_recipe(name)
+        model = sae.activations.model.name if sae.activations.model is not None else str(sae.activations.folder)
+        table.add_row(Text(name, style="bold"), Text(model), Text(_what_it_does(sae.description)))
     for name in comparison_names():
         table.add_row(Text(name, style="bold"), Text("several"), Text(describe_comparison(name)))
+    for name in study_names():
+        description = parse_yaml(recipe_text(name)[1], name)[0].get("description", "")
+        table.add_row(Text(name, style="bold"), Text("several"), Text(_what_it_does(description)))
     console = open_console()
     console.print(table)
     console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME", markup=False)
+    console.print("Run one of a dictionary: posttrain sae train NAME", markup=False)
     if comparison_names():
         console.print("Run a comparison: posttrain compare compare/NAME", markup=False)
+    if study_names():
+        console.print("Run a study: posttrain study study/NAME", markup=False)
     return 0
 
 

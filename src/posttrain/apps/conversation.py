@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from posttrain.apps.sampling import Sampler
 from posttrain.engines.base import Sampling
 from posttrain.engines.stream import StreamedToken, stream
 from posttrain.errors import UsageError
+from posttrain.interpret.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.render.text_stream import TextStream
@@ -43,13 +45,17 @@ class Controls:
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages with one model. A reply is a function of the messages, the controls and how many replies there were."""
+    """Messages with one model. A reply is a function of the messages, the controls and how many replies there were.
+
+    ``steering``: what is done to the model's activations while it replies.
+    """
 
     sampler: Sampler
     controls: Controls = field(default_factory=Controls)
     messages: list[Message] = field(default_factory=list)
     num_replies: int = 0
     num_before: int = 0  # messages that there were before the last question, which may not have been remembered
+    steering: Steering | None = None
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -88,7 +94,7 @@ class Conversation:
         said: list[str] = [template.opening]
         tokens = stream(sampler.model, prompt, key, self._sampling(ends), num_likely=NUM_LIKELY)
         try:
-            for token in tokens:
+            for token in _steered(tokens, self.steering):
                 added = "" if token.id in ends else text.push(token.id)
                 if token.is_last:
                     added += text.flush()
@@ -122,3 +128,13 @@ class Conversation:
         if template.tags:
             return template.extract(text) or text.removeprefix(template.opening)
         return text.rpartition("</think>")[2].strip() or text
+
+
+def _steered(tokens: Iterator[StreamedToken], steering: Steering | None) -> Iterator[StreamedToken]:
+    """The same tokens, each of them computed by the steered model; in between, the model belongs to others."""
+    while True:
+        with nullcontext() if steering is None else steering.applied():
+            token = next(tokens, None)
+        if token is None:
+            return
+        yield token

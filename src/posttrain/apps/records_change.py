@@ -279,9 +279,11 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
     Raises:
         RunConflict: a process works in it.
     """
+    from posttrain.apps.sae import run_sae_train
     from posttrain.apps.training import run_train
 
     refuse_live(root, place)
+    run = run_sae_train if "dictionary" in RunDirectory(place.path).read_recipe() else run_train
     overrides = [] if steps is None else [("train.steps", str(steps))]
     command = argparse.Namespace(
         recipe=str(RunDirectory(place.path).recipe_path),
@@ -290,6 +292,7 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
         run=place.path.name,
         resume=True,
         dry_run=False,
+        yes=True,
         quiet=quiet,
     )
-    return run_train(command)
+    return run(command)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from posttrain import registry
 from posttrain.apps.console import open_console
+from posttrain.apps.steering import check_steering, steering_of
 from posttrain.apps.summary import read_run_recipe
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
@@ -235,6 +236,7 @@ def complete_template(given: Word | None, source: ModelSource) -> Word | None:
 def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt, or to a made-up problem, and show what they are worth."""
     words = chosen_words(arguments)
+    check_steering(arguments)
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
         if not arguments.prompt.strip():
@@ -247,8 +249,12 @@ def run_generate(arguments: argparse.Namespace) -> int:
     prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages)
     keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.n)]
     sampling = sampler.sampling(arguments.max_tokens, arguments.temperature)
-    completions = sampler.engine.generate([prompt], [keys], sampling)[0]
+    steered, change = steering_of(arguments, sampler.model)
+    with steered:
+        completions = sampler.engine.generate([prompt], [keys], sampling)[0]
     console = open_console()
+    if change:
+        console.print(Text(f"steered at {change}", style="dim"))
     console.print(Text("\n".join(message.content for message in example.messages), style="bold"))
     for completion in completions:
         _print_completion(console, sampler, example, completion)

@@ -12,6 +12,7 @@ from typing import Any
 
 from posttrain.apps.conversation import Controls
 from posttrain.apps.sampling import find_source, open_sampler, writes_answers
+from posttrain.apps.steering import read_steering
 from posttrain.apps.studio_chat import NOBODY, Session, Stage
 from posttrain.apps.studio_html import COLOURINGS, CSS, draw_conversation, draw_note
 from posttrain.apps.studio_records import TRAINING, Archive
@@ -22,6 +23,7 @@ from posttrain.runs.directory import find_run
 
 HOST = "127.0.0.1"
 ANY_STEP = "any"
+SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
 
 
 def run_studio(arguments: argparse.Namespace) -> int:
@@ -78,7 +80,7 @@ def build_studio(models: Sequence[str], runs_dir: str | Path) -> Any:
     with gradio.Blocks(title="posttrain studio", analytics_enabled=False) as page:
         gradio.Markdown("# posttrain studio")
         with gradio.Tab("Chat"):
-            _build_chat(gradio, stage, speakers, list(models), judges)
+            _build_chat(gradio, stage, speakers, list(models), judges, runs_dir)
         with gradio.Tab("Runs"):
             _build_runs(gradio, archive)
         with gradio.Tab("Rollouts"):
@@ -111,7 +113,9 @@ def open_judge(name: str, runs_dir: str | Path) -> RewardModel:
     return load_reward_model(source.recipe, source.run / "checkpoints", label=source.label)
 
 
-def _build_chat(gradio: Any, stage: Stage, speakers: list[str], models: list[str], judges: list[str]) -> None:
+def _build_chat(
+    gradio: Any, stage: Stage, speakers: list[str], models: list[str], judges: list[str], runs_dir: str | Path
+) -> None:
     first = models[0] if models else speakers[0]
     second = models[1] if len(models) > 1 else NOBODY
     session = gradio.State(Session())
@@ -135,20 +139,29 @@ def _build_chat(gradio: Any, stage: Stage, speakers: list[str], models: list[str
             top_k = gradio.Number(value=0, precision=0, minimum=0, label="top k (0: all)")
             max_tokens = gradio.Number(value=0, precision=0, minimum=0, label="longest reply (0: as in training)")
             seed = gradio.Number(value=0, precision=0, minimum=0, label="seed")
+    with gradio.Accordion("steered by features of a dictionary", open=False), gradio.Row():
+        folder = gradio.Textbox(label="dictionary: a run of `sae train`, or a folder", elem_id="sae")
+        changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
+        steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
 
     def answer(own: Session, asked: str, *values: Any) -> Iterator[tuple[Session, str, str, str]]:
-        name, other, scorer, colours, instruction, warmth, nucleus, best, longest, number = values
+        name, other, scorer, colours, instruction, warmth, nucleus, best, longest, number, where, what, who = values
         if not asked.strip():
             yield own, *_two([]), asked
             return
         controls = Controls(warmth, nucleus, int(best) or None, int(longest) or None, int(number))
+
+        def steer(side: int, model: Any) -> Any:
+            return read_steering(what or "", where or "", model, runs_dir) if side in SIDES[who] else None
+
         try:
-            for drawn in stage.answer(own, asked, [name, other], controls, instruction or "", scorer, colours):
+            for drawn in stage.answer(own, asked, [name, other], controls, instruction or "", scorer, colours, steer):
                 yield own, *_two(drawn), ""
         except PosttrainError as error:
             raise gradio.Error(str(error), duration=None, print_exception=False) from error
 
     inputs = [session, question, left, right, judge, colouring, system, temperature, top_p, top_k, max_tokens, seed]
+    inputs += [folder, changes, steered]
     outputs = [session, *pages, question]
     send.click(answer, inputs, outputs)
     question.submit(answer, inputs, outputs)

@@ -14,6 +14,7 @@ from posttrain.apps.sampling import Sampler
 from posttrain.apps.studio_html import Colouring, draw_conversation, draw_reply
 from posttrain.errors import PosttrainError
 from posttrain.evals.reward_model import RewardModel
+from posttrain.interpret.steering import Steering
 from posttrain.types import Example, Message
 
 REFRESH_SECONDS = 0.05  # a page that is drawn anew for every token would be slower than the model
@@ -86,13 +87,15 @@ class Stage:
         system: str,
         judge: str,
         colouring: Colouring,
+        steer: Callable[[int, Any], Steering | None] = lambda side, model: None,
     ) -> Iterator[list[str]]:
         """The pages of all speakers, again and again while the replies grow.
 
-        A model that cannot reply shows why in its place; the others go on.
+        A model that cannot reply shows why in its place; the others go on. ``steer``: how the model on a side (0: the
+        left one) is steered.
 
         Raises:
-            PosttrainError: a model or the judge cannot be loaded.
+            PosttrainError: a model, the judge or the dictionary cannot be loaded.
         """
         with self._lock:
             chosen = tuple(name for name in names if name != NOBODY)
@@ -102,6 +105,8 @@ class Stage:
                     chosen,
                     [Speaker(Conversation(self.model(name), controls)) for name in chosen],
                 )
+            for side, speaker in enumerate(session.speakers):
+                speaker.conversation.steering = steer(side, speaker.conversation.sampler.model)
             replies = [self._begin(speaker, question, controls, system) for speaker in session.speakers]
             shown = 0.0
             while any(speaker.is_speaking for speaker in session.speakers):

@@ -14,7 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from posttrain.interpret.sae_recipe import load_sae_recipe
 from posttrain.recipe import Recipe, Section, Word, load_recipe
+from posttrain.recipe_files import interpretation_names
 from posttrain.registry import HOMES, Entry, entries
 from posttrain.runs.compare import training_recipe_names
 
@@ -32,6 +34,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
+    "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
 
@@ -154,6 +157,8 @@ def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     for name in training_recipe_names():
         for word in words_of(load_recipe(name).resolve()):
             found.setdefault(word, []).append(name)
+    for name in interpretation_names("dictionary"):
+        found.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
     return found
 
 

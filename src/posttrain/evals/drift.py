@@ -48,8 +48,9 @@ def measure_drift(
     1,024 likeliest tokens the rest counts as one, which can only make it smaller) and so varies far less
     than an estimate from the sampled tokens: one token that the start finds a thousand times likelier
     would make such an estimate explode.
-    ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy`` and
-    ``sampled_num_tokens``: of these answers.
+    ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_num_tokens``,
+    ``sampled_reward`` and ``sampled_<part>`` for every other part of the reward (and fact of its graders): means over
+    these answers, so that reward and KL are of the same policy at the same temperature.
     """
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
     kept, prompts, _ = encode_prompts(tokenizer, grader.template, examples, context_tokens - 1)
@@ -78,10 +79,17 @@ def measure_drift(
         "kl_from_start": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
         "sampled_num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
+        "sampled_reward": statistics.fmean(r.reward for r in rollouts),
     }
+    facts |= {f"sampled_{part}": statistics.fmean(r.parts[part] for r in rollouts) for part in _shared_parts(rollouts)}
     if any(rollout.outcome != "ungraded" for rollout in rollouts):
         facts["sampled_accuracy"] = statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts)
     return facts
+
+
+def _shared_parts(rollouts: Sequence[Rollout]) -> list[str]:
+    """The parts that every answer has, without ``correct``, whose mean has a name of its own."""
+    return [name for name in rollouts[0].parts if name != "correct" and all(name in r.parts for r in rollouts)]
 
 
 def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:

@@ -185,10 +185,10 @@ class Forward:
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
-        predicting = hidden[packing.predictors] if predicts or packing.readers is None else None
+        predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
         if self.head is not None:
-            reading = predicting if packing.readers is None else hidden[packing.readers]
+            reading = predicting if packing.readers is None else hidden.index_select(0, packing.readers)
         return States(
             predicting=predicting if predicts else None,
             project=_with_fast_linear(base.get_output_embeddings()),

@@ -197,7 +197,10 @@ def _attention(
 
 
 def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
-    """``[S, H, W, D]``: the given places of ``stream [N, H, D]``; ``index_select`` is what has the fast backward."""
+    """``[S, H, W, D]``: the given places of ``stream [N, H, D]``.
+
+    ``stream[at]`` would be slower, and its backward adds up in another order each time where there are two threads.
+    """
     return stream.index_select(0, at).unflatten(0, (num_runs, -1)).transpose(1, 2)
 
 

@@ -47,7 +47,14 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipe import Recipe
-from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, recipe_text
+from posttrain.recipe_files import (
+    apply_override,
+    interpretation_names,
+    parse_yaml,
+    recipe_names,
+    recipe_text,
+    study_names,
+)
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare_merge import belongs_to_method, changes_between, differences, without_method
 from posttrain.runs.compare_sources import SourceReader
@@ -137,7 +144,8 @@ def comparison_names() -> list[str]:
 
 def training_recipe_names() -> list[str]:
     """Names of the shipped recipes that `posttrain train` takes."""
-    return [name for name in recipe_names() if not name.startswith(COMPARISONS)]
+    others = {*comparison_names(), *interpretation_names(), *study_names()}
+    return [name for name in recipe_names() if name not in others]
 
 
 def describe_comparison(name: str) -> str:

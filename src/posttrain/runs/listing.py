@@ -114,8 +114,8 @@ def summarize_run(path: str | Path) -> RunSummary:
         step=status.step if status else 0,
         steps=status.steps if status else int(_section(recipe, "train").get("steps", 0)),
         recipe=str(environment.get("recipe", "?")),
-        objective=_word(recipe, "objective"),
-        model=_word(recipe, "model"),
+        objective=_word(recipe, "objective" if "objective" in recipe else "dictionary"),
+        model=_model(recipe),
         metrics=trained[-1].metrics if trained else {},
         accuracy=status.accuracy if status else None,
         disk_bytes=disk_bytes(directory.folder),
@@ -226,6 +226,12 @@ def _word(recipe: Mapping[str, Any], key: str) -> str:
     if isinstance(value, str):
         return value
     return str(_section(recipe, key).get("name", "?"))
+
+
+def _model(recipe: Mapping[str, Any]) -> str:
+    """Of a dictionary's run, whose activations it is of: a model, or a folder that holds them."""
+    activations = _section(recipe, "activations")
+    return str(activations["folder"]) if "folder" in activations else _word(activations or recipe, "model")
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,13 @@ def add_verdicts(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN outcome TEXT NOT NULL DEFAULT ''")
 
 
-MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts)
+def add_token_ids(db: sqlite3.Connection) -> None:
+    """Version 3: the tokens as they were sampled, prompt then completion (little-endian int32); NULL in older rows."""
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN token_ids BLOB")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids)
 
 
 def schema_version(db: sqlite3.Connection) -> int:

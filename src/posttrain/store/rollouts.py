@@ -10,6 +10,7 @@ import json
 import math
 import queue
 import sqlite3
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,7 @@ _COLUMNS = (
     "mean_sampler_logprob",
     "extracted",
     "outcome",
+    "token_ids",
 )
 _QUEUE_LENGTH = 256  # batches; a disk slower than the sampler makes ``record`` wait instead of filling the memory
 _ALIVE_CHECK_SECONDS = 0.5
@@ -53,7 +55,8 @@ class RecordedRollout:
     ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
     ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
     ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
-    earlier posttrain). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
+    sampled (None in such a file). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
     id: int
@@ -73,6 +76,7 @@ class RecordedRollout:
     mean_sampler_logprob: float | None
     extracted: str | None = None
     outcome: str = ""
+    token_ids: tuple[int, ...] | None = None
     evaluation: str | None = None
 
 
@@ -245,7 +249,7 @@ class RolloutStore:
         with self._connection() as db:
             rows = db.execute(query, [*values, -1 if limit is None else limit]).fetchall()
         named = (dict(zip(columns, row, strict=True)) for row in rows)
-        return [RecordedRollout(**{**row, "parts": json.loads(row["parts"])}) for row in named]
+        return [RecordedRollout(**{**row, **_read_packed(row)}) for row in named]
 
     def _prepare(self, about: Mapping[str, str]) -> None:
         is_new = not self.path.exists()
@@ -368,7 +372,18 @@ def _to_row(rollout: Rollout) -> tuple[Any, ...]:
         math.fsum(logprobs) / len(logprobs) if logprobs else None,
         None if rollout.extracted is None else _storable(rollout.extracted),
         rollout.outcome,
+        _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
     )
+
+
+def _pack_ids(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def _read_packed(row: Mapping[str, Any]) -> dict[str, Any]:
+    packed = row["token_ids"]
+    ids = None if packed is None else struct.unpack(f"<{len(packed) // 4}i", packed)
+    return {"parts": json.loads(row["parts"]), "token_ids": ids}
 
 
 def prompt_text(example: Example) -> str:

@@ -1,0 +1,1 @@
+"""What training changed inside of a model: activations, sparse dictionaries, features, differences."""

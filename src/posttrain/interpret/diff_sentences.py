@@ -1,0 +1,97 @@
+"""What a comparison found, as sentences that follow from its numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def findings(found: Mapping[str, Any]) -> list[str]:
+    """What was found, one sentence each, from the numbers alone."""
+    lines = [_changed_line(found["dictionaries"], found["overlap"])]
+    kl = found["divergence"]
+    lines.append(
+        f"The post model's answers are {kl['per_answer']:.2f} nats from the base ({kl['per_token']:.3f} a token); "
+        f"a tenth of the tokens carries {_percent(kl['share_of_top_tenth'])} of it."
+    )
+    if "patching" in found:
+        lines.append(_patching_line(found["patching"]))
+    if "causal" in found:
+        lines += causal_lines(found["causal"])
+    lines.append(_null_line(found["dictionaries"]))
+    return lines
+
+
+def _changed_line(dictionaries: Sequence[Mapping[str, Any]], overlap: Mapping[str, Any]) -> str:
+    first = dictionaries[0]["counts"]
+    share = dictionaries[0]["rate_within_a_fifth"]
+    line = (
+        f"{first['changed']} of {first['tested']} features changed by more than the least change "
+        f"({first['rose']} rose, {first['fell']} fell); {_percent(share)} of all fire within 20 % as often as before."
+    )
+    if overlap["share"] is not None and overlap["pairs"]:
+        chance = sum(pair["by_chance"] for pair in overlap["pairs"]) / len(overlap["pairs"])
+        others = ", ".join(str(d["counts"]["changed"]) for d in dictionaries[1:])
+        line += (
+            f" Other seeds of the dictionary find {others}; {_percent(overlap['share'])} of them are found again by "
+            f"another seed ({_percent(chance)} of random ones)."
+        )
+    return line
+
+
+def _patching_line(patching: Mapping[str, Any]) -> str:
+    counts = patching["counts"]
+    changed, others = (
+        [_mean(column) for column in zip(*patching[name], strict=True)] for name in ("changed", "random")
+    )
+    return (
+        f"{counts[-1]} changed features, put into the base, recover {_percent(changed[-1])} of the KL; random ones "
+        f"that fire as often {_percent(others[-1])}, the mean difference alone {_percent(patching['mean_vector'])}, "
+        f"the whole difference at this layer {_percent(patching['everything'])}."
+    )
+
+
+def causal_lines(causal: Mapping[str, Any]) -> list[str]:
+    """What the causal test says, plainly."""
+    verdicts, measure = causal["verdicts"], causal["measure"]
+    main = f"dose {min(dose['dose'] for dose in causal['doses'][0]):g}"
+    lines = []
+    for name, what in (
+        (main, f"Taking the {causal['features']} most changed features away from the post model"),
+        ("base", f"Bringing the same {causal['features']} to the post model's level in the base"),
+    ):
+        verdict = verdicts[name]
+        direction = "costs" if verdict["mean"] < 0 else "adds"
+        line = (
+            f"{what} {direction} {abs(verdict['mean']):.3f} {measure} more than doing so to random features like them"
+        )
+        if verdict["half_width"] is None:
+            lines.append(f"{line}; with one seed there is no interval, so this shows nothing yet.")
+            continue
+        low, high = verdict["mean"] - verdict["half_width"], verdict["mean"] + verdict["half_width"]
+        answer = (
+            "the test separates changed from random features"
+            if verdict["separates"]
+            else "the test does NOT separate changed from random features"
+        )
+        lines.append(
+            f"{line} (95 % interval of the difference {low:+.3f} to {high:+.3f}, {verdict['seeds']} seeds): {answer}."
+        )
+    return lines
+
+
+def _null_line(dictionaries: Sequence[Mapping[str, Any]]) -> str:
+    counts = {name: sum(d["null"][name]["changed"] for d in dictionaries) for name in dictionaries[0]["null"]}
+    flagged = sum(counts.values())
+    tests = "the base beside itself, models swapped in half of the documents, two halves of the documents"
+    if flagged == 0:
+        return f"Where nothing can have changed ({tests}) no feature is flagged, with any seed."
+    return f"Null tests ({tests}) flag {flagged} features: {counts}. Take the changes with that much doubt."
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _percent(value: float | None) -> str:
+    return "an unknown share" if value is None else f"{value:.1%}"

@@ -1,0 +1,130 @@
+"""What activations are recorded over: prompts of a task, plain texts, or what a run has sampled; as token ids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError, UsageError
+from posttrain.render import Template, encode_plain, encode_prompt
+from posttrain.render.encoding import markers_of
+from posttrain.store.rollouts import RolloutStore
+from posttrain.tasks.base import Task
+from posttrain.tasks.reading import SUFFIXES, read_file
+
+TEXT_KEY = "text"
+
+
+@dataclass(slots=True)
+class Documents:
+    """Token ids of documents, none empty.
+
+    ``prompt_lengths``: how many tokens of each are its prompt (0: a plain text). ``data`` says where they come from,
+    ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
+    """
+
+    ids: list[list[int]] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
+def task_prompts(
+    task: Task, tokenizer: Any, template: Template, *, context_tokens: int, max_tokens: int | None = None
+) -> Documents:
+    """The prompts of a task's examples, in order.
+
+    Args:
+        context_tokens: of a longer prompt the beginning is taken.
+        max_tokens: of all documents together; the last one is cut to fit.
+
+    Raises:
+        UsageError: the task has no examples.
+    """
+    data = {"source": "task", "task": task.name, "split": task.split, "template": template.name}
+    prompts = (encode_prompt(tokenizer, template, example.messages) for example in task.examples)
+    return _collect(((ids, len(ids)) for ids in prompts), data, context_tokens, max_tokens)
+
+
+def recorded_rollouts(
+    path: str | Path, *, context_tokens: int, max_tokens: int | None = None, about: str = ""
+) -> Documents:
+    """What a run has sampled while it trained: prompt and completion, token by token as they were.
+
+    Raises:
+        DataError: no such file, or it holds none with their tokens (files of an earlier posttrain do not).
+    """
+    rollouts = RolloutStore(path, read_only=True).training()
+    missing = sum(rollout.token_ids is None for rollout in rollouts)
+    if missing == len(rollouts):
+        why = "an earlier posttrain wrote it, without the tokens" if missing else "this run has sampled nothing"
+        raise DataError(path, f"no rollouts to read: {why}; record over the prompts of its task instead, with --task")
+    given = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts if r.token_ids is not None)
+    found = _collect(given, {"source": "rollouts", "run": about}, context_tokens, max_tokens)
+    found.dropped["rollouts_without_tokens"] += missing
+    return found
+
+
+def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: int | None = None) -> Documents:
+    """A plain text, or the texts under ``text`` in a file of rows (``.jsonl``), cut into pieces of ``context_tokens``.
+
+    What the tokenizer puts in front of a text (BOS) is in front of every piece. Nothing in a text becomes a special
+    token.
+
+    Raises:
+        DataError: no such file, it is no text, or a row has none.
+    """
+    place = Path(path)
+    leading = list(markers_of(tokenizer).leading)
+    size = context_tokens - len(leading)
+    if size < 1:
+        raise UsageError(f"--context-tokens {context_tokens}: a document needs at least {len(leading) + 1} tokens here")
+
+    def pieces() -> Iterator[tuple[list[int], int]]:
+        for text in _read_texts(place):
+            ids = encode_plain(tokenizer, text)
+            for start in range(0, len(ids), size):
+                yield leading + ids[start : start + size], 0
+
+    return _collect(pieces(), {"source": "text", "file": place.name}, context_tokens, max_tokens)
+
+
+def _read_texts(path: Path) -> Iterator[str]:
+    if path.name.endswith(SUFFIXES):
+        yield from (row.text(TEXT_KEY) for row in read_file(path))
+        return
+    if not path.is_file():
+        raise DataError(path, "no such file")
+    try:
+        yield path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"this is no UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _collect(
+    given: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
+) -> Documents:
+    """Documents (ids, length of the prompt) within both limits; reading stops where enough is there."""
+    found = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
+    room = max_tokens
+    for ids, prompt_length in given:
+        if room == 0:
+            break
+        found.dropped["beyond_context_tokens"] += max(0, len(ids) - context_tokens)
+        kept = ids[: context_tokens if room is None else min(room, context_tokens)]
+        if not kept:
+            found.dropped["empty_documents"] += 1
+            continue
+        found.ids.append(kept)
+        found.prompt_lengths.append(min(prompt_length, len(kept)))
+        room = None if room is None else room - len(kept)
+    if not found.ids:
+        raise UsageError(f"nothing to record over: {', '.join(str(x) for x in data.values() if x)} has no tokens")
+    return found

@@ -1,0 +1,81 @@
+"""The recipe of a comparison: defaults, overrides, and what is refused where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import RecipeError, UnknownWord
+from posttrain.interpret.diff_recipe import DiffRecipe, load_diff_recipe
+from posttrain.recipe_files import interpretation_names
+
+
+def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
+    recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
+    assert (recipe.base.recipe, recipe.post.recipe, recipe.post.from_base) == ("tiny/sft", "tiny/grpo", True)
+    assert recipe.changes.site == "resid.2"
+    assert recipe.changes.seeds == 3
+    assert len(recipe.description) > 20
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.to_yaml())
+    assert load_diff_recipe([str(path)]).resolve().fingerprint() == recipe.fingerprint()
+    assert "tiny/what-did-rl-change" in interpretation_names("changes")
+    assert "tiny/what-did-rl-change" not in interpretation_names("dictionary")
+
+
+def test_two_models_and_options_make_a_recipe() -> None:
+    given = [("changes.dictionary.k", "8"), ("changes.train.steps", "50"), ("changes.difference.k", "2")]
+    recipe = load_diff_recipe(["tiny", "runs/mine"], [*given, ("task", "stories")]).resolve()
+    assert (recipe.base.name, recipe.post.name) == ("tiny", "runs/mine")
+    assert (recipe.changes.dictionary.name, recipe.changes.dictionary.options["k"]) == ("batchtopk", 8)
+    assert recipe.changes.dictionary.num_features(10) == 40
+    assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 2048)
+    assert recipe.changes.difference is not None
+    assert (recipe.changes.difference.name, recipe.changes.difference.options["k"]) == ("topk", 2)
+    assert recipe.task is not None
+    assert recipe.task.options["size"] == 50_000  # defaults of words are filled in
+
+
+def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
+    recipe = load_diff_recipe(["tiny", "tiny"], [("changes.causal", "null"), ("changes.patching", "null")]).resolve()
+    assert recipe.changes.causal is None
+    path = tmp_path / "r.yaml"
+    path.write_text(recipe.to_yaml())
+    again = load_diff_recipe([str(path)])
+    assert isinstance(again, DiffRecipe)
+    assert again.changes.causal is None
+    assert again.changes.patching is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "changes.sedes",
+            "3",
+            r"command line: changes.sedes: there is no such key. Did you mean 'seeds'\? Known keys: ",
+        ),
+        ("changes.by", "me", "changes.by: Input should be 'post', 'base' or 'both'; got 'me'"),
+        ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),
+        ("base.recipe", "tiny/sft", "base: give either the 'name' of a model or a run, or a training 'recipe'"),
+    ],
+)
+def test_mistakes_are_named(key: str, value: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_diff_recipe(["tiny", "tiny"], [(key, value)])
+
+
+def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownWord, match="batchtopk"):
+        load_diff_recipe(["tiny", "tiny"], [("changes.dictionary", "batchtop")]).resolve()
+    with pytest.raises(RecipeError, match="compares no models"):
+        load_diff_recipe(["tiny/sft"])
+    path = tmp_path / "r.yaml"
+    path.write_text("base: tiny\nchanges:\n  site: resid.2\n  seeds: none\n")
+    with pytest.raises(RecipeError) as caught:
+        load_diff_recipe([str(path)])
+    assert str(caught.value).splitlines() == [
+        f"{path}: post: this key is needed",
+        f"{path}:4: changes.seeds: Input should be a valid integer, unable to parse string as an integer; got 'none'",
+    ]

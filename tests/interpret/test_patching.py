@@ -1,0 +1,126 @@
+"""KL between two models token by token, and how much of it patched activations put right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.interpret.dictionary import Dictionary
+from posttrain.interpret.patching import Patcher, divergence, encode_some, feature_patch, pad, token_kl
+from posttrain.models.load import load_model
+from posttrain.recipe import ModelSection
+
+DOCUMENTS = [[0, 5, 9, 30, 41, 17, 8], [0, 77, 3, 12], [0, 9, 9, 9, 25, 60, 61, 62, 63]]
+PROMPTS = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return load_model(ModelSection(name="tiny", device="cpu"), seed=0).model
+
+
+@pytest.fixture(scope="module")
+def post(base: Any) -> Any:
+    """The base with the weights of its first two blocks disturbed."""
+    changed = copy.deepcopy(base)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for block in changed.model.layers[:2]:
+            block.mlp.down_proj.weight += 0.05 * torch.randn_like(block.mlp.down_proj.weight)
+    return changed
+
+
+def dictionary(kind: str = "batchtopk") -> Dictionary:
+    made = Dictionary(128, 40, kind=kind, options={"k": 8} if kind == "topk" else {}, seed=1).requires_grad_(False)
+    if made.architecture == "jumprelu":
+        made.threshold.fill_(0.4)
+    made.b_enc.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+    return made
+
+
+def test_kl_of_distributions_by_hand() -> None:
+    p = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).clamp_min(1e-30).log()
+    q = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]) * 7  # uniform, at any scale
+    expected = [math.log(3) - 1.5 * math.log(2), math.log(3)]
+    assert divergence(p, q).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@torch.no_grad()
+def test_token_kl_is_that_of_each_document_alone(base: Any, post: Any) -> None:
+    found, moved = token_kl(base, post, DOCUMENTS, PROMPTS)
+    gained = torch.zeros(base.config.vocab_size, dtype=torch.float64)
+    for kl, ids, prompt in zip(found, DOCUMENTS, PROMPTS, strict=True):
+        p, q = (torch.softmax(m(input_ids=torch.tensor([ids])).logits[0].double(), -1) for m in (post, base))
+        expected = (p * (p / q).log()).sum(-1)[:-1]
+        assert kl[0] == 0.0
+        assert torch.allclose(kl[1:], expected, atol=1e-5)
+        gained += (p - q)[prompt - 1 : -1].sum(0)
+    assert torch.allclose(moved, gained, atol=1e-4)
+    assert abs(float(moved.sum())) < 1e-4
+
+
+def test_a_model_does_not_diverge_from_itself(base: Any) -> None:
+    found, moved = token_kl(base, base, DOCUMENTS, PROMPTS)
+    assert max(float(kl.max()) for kl in found) < 1e-9
+    assert float(moved.abs().max()) == 0.0
+
+
+def test_all_of_the_difference_where_only_blocks_below_differ_recovers_all(base: Any, post: Any) -> None:
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert patcher.tokens == sum(len(ids) - n for ids, n in zip(DOCUMENTS, PROMPTS, strict=True))
+    assert patcher.recovered(lambda b, p: p - b) == pytest.approx(1.0, abs=1e-4)
+    assert patcher.recovered(lambda b, p: torch.zeros_like(b)) == pytest.approx(0.0, abs=1e-6)
+    assert patcher.recovered(lambda b, p: b - p) < 0.0  # the other way is further away
+    # half of the difference leaves about a quarter of the KL
+    assert 0.6 < patcher.recovered(lambda b, p: (p - b) / 2) < 0.9
+
+
+def test_kl_is_counted_over_answers_alone(base: Any, post: Any) -> None:
+    every, _ = token_kl(base, post, DOCUMENTS, PROMPTS)
+    expected = sum(float(kl[n:].sum()) for kl, n in zip(every, PROMPTS, strict=True))
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert patcher.kl == pytest.approx(expected / patcher.tokens, rel=1e-4)
+
+
+def test_above_the_limit_nothing_is_patched(base: Any, post: Any) -> None:
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS, limit=1e-3)
+    assert patcher.recovered(lambda b, p: p - b) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_mean_difference_is_over_real_tokens(base: Any, post: Any) -> None:
+    from posttrain.interpret.extract import activations_of
+
+    rows = [activations_of(m, DOCUMENTS, ["resid.2"])["resid.2"] for m in (base, post)]
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert torch.allclose(patcher.mean_difference(), (rows[1] - rows[0]).mean(0), atol=1e-5)
+
+
+def test_a_patch_of_features_is_their_change_along_their_directions() -> None:
+    made = dictionary()
+    torch.manual_seed(3)
+    before, after = torch.randn(2, 20, 128)
+    change = made.encode(after) - made.encode(before)
+    assert (change[:, [4, 7]] != 0).any()
+    expected = change[:, [4, 7]] @ made.W_dec[[4, 7], 0]
+    assert torch.allclose(feature_patch(made, [4, 7])(before, after), expected, atol=1e-5)
+    assert torch.allclose(feature_patch(made, None)(before, after), change @ made.W_dec[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["batchtopk", "topk", "l1"])
+def test_some_features_are_those_of_the_whole(kind: str) -> None:
+    made = dictionary(kind)
+    made.b_dec.normal_(generator=torch.Generator().manual_seed(5))
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(4))
+    chosen = torch.tensor([3, 0, 22])
+    assert torch.allclose(encode_some(made, x, chosen), made.encode(x)[:, chosen], atol=1e-5)
+    assert torch.equal(encode_some(made, x, None), made.encode(x))
+
+
+def test_padding_stands_behind() -> None:
+    tokens, lengths = pad([[1, 2], [3, 4, 5]], "cpu")
+    assert tokens.tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert lengths.tolist() == [2, 3]

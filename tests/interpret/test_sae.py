@@ -1,0 +1,235 @@
+"""Training with Lightning: it learns, its records are complete, and a run that was cut goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
+
+from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
+from posttrain.interpret.measures import match
+from posttrain.interpret.planted import plant, plant_change
+from posttrain.interpret.sae import Trained, train_dictionary
+from posttrain.interpret.sae_recipe import SaeRecipe
+from posttrain.interpret.training_rows import TensorRows
+from posttrain.store.metrics import MetricsLog
+
+KINDS: dict[str, dict[str, Any]] = {
+    "batchtopk": {"k": 4, "matryoshka": [0.25]},
+    "topk": {"k": 4},
+    "l1": {"coefficient": 0.02},
+    "jumprelu": {"target": 4.0},
+}
+
+
+def recipe(kind: str = "batchtopk", evaluation: dict[str, Any] | None = None, **train: Any) -> SaeRecipe:
+    settings = {"steps": 24, "batch": 64, "save_every": 5, "log_every": 4, "precision": "fp32", "dead_after": 0.1}
+    data = {
+        "activations": {"folder": "unused"},
+        "dictionary": {"name": kind, "expansion": 4, **KINDS[kind]},
+        "train": settings | train,
+        "eval": {"rows": 256, "every": 8} | (evaluation or {}),
+    }
+    return SaeRecipe.model_validate(data).resolve()
+
+
+def planted_recipe(kind: str, k: int, steps: int, expansion: float) -> SaeRecipe:
+    settings = {"steps": steps, "batch": 256, "lr": 5e-3, "log_every": 100, "precision": "fp32"}
+    data = {
+        "activations": {"folder": "unused"},
+        "dictionary": {"name": kind, "k": k, "expansion": expansion},
+        "train": settings,
+        "eval": {"rows": 2000},
+    }
+    return SaeRecipe.model_validate(data).resolve()
+
+
+def rows(d: int = 16, count: int = 1500, sources: int = 1) -> TensorRows:
+    planted = plant(d, 32, 3.0, seed=5)
+    x = planted.rows(planted.codes(count))
+    return TensorRows(torch.stack([x, x.roll(1, dims=1) * 2], dim=1) if sources == 2 else x)
+
+
+def train(folder: Path, given: SaeRecipe, data: TensorRows | None = None, **options: Any) -> Trained:
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return train_dictionary(
+        data or rows(),
+        given,
+        checkpoints=folder / "checkpoints",
+        metrics=MetricsLog(folder / "metrics.jsonl"),
+        **options,
+    )
+
+
+def state_of(trained: Trained) -> list[bytes]:
+    return [value.numpy().tobytes() for value in trained.dictionary.state_dict().values()]
+
+
+def metrics_of(folder: Path) -> list[Any]:
+    return [(row.step, row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
+
+
+def stop_after(step: int) -> Callable[[], bool]:
+    asked = 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= step
+
+    return should_stop
+
+
+@pytest.mark.parametrize(("kind", "sources"), [*((kind, 1) for kind in KINDS), ("batchtopk", 2)])
+def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, sources: int, tmp_path: Path) -> None:
+    """23 batches of 64 rows are an epoch of less than 20: the cuts are in the first and in the second."""
+    data = rows(sources=sources)
+    whole = train(tmp_path / "whole", recipe(kind), data)
+    stops = []
+    for stop in (7, 13):
+        cut = train(tmp_path / "cut", recipe(kind), data, resume=bool(stops), should_stop=stop_after(stop))
+        stops.append(cut.step)
+        assert cut.reason == "interrupted"
+    again = train(tmp_path / "cut", recipe(kind), data, resume=True)
+    assert stops == [7, 20]
+    assert (again.step, again.reason) == (24, "finished")
+    assert state_of(again) == state_of(whole)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert again.quality.fvu == whole.quality.fvu
+    assert [item.name for item in sorted((tmp_path / "cut" / "checkpoints").iterdir())] == [
+        "step-000020",
+        "step-000024",
+    ]
+    finished = train(tmp_path / "cut", recipe(kind), data, resume=True)  # nothing is left to do
+    assert state_of(finished) == state_of(whole)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+
+
+def test_what_is_recorded(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    trained = train(tmp_path, recipe(), observer=lambda event, facts: events.append((event, facts)))
+    recorded = metrics_of(tmp_path)
+    assert [step for step, metrics in recorded if "loss" in metrics] == [1, 4, 8, 12, 16, 20, 24]
+    evaluated = [(step, metrics) for step, metrics in recorded if "loss" not in metrics]
+    assert [step for step, _ in evaluated] == [8, 16, 24]
+    assert evaluated[-1][1]["eval/held_out/fvu"] == trained.quality.fvu
+    last = recorded[-2][1]
+    assert last["loss"] == pytest.approx(last["squared_error"] + last["auxk"])  # no penalty
+    assert last["l0"] == pytest.approx(4, abs=1.5)
+    assert events[0] == ("start", {"steps": 24, "num_examples": 1244, "resumed_from": None, "dropped": {}})
+    assert events[-1] == ("finish", {"step": 24, "reason": "finished"})
+    assert [facts["step"] for event, facts in events if event == "checkpoint"] == [5, 10, 15, 20, 24]
+
+
+def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
+    train(tmp_path, recipe(lr=0.01, log_every=1, steps=20, warmup=0.2, decay=0.5))
+    rates = [metrics["lr"] for _, metrics in metrics_of(tmp_path) if "lr" in metrics]
+    # the rate that the next step has: warm-up over 4 steps, decay over the last 10
+    expected = [0.01 * min(1, (step + 1) / 4, (20 - step) / 10) for step in range(1, 21)]
+    assert rates == pytest.approx(expected)
+    assert recipe().train.learning_rate(2**16) == pytest.approx(1.5e-4)
+    assert recipe().train.learning_rate(64) == 1e-3
+
+
+def test_decoder_rows_keep_norm_one_and_dead_features_are_counted(tmp_path: Path) -> None:
+    trained = train(tmp_path, recipe(dead_after=1e-9))
+    decoder = trained.dictionary.W_dec.detach()[:, 0]
+    torch.testing.assert_close(decoder.norm(dim=1), torch.ones(64))
+    since = trained.dictionary.since_fired
+    assert set(since.tolist()) <= set(range(0, 24 * 64 + 1, 64))
+    last = [metrics for _, metrics in metrics_of(tmp_path) if "dead" in metrics][-1]
+    assert last["dead"] == pytest.approx(float((since > 1).double().mean()))
+
+
+def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", recipe())
+    train(tmp_path / "cut", recipe(), should_stop=stop_after(12))
+    state = tmp_path / "cut" / "checkpoints" / "step-000012" / "state.ckpt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(bytes(content))
+    notices: list[str] = []
+    again = train(
+        tmp_path / "cut", recipe(), resume=True, observer=lambda e, f: notices.append(str(f)) if e == "notice" else None
+    )
+    assert "checkpoint of step 12 is damaged" in notices[0]
+    assert state_of(again) == state_of(whole)
+    for folder in (tmp_path / "cut" / "checkpoints").glob("step-*"):
+        (folder / "state.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="none of the checkpoints verifies"):
+        train(tmp_path / "cut", recipe(), resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    data = rows()
+    data.x[400:420] = float("inf")
+    with pytest.raises((NonFiniteLoss, UsageError), match=r"not finite|the loss is"):
+        train(tmp_path, recipe(log_every=1), data)
+    data = rows()
+    with pytest.raises(NonFiniteLoss, match=r"step \d+: the loss is .* A smaller train.lr"):
+        train(tmp_path / "lr", recipe("l1", lr=1e30, log_every=1, max_grad_norm=None), data)
+
+
+def test_too_few_rows(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="do not make one batch"):
+        train(tmp_path, recipe(evaluation={"rows": 1490}))
+
+
+def test_planted_directions_are_found(tmp_path: Path) -> None:
+    planted = plant(32, 48, 3.0, noise=0.02, seed=1)
+    data = TensorRows(planted.rows(planted.codes(20_000)))
+    given = planted_recipe("batchtopk", 3, steps=600, expansion=2.0)
+    trained = train(tmp_path, given, data)
+    mean, _ = match(trained.dictionary.W_dec.detach()[:, 0], planted.directions)
+    assert mean > 0.85
+    assert trained.quality.fvu < 0.12
+    assert trained.quality.l0 == pytest.approx(3, abs=0.3)
+
+
+def test_a_difference_dictionary_finds_what_was_changed(tmp_path: Path) -> None:
+    planted = plant(32, 64, 4.0, noise=0.02, seed=2)
+    change = plant_change(planted, 20_000, amplified=3, removed=3, added=3)
+    changed = torch.cat([(change.factors != 1).nonzero()[:, 0], change.added])
+    given = planted_recipe("topk", 1, steps=400, expansion=0.5)
+    trained = train(tmp_path, given, TensorRows(change.post - change.base))
+    _, each = match(trained.dictionary.W_dec.detach()[:, 0], planted.directions[changed])
+    assert int((each > 0.9).sum()) == 9
+
+
+def test_kill_9_and_resume_gives_identical_weights(tmp_path: Path) -> None:
+    given = recipe(steps=120, save_every=7, log_every=3)
+    whole = train(tmp_path / "whole", given)
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    fork = multiprocessing.get_context("fork")  # a new interpreter takes seconds to import everything
+    killed_at: list[int] = []
+    for wanted in (16, 55):
+        process = fork.Process(target=train, args=(tmp_path / "cut", given), kwargs={"resume": bool(killed_at)})
+        process.start()
+        deadline = time.monotonic() + 120
+        while _last_step(metrics) < wanted and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        killed_at.append(_last_step(metrics))
+    assert 16 <= killed_at[0] < 120
+    assert 55 <= killed_at[1] < 120
+    resumed = train(tmp_path / "cut", given, resume=True)
+    assert state_of(resumed) == state_of(whole)
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+
+
+def _last_step(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    lines = path.read_text().split("\n")[:-1]
+    return int(json.loads(lines[-1])["step"]) if lines else 0

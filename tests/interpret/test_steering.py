@@ -1,0 +1,235 @@
+"""Steering and ablation: what exactly they add and take, and that sampling sees it on every path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native import NativeEngine
+from posttrain.engines.stream import stream
+from posttrain.errors import UsageError
+from posttrain.interpret.dictionary import Dictionary
+from posttrain.interpret.exchange import save_dictionary
+from posttrain.interpret.extract import activations_of
+from posttrain.interpret.steering import Change, Steering, load_steering
+
+D = 64
+DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
+SITES = ["resid.0", "resid.1", "resid.2", "mlp.1", "attn.2"]
+GREEDY = Sampling(12, 0.0)
+
+
+def random_dictionary(seed: int = 0, features: int = 100, kind: str = "l1") -> Dictionary:
+    """Encoder and decoder that have nothing to do with each other, rows of any norm."""
+    made = Dictionary(D, features, kind=kind, options={"k": 5} if kind == "topk" else {}, seed=seed)
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (made.W_enc, made.W_dec, made.b_enc, made.b_dec):
+            parameter.copy_(torch.randn(parameter.shape, generator=draws) * 0.3)
+    return made
+
+
+def orthogonal_dictionary() -> Dictionary:
+    """Decoder rows at right angles, the encoder their transpose."""
+    made = Dictionary(D, D, kind="l1")
+    rotation = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(1))).Q
+    with torch.no_grad():
+        made.W_dec.copy_(rotation[:, None])
+        made.W_enc.copy_(rotation.T[None])
+        made.b_dec.copy_(torch.randn(1, D, generator=torch.Generator().manual_seed(2)))
+    return made
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_directions_are_added_at_the_site(architecture: str, site: str, tiny_random: Callable[..., Any]) -> None:
+    model, dictionary = tiny_random(architecture), random_dictionary()
+    before = activations_of(model, DOCUMENTS, [site])[site]
+    rows = dictionary.W_dec[:, 0].detach()
+    expected = before + 3 * rows[7] / rows[7].norm() - 0.5 * rows[40] / rows[40].norm()
+    steering = Steering(model, dictionary, site, Change({7: 3.0, 40: -0.5, 9: 0.0}))
+    with steering.applied():
+        torch.testing.assert_close(activations_of(model, DOCUMENTS, [site])[site], expected)
+    assert torch.equal(activations_of(model, DOCUMENTS, [site])[site], before)
+
+
+@pytest.mark.parametrize("kind", ["l1", "topk"])
+def test_a_feature_is_taken_out_and_the_others_are_untouched(kind: str, tiny_random: Callable[..., Any]) -> None:
+    model, dictionary = tiny_random("qwen3"), random_dictionary(kind=kind)
+    before = activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]
+    features = dictionary.encode(before).detach()
+    gone = features.sum(0).argsort(descending=True)[:2].tolist()
+    assert (features[:, gone] > 0).any(0).all()
+    with Steering(model, dictionary, "resid.1", Change(values=dict.fromkeys(gone, 0.0))).applied():
+        after = activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]
+    rest = features.clone()
+    rest[:, gone] = 0
+    torch.testing.assert_close(after - before, (dictionary.decode(rest) - dictionary.decode(features)).detach())
+    idle = (features[:, gone] == 0).all(1)
+    assert torch.equal(after[idle], before[idle])  # where the features are silent nothing moves, not by rounding either
+
+
+def test_what_is_taken_out_is_read_before_anything_is_added(tiny_random: Callable[..., Any]) -> None:
+    dictionary, x = random_dictionary(), torch.randn(2, 3, D)
+    features, rows = dictionary.encode(x.reshape(-1, D)).detach(), dictionary.W_dec[:, 0].detach()
+    steering = Steering(tiny_random("qwen3"), dictionary, "resid.1", Change({7: 30.0}, {5: 0.0, 9: 2.0}))
+    expected = x.reshape(-1, D) + 30 * rows[7] / rows[7].norm() - features[:, 5:6] * rows[5]
+    expected += (2 - features[:, 9:10]) * rows[9]
+    torch.testing.assert_close(steering.change(x), expected.reshape(x.shape))
+
+
+def test_an_orthogonal_feature_reads_zero_afterwards(tiny_random: Callable[..., Any]) -> None:
+    model, dictionary = tiny_random("qwen3"), orthogonal_dictionary()
+    before = dictionary.encode(activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]).detach()
+    feature = int(before.sum(0).argmax())
+    others = [i for i in range(D) if i != feature]
+    for value in (0.0, 2.5):
+        with Steering(model, dictionary, "resid.1", Change(values={feature: value})).applied():
+            after = dictionary.encode(activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]).detach()
+        active = before[:, feature] > 0
+        assert active.any()
+        torch.testing.assert_close(after[active, feature], torch.full_like(after[active, feature], value))
+        torch.testing.assert_close(after[:, others], before[:, others])
+    assert before[:, feature].max() > 1
+
+
+def test_strength_nothing_is_the_model_itself(tiny_random: Callable[..., Any]) -> None:
+    model = tiny_random("qwen3")
+    engine, ids = NativeEngine(model), torch.tensor([DOCUMENTS[0]])
+    logits = model(input_ids=ids).logits
+    plain = engine.generate(DOCUMENTS, [[1], [2], [3]], Sampling(10))
+    steering = Steering(model, random_dictionary(), "resid.1", Change({3: 0.0, 5: -0.0}))
+    assert steering.is_nothing
+    with steering.applied():
+        assert engine.path == "lean"
+        assert torch.equal(model(input_ids=ids).logits, logits)
+        assert engine.generate(DOCUMENTS, [[1], [2], [3]], Sampling(10)) == plain
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The likeliest continuation, each token from a forward pass over everything before it."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@torch.no_grad()
+def test_sampling_is_steered(architecture: str, tiny_random: Callable[..., Any]) -> None:
+    model = tiny_random(architecture)
+    engine = NativeEngine(model)
+    keys = [[1], [2], [3]]
+    path, plain = engine.path, engine.generate(DOCUMENTS, keys, GREEDY)
+    assert path == ("lean" if architecture == "qwen3" else "modules")
+    steering = Steering(model, random_dictionary(), "resid.1", Change({3: 20.0}, {5: 0.0}))
+    with steering.applied():
+        assert engine.path == "modules"  # the lean path would not see the change
+        steered = engine.generate(DOCUMENTS, keys, GREEDY)
+        for prompt, group in zip(DOCUMENTS, steered, strict=True):
+            assert list(group[0].ids) == greedy(model, prompt, 12)
+    assert all(a[0].ids != b[0].ids for a, b in zip(plain, steered, strict=True))
+    assert engine.path == path
+    assert engine.generate(DOCUMENTS, keys, GREEDY) == plain
+
+
+def with_linear_unembedding(model: Any) -> Any:
+    """The last layer's output goes straight into the LM head."""
+    model.model.norm = nn.Identity()
+    return model
+
+
+@torch.no_grad()
+def test_the_distribution_moves_as_a_linear_unembedding_says(tiny_random: Callable[..., Any]) -> None:
+    model, dictionary = with_linear_unembedding(tiny_random("qwen3", vocab_size=12)), random_dictionary()
+    prompt, strength, samples = [5, 9, 3], -3.0, 4000
+    logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+    row = dictionary.W_dec[7, 0].detach()
+    row += model.lm_head.weight[logits.argmax()]  # steered away from the likeliest token, more or less
+    predicted = (logits + strength * model.lm_head.weight @ (row / row.norm())).softmax(-1)
+    with Steering(model, dictionary, "resid.2", Change({7: strength})).applied():
+        moved = model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        group = NativeEngine(model).generate([prompt], [list(range(samples))], Sampling(1))[0]
+    torch.testing.assert_close(moved, predicted, rtol=1e-4, atol=1e-6)
+    drawn = Counter(completion.ids[0] for completion in group)
+    shares = torch.tensor([drawn[token] / samples for token in range(12)])
+    assert 0.5 * (shares - predicted).abs().sum() < 0.04
+    assert 0.5 * (shares - logits.softmax(-1)).abs().sum() > 0.2
+    for completion in group[:20]:
+        assert completion.logprobs[0] == pytest.approx(predicted[completion.ids[0]].log().item(), abs=1e-4)
+
+
+def test_a_stream_is_steered_too(tiny_random: Callable[..., Any]) -> None:
+    model = tiny_random("qwen3")
+    steering = Steering(model, random_dictionary(), "resid.1", Change({3: 4.0}))
+    with steering.applied():
+        ids = NativeEngine(model).generate([DOCUMENTS[0]], [[7]], Sampling(10))[0][0].ids
+        assert [token.id for token in stream(model, DOCUMENTS[0], 7, Sampling(10))] == list(ids)
+
+
+def test_hooks_go_when_something_fails(tiny_random: Callable[..., Any]) -> None:
+    model = tiny_random("qwen3")
+    steering = Steering(model, random_dictionary(), "resid.1", Change({3: 4.0}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="stop"), steering.applied():
+            raise RuntimeError("stop")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_half_precision_stays(tiny_random: Callable[..., Any]) -> None:
+    model, dictionary = tiny_random("qwen3").bfloat16(), random_dictionary()
+    before = activations_of(model, DOCUMENTS, ["resid.2"])["resid.2"]
+    with Steering(model, dictionary, "resid.2", Change({7: 3.0})).applied():
+        after = activations_of(model, DOCUMENTS, ["resid.2"])["resid.2"]
+    row = dictionary.W_dec[7, 0].detach()
+    assert after.dtype == torch.bfloat16
+    assert torch.equal(after, (before.float() + 3 * row / row.norm()).bfloat16())
+
+
+def test_from_a_folder(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
+    """Features of a saved dictionary are in the units of the activations, whatever scale it was trained at."""
+    model, dictionary = tiny_random("qwen3"), orthogonal_dictionary()
+    dictionary.input_scale.fill_(4.0)
+    before = activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"]
+    save_dictionary(dictionary, tmp_path / "d", {"site": "resid.1", "source": "model"})
+    steering = load_steering(model, tmp_path / "d", Change({7: 3.0}, {2: 0.0}))
+    same = Steering(model, dictionary, "resid.1", Change({7: 3.0}, {2: 0.0}))
+    changed: list[Tensor] = []
+    for made in (steering, same):
+        with made.applied():
+            changed.append(activations_of(model, DOCUMENTS, ["resid.1"])["resid.1"])
+    torch.testing.assert_close(changed[0], changed[1])
+    rows = dictionary.W_dec[:, 0].detach()
+    features = dictionary.encode(before).detach()[:, 2:3]
+    torch.testing.assert_close(changed[0], before + 3 * rows[7] - features * rows[2] / 4)
+
+
+def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
+    model, dictionary = tiny_random("qwen3"), random_dictionary()
+    for made, site, change, message in (
+        (dictionary, "resid.3", Change({1: 1.0}), "this model has 2 layers"),
+        (dictionary, "resid.1", Change({100: 1.0}), "feature 100: this dictionary has 100"),
+        (dictionary, "resid.1", Change(values={-1: 0.0}), "feature -1"),
+        (Dictionary(32, 10, kind="l1"), "resid.1", Change({1: 1.0}), "width 32; this model has 64"),
+        (Dictionary(D, 10, 2, kind="l1"), "resid.1", Change(values={1: 0.0}), "can be added but not taken out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Steering(model, made, site, change)
+    crosscoder = Dictionary(D, 10, 2, kind="l1")
+    steering = Steering(model, crosscoder, "resid.1", Change({1: 2.0}))
+    row = crosscoder.W_dec[1, 1].detach()  # of the second model
+    torch.testing.assert_close(steering.change(torch.zeros(1, D)), 2 * row[None] / row.norm())
+    save_dictionary(dictionary, tmp_path / "a", {"site": "resid.1", "source": "difference"})
+    with pytest.raises(UsageError, match="of the difference of two models' activations"):
+        load_steering(model, tmp_path / "a", Change(values={1: 0.0}))
+    assert not load_steering(model, tmp_path / "a", Change({1: 1.0})).is_nothing
+    save_dictionary(dictionary, tmp_path / "b")
+    with pytest.raises(UsageError, match="no 'site' in 'metadata'"):
+        load_steering(model, tmp_path / "b", Change({1: 1.0}))
