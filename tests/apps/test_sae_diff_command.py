@@ -36,7 +36,8 @@ LITTLE = {
     "causal.prompts": "4",
     "causal.counts": "[2]",
     "causal.features": "2",
-    "causal.doses": "[0.0, 2.0]",
+    "causal.doses": "[0.5, 1.0]",
+    "causal.factors": "[2.0]",
     "causal.draws": "1",
 }
 
@@ -85,7 +86,10 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert {"difference", "crosscoder", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
-    assert set(compared["causal"]["verdicts"]) == {"base", "dose 0", "dose 2", "without 2", "slope"}
+    doses = {"given": ("0.5", "1"), "returned": ("0.5", "1"), "scaled": ("0", "2")}
+    points = {f"{test} 2 at {dose}" for test, several in doses.items() for dose in several}
+    assert set(compared["causal"]["verdicts"]) == points | {f"{test}, slope" for test in doses}
+    assert [len(rows) for rows in (compared["causal"][test] for test in doses)] == [2, 2, 2]
     assert not [p for p in (root / "one").iterdir() if p.name == "recipe.yaml"]  # it is no run of a training
 
 

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from posttrain.interpret.causal import Change, Trial, judge, scale_features, try_doses
+from posttrain.interpret.causal import Trial, judge, leave, move_features, replace_all, scale_features, try_doses
 from posttrain.interpret.dictionary import Dictionary
+from posttrain.interpret.lockstep import Added
 
 
 @pytest.fixture
@@ -18,41 +19,55 @@ def made() -> Dictionary:
     return dictionary
 
 
-def states() -> torch.Tensor:
-    return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2))
+def states(seed: int = 2) -> torch.Tensor:
+    return torch.randn(15, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_dose_of_one_is_the_model_itself(made: Dictionary) -> None:
+def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dictionary) -> None:
+    x, donor = states(), states(3)
+    zero = torch.zeros_like(x)
+    assert torch.equal(scale_features(made, {0: 1.0, 5: 1.0})(x, donor), zero)
+    assert torch.equal(move_features(made, [0, 5], 0.0)(x, donor), zero)
+    assert torch.equal(leave(x, donor), zero)
+    assert torch.allclose(x + replace_all(x, donor), donor, atol=1e-6)
+
+
+def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
     x = states()
-    assert torch.equal(scale_features(made, {0: 1.0, 5: 1.0})(x), x)
+    features = made.encode(x)
+    expected = -features[:, 2:3] * made.W_dec[2, 0] + 1.5 * features[:, 6:7] * made.W_dec[6, 0]
+    assert torch.allclose(scale_features(made, {2: 0.0, 6: 2.5})(x, x), expected, atol=1e-5)
+    assert float(expected.abs().max()) > 0.1
 
 
-def test_doses_scale_a_feature_along_its_direction(made: Dictionary) -> None:
-    x = states()
-    features = made.encode(x.reshape(-1, 16)).reshape(3, 5, 8)
-    expected = x - features[..., 2:3] * made.W_dec[2, 0] + 1.5 * features[..., 6:7] * made.W_dec[6, 0]
-    assert torch.allclose(scale_features(made, {2: 0.0, 6: 2.5})(x), expected, atol=1e-5)
-    assert float((expected - x).abs().max()) > 0.1
+def test_moving_a_feature_brings_it_to_where_the_donor_has_it(made: Dictionary) -> None:
+    x, donor = states(), states(3)
+    change = made.encode(donor) - made.encode(x)
+    for dose in (1.0, 0.5):
+        expected = dose * (change[:, [1, 4]] @ made.W_dec[[1, 4], 0])
+        assert torch.allclose(move_features(made, [1, 4], dose)(x, donor), expected, atol=1e-5)
+    assert float(expected.abs().max()) > 0.1
 
 
 def test_large_activations_stay_as_they_are(made: Dictionary) -> None:
-    x = states()
-    x[1, 2] *= 1000
-    changed = scale_features(made, dict.fromkeys(range(8), 0.0), limit=100.0)(x)
-    assert torch.equal(changed[1, 2], x[1, 2])
-    assert not torch.equal(changed[0], x[0])
-
-
-def test_the_dtype_stays(made: Dictionary) -> None:
-    assert scale_features(made, {0: 0.0})(states().bfloat16()).dtype == torch.bfloat16
+    x, donor = states(), states(3)
+    x[4] *= 1000
+    donor[6] *= 1000
+    scaled = scale_features(made, dict.fromkeys(range(8), 0.0), limit=100.0)(x, donor)
+    moved = move_features(made, range(8), 1.0, limit=100.0)(x, donor)
+    assert not scaled[4].any()
+    assert scaled[6].any()  # the donor plays no part here
+    assert not moved[4].any()
+    assert not moved[6].any()
+    assert moved[5].any()
 
 
 class FakeTrial:
-    """Its outcome: the mean of coordinate 0 of fixed activations after the change."""
+    """Its outcome: the mean of coordinate 0 of fixed activations after each treatment."""
 
-    def outcome(self, change: Change | None = None) -> float:
+    def outcomes(self, treatments: list[Added]) -> list[float]:
         x = torch.ones(4, 16)
-        return float((x if change is None else change(x))[:, 0].mean())
+        return [float((x + treat(x, x))[:, 0].mean()) for treat in treatments]
 
 
 def test_doses_of_changed_and_random_features_side_by_side() -> None:
@@ -60,8 +75,12 @@ def test_doses_of_changed_and_random_features_side_by_side() -> None:
     plain = Dictionary(16, 16, kind="l1").requires_grad_(False)
     plain.W_enc.copy_(torch.eye(16)[None])
     plain.W_dec.copy_(torch.eye(16)[:, None])
+
+    def treat(features: Any, dose: float) -> Added:
+        return scale_features(plain, dict.fromkeys(features, dose))
+
     trial = cast(Trial, FakeTrial())
-    found = try_doses(trial, plain, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
+    found = try_doses(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
     assert [(d.num_features, d.dose) for d in found] == [(1, 0.0), (2, 3.0), (2, 0.5)]
     assert [d.changed for d in found] == [0.0, 3.0, 0.5]
     assert [d.others for d in found] == [(1.0, 1.0)] * 3

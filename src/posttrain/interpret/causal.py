@@ -1,15 +1,20 @@
-"""Do the changed features do anything? The model answers while they are taken away, or made stronger.
+"""Do the changed features do anything? A model answers while something is done to some of its features.
 
-At one site fⱼ·dⱼ becomes gⱼ·fⱼ·dⱼ for some features: x + Σⱼ (gⱼ − 1)·fⱼ(x)·dⱼ. A dose of 0 takes a feature away, 1
-leaves it, 2 doubles it. What the dictionary does not reconstruct stays in place, so a dose of 1 is the model itself.
-The same is done to random features that fire about as often and as strongly; only the difference between the two tells
-of the features, for any damage to a model costs it something.
+Three treatments, at one site, of the features j of some set:
+
+    given     the base answers, and its features are moved to where the post model has them:
+              x + α·Σⱼ (fⱼ(x_post) − fⱼ(x))·dⱼ, where the post model reads along
+    returned  the post model answers, and its features are moved to where the base has them
+    scaled    the post model answers with gⱼ·fⱼ·dⱼ in place of fⱼ·dⱼ: 0 takes a feature away, 2 doubles it
+
+What the dictionary does not reconstruct stays in place, so a dose α = 0 or g = 1 is the model itself. The same is done
+to random features that fire about as often and as strongly; only the difference between the two tells of the features,
+for any damage to a model costs it something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,14 +24,13 @@ from torch import Tensor
 from posttrain.engines.base import Engine, Sampling
 from posttrain.evals.compare_statistics import Summary, summarize_seeds
 from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.patching import encode_some
-from posttrain.interpret.splice import replaced
-from posttrain.render import encode_prompt, stop_ids
-from posttrain.rollout import Grader, collect
-from posttrain.types import Example, Rollout
+from posttrain.interpret.lockstep import Added, write_with
+from posttrain.interpret.patching import encode_some, feature_patch
+from posttrain.render import decode_response, encode_prompt, stop_ids
+from posttrain.rollout import Attempt, Grader, collect
+from posttrain.types import Completion, Example, Rollout
 
 Measure = Literal["reward", "accuracy"]
-Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,22 @@ class Subject:
         return [rollout for group in groups for rollout in group]
 
 
-def scale_features(dictionary: Dictionary, factors: dict[int, float], limit: float = float("inf")) -> Change:
-    """x + Σⱼ (gⱼ − 1)·fⱼ(x)·dⱼ for activations [..., d]; those with a norm above ``limit`` stay as they are.
+def move_features(dictionary: Dictionary, features: Sequence[int], dose: float, limit: float = float("inf")) -> Added:
+    """α·Σⱼ (fⱼ(donor) − fⱼ(x))·dⱼ: some features of the writer, moved towards where the donor has them.
+
+    Activations with a norm above ``limit``, in either model, stay as they are.
+    """
+    patch = feature_patch(dictionary, features)
+
+    def added(x: Tensor, donor: Tensor) -> Tensor:
+        within = (x.norm(dim=-1, keepdim=True) <= limit) & (donor.norm(dim=-1, keepdim=True) <= limit)
+        return dose * patch(x, donor) * within
+
+    return added
+
+
+def scale_features(dictionary: Dictionary, factors: Mapping[int, float], limit: float = float("inf")) -> Added:
+    """Σⱼ (gⱼ − 1)·fⱼ(x)·dⱼ for activations [n, d]; those with a norm above ``limit`` stay as they are.
 
     Args:
         dictionary: of one model's raw activations.
@@ -76,34 +94,64 @@ def scale_features(dictionary: Dictionary, factors: dict[int, float], limit: flo
     chosen = torch.tensor(list(factors), dtype=torch.long, device=dictionary.b_dec.device)
     gains = torch.tensor(list(factors.values()), device=dictionary.b_dec.device) - 1.0
 
-    def change(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        added = (encode_some(dictionary, rows, chosen) * gains) @ dictionary.W_dec[chosen, 0]
-        added = added * (rows.norm(dim=-1, keepdim=True) <= limit)
-        return (rows + added).to(x.dtype).reshape(x.shape)
+    def added(x: Tensor, _: Tensor) -> Tensor:
+        moved = (encode_some(dictionary, x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
+        return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
-    return change
+    return added
+
+
+def leave(x: Tensor, _: Tensor) -> Tensor:
+    """The treatment that does nothing."""
+    return torch.zeros_like(x)
+
+
+def replace_all(x: Tensor, donor: Tensor) -> Tensor:
+    """The treatment that puts all of the donor's activations in."""
+    return donor - x
 
 
 class Trial:
-    """One model, one site, fixed examples: what it earns under any change of its activations."""
+    """A writer, a donor that reads along, fixed examples: what greedy answers earn under treatments."""
 
-    def __init__(self, subject: Subject, site: str, examples: Sequence[Example], measure: Measure) -> None:
-        self.subject, self.site, self.examples, self.measure = subject, site, examples, measure
+    def __init__(
+        self, writer: Subject, donor: Subject, site: str, examples: Sequence[Example], measure: Measure
+    ) -> None:
+        self.writer, self.donor, self.site, self.examples, self.measure = writer, donor, site, examples, measure
+        template = writer.grader.template
+        self.prompts = [encode_prompt(writer.tokenizer, template, example.messages) for example in examples]
 
-    def outcome(self, change: Change | None = None) -> float:
-        """The mean reward, or the share of right answers, of greedy answers."""
-        with nullcontext() if change is None else replaced(self.subject.model, self.site, change):
-            rollouts = self.subject.answer(self.examples, purpose="what changed: causal test")
-        return sum(self._value(rollout) for rollout in rollouts) / len(rollouts)
+    def outcomes(self, treatments: Sequence[Added]) -> list[float]:
+        """For each treatment the mean reward, or the share of right answers."""
+        written = write_with(
+            self.writer.model,
+            self.donor.model,
+            self.site,
+            self.prompts,
+            treatments,
+            max_tokens=self.writer.max_tokens,
+            stop_ids=stop_ids(self.writer.tokenizer, self.writer.grader.template),
+        )
+        return [self._mean(completions) for completions in written]
 
-    def _value(self, rollout: Rollout) -> float:
-        return rollout.reward if self.measure == "reward" else float(rollout.parts.get("correct", 0.0) == 1.0)
+    def _mean(self, completions: Sequence[Sequence[int]]) -> float:
+        grader, tokenizer = self.writer.grader, self.writer.tokenizer
+        stops = stop_ids(tokenizer, grader.template)
+        attempts = []
+        for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
+            text = decode_response(tokenizer, grader.template, ids)
+            finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in stops else "length"
+            asked = tokenizer.decode(list(prompt), skip_special_tokens=False)
+            attempts.append(Attempt(example, asked, text, Completion(tuple(ids), (), finish)))
+        grades = grader.grade(attempts)
+        if self.measure == "reward":
+            return sum(grade.reward for grade in grades) / len(grades)
+        return sum(float(grade.parts.get("correct", 0.0) == 1.0) for grade in grades) / len(grades)
 
 
 @dataclass(frozen=True, slots=True)
 class Dose:
-    """What ``num_features`` features at one dose do, with one dictionary: outcomes of the changed ones and the others.
+    """What one dose to ``num_features`` features does, with one dictionary: to the changed ones and to others.
 
     ``others``: one outcome for each set of rate-matched random features.
     """
@@ -121,25 +169,24 @@ class Dose:
 
 def try_doses(
     trial: Trial,
-    dictionary: Dictionary,
+    treat: Callable[[Sequence[int], float], Added],
     ranked: Sequence[int],
     matched: Sequence[Sequence[int]],
     plan: Sequence[tuple[int, float]],
-    limit: float = float("inf"),
 ) -> list[Dose]:
-    """The outcome of every (number of features, dose) of the plan.
+    """The outcome of every (number of features, dose) of the plan, all of them decoded side by side.
 
     Args:
+        treat: (features, dose) -> the treatment.
         ranked: the changed features, the most changed first.
         matched: sets of other features, entry i of each matched to ``ranked[i]``.
     """
+    sets = (ranked, *matched)
+    outcomes = trial.outcomes([treat(features[:count], dose) for count, dose in plan for features in sets])
     found = []
-    for count, dose in plan:
-        outcomes = [
-            trial.outcome(scale_features(dictionary, dict.fromkeys(features[:count], dose), limit))
-            for features in (ranked, *matched)
-        ]
-        found.append(Dose(min(count, len(ranked)), dose, outcomes[0], tuple(outcomes[1:])))
+    for index, (count, dose) in enumerate(plan):
+        part = outcomes[index * len(sets) : (index + 1) * len(sets)]
+        found.append(Dose(min(count, len(ranked)), dose, part[0], tuple(part[1:])))
     return found
 
 

@@ -38,7 +38,8 @@ class ChangeSums:
     """Sums over documents for one feature each; ``add`` takes whole documents.
 
     ``documents`` D, ``tokens`` N; by measure (tokens where the feature fires; activations) ``base`` B, ``post`` P,
-    and Σb², Σp², Σbp, Σbn, Σpn, all float64 [2, F]. ``seen`` [F]: documents in which it fires in either model.
+    and Σb², Σp², Σbp, Σbn, Σpn, all float64 [2, F]. ``seen`` [F]: documents in which it fires in either model;
+    ``moved`` [F]: Σ (post − base)² over tokens.
     """
 
     def __init__(self, num_features: int, device: torch.device | str = "cpu") -> None:
@@ -47,6 +48,7 @@ class ChangeSums:
         self.base_squared, self.post_squared, self.product = zeros.clone(), zeros.clone(), zeros.clone()
         self.base_tokens, self.post_tokens = zeros.clone(), zeros.clone()
         self.seen = torch.zeros(num_features, dtype=torch.int64, device=device)
+        self.moved = torch.zeros(num_features, dtype=torch.float64, device=device)
         self.documents, self.tokens, self.tokens_squared = 0, 0, 0.0
 
     def add(self, base: Tensor, post: Tensor, documents: Tensor) -> None:
@@ -56,6 +58,7 @@ class ChangeSums:
         sizes = torch.bincount(place, minlength=count).double()
         b, p = (_sum_by(x, place, count) for x in (base, post))
         self._enter(b, p, sizes)
+        self.moved += (post - base).square().sum(0, dtype=torch.float64)
 
     def _enter(self, b: Tensor, p: Tensor, sizes: Tensor) -> None:
         """Sums by document [2, documents, F]."""
@@ -81,6 +84,7 @@ class Changes:
     ``high`` (inf or nan where the base has none). ``p``: two-sided, 1 where the feature is not tested; ``adjusted``
     by Holm's rule. bool [F]: ``tested``, ``significant`` (an adjusted p below 5 %) and ``changed`` (significant in a
     measure in which it also changed by more than 20 %). ``documents`` [F]: in how many it fires.
+    ``moved`` [F]: the root mean square, over tokens, of how far its activation moved.
     """
 
     base: Tensor
@@ -96,14 +100,15 @@ class Changes:
     significant: Tensor
     changed: Tensor
     documents: Tensor
+    moved: Tensor
 
     @property
     def num_changed(self) -> int:
         return int(self.changed.sum())
 
     def ranking(self) -> Tensor:
-        """Features by how much the mean activation changed, those that count as changed first: int64 [F]."""
-        size = self.change[1].abs()
+        """Features by how far their activations moved, those that count as changed first: int64 [F]."""
+        size = self.moved
         return torch.argsort(size + self.changed * (size.max() + 1.0), descending=True, stable=True)
 
 
@@ -118,7 +123,8 @@ def paired_changes(sums: ChangeSums, *, min_documents: int = MIN_DOCUMENTS, min_
     relative = sums.post_squared / sums.post.square() + sums.base_squared / sums.base.square()
     relative = relative - 2 * sums.product / (sums.post * sums.base)
     log_error = (factor * relative.clamp_min(0)).sqrt()
-    return _judge(sums.base / n, sums.post / n, error, log_error, sums.seen, min_documents, min_change)
+    moved = (sums.moved / n).sqrt()
+    return _judge(sums.base / n, sums.post / n, error, log_error, sums.seen, moved, min_documents, min_change)
 
 
 def unpaired_changes(
@@ -137,7 +143,8 @@ def unpaired_changes(
     error = (sides[0][1] + sides[1][1]).sqrt()
     log_error = (sides[0][2] + sides[1][2]).sqrt()
     seen = torch.minimum(base.seen, post.seen)
-    return _judge(sides[0][0], sides[1][0], error, log_error, seen, min_documents, min_change)
+    moved = (sides[1][0] - sides[0][0])[1].abs()  # tokens of different documents have no pairs
+    return _judge(sides[0][0], sides[1][0], error, log_error, seen, moved, min_documents, min_change)
 
 
 def holm(p: Tensor) -> Tensor:
@@ -169,7 +176,14 @@ def _sum_by(features: Tensor, place: Tensor, count: int) -> Tensor:
 
 
 def _judge(
-    base: Tensor, post: Tensor, error: Tensor, log_error: Tensor, seen: Tensor, min_documents: int, min_change: float
+    base: Tensor,
+    post: Tensor,
+    error: Tensor,
+    log_error: Tensor,
+    seen: Tensor,
+    moved: Tensor,
+    min_documents: int,
+    min_change: float,
 ) -> Changes:
     change = post - base
     tested = seen >= min_documents
@@ -198,6 +212,7 @@ def _judge(
         sure.any(0),
         (sure & large).any(0),
         seen,
+        moved,
     )
 
 

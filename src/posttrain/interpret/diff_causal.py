@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from posttrain.interpret.causal import Dose, Subject, Trial, judge, scale_features, try_doses
+from posttrain.interpret.causal import (
+    Dose,
+    Subject,
+    Trial,
+    judge,
+    leave,
+    move_features,
+    replace_all,
+    scale_features,
+    try_doses,
+)
 from posttrain.interpret.dictionary import Dictionary
 from posttrain.interpret.diff_divergence import random_features
 from posttrain.interpret.diff_features import Seen
-from posttrain.interpret.diff_recipe import ChangesSection
+from posttrain.interpret.diff_recipe import CausalSection, ChangesSection
+from posttrain.interpret.lockstep import Added
 from posttrain.types import Example
 
-# A feature of the base is not made more than so many times stronger, or weaker, to match the post model.
-MAX_FACTOR = 5.0
+TESTS = ("given", "returned", "scaled")
+# At which dose a test does all of what it does: features moved all the way, or taken away.
+WHOLE = {"given": 1.0, "returned": 1.0, "scaled": 0.0}
 
 
 def measure_causes(
@@ -26,40 +39,60 @@ def measure_causes(
     limit: float,
     observe: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What the post model earns without its changed features, or with more of them; and the base with its own scaled.
+    """What base and post model earn untouched, with everything of the other, and with changed features treated.
 
-    ``taken``: for each seed the outcome against the number of features that are taken away; ``doses``: against the
-    dose; ``base``: the base whose changed features are brought to the post model's level. Each beside rate-matched
-    random features under the same treatment. ``verdicts``: the differences over seeds.
+    For each test of ``TESTS`` (see ``causal``) and each seed a list of {features, dose, changed, random, difference};
+    ``verdicts``: the differences over seeds, by test and point (``given 16 at 1``), and of the slopes over doses.
     """
     settings = changes.causal
     assert settings is not None
-    trials = {name: Trial(subject, site, examples, settings.measure) for name, subject in subjects.items()}
+    pairs = {"base": ("base", "post"), "post": ("post", "base")}
+    trials = {
+        name: Trial(subjects[writer], subjects[donor], site, examples, settings.measure)
+        for name, (writer, donor) in pairs.items()
+    }
+    both = {name: trial.outcomes([leave, replace_all]) for name, trial in trials.items()}
     found: dict[str, Any] = {
         "measure": settings.measure,
         "prompts": len(examples),
         "features": settings.features,
-        "unchanged": {name: trial.outcome() for name, trial in trials.items()},
-        "taken": [],
-        "doses": [],
-        "base": [],
+        "unchanged": {name: outcome[0] for name, outcome in both.items()},
+        "everything": {name: outcome[1] for name, outcome in both.items()},
+        **{test: [] for test in TESTS},
     }
     most = max(*settings.counts, settings.features)
     for seed, (dictionary, view) in enumerate(zip(dictionaries, seen, strict=True)):
         ranked = view.changes.ranking()[:most].tolist()
         matched = [random_features(view, ranked, changes.seed + seed, 1 + draw) for draw in range(settings.draws)]
-        taken = try_doses(trials["post"], dictionary, ranked, matched, [(n, 0.0) for n in settings.counts], limit)
-        plan = [(settings.features, dose) for dose in settings.doses]
-        doses = try_doses(trials["post"], dictionary, ranked, matched, plan, limit)
-        found["taken"].append([_plain(dose) for dose in taken])
-        found["doses"].append([_plain(dose) for dose in doses])
-        found["base"].append(_raise_base(trials["base"], dictionary, view, ranked[: settings.features], matched, limit))
+        for test in TESTS:
+            trial = trials["base" if test == "given" else "post"]
+            treat = partial(_scale if test == "scaled" else _move, dictionary, limit)
+            doses = try_doses(trial, treat, ranked, matched, plan_of(test, settings))
+            found[test].append([_plain(dose) for dose in doses])
+        point = next(p for p in found["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
         observe(
-            f"causal test, seed {seed}: {settings.measure} {doses[0].changed:.3f} at dose {doses[0].dose:g} of the "
-            f"changed features, {doses[0].changed - doses[0].difference:.3f} of random ones"
+            f"causal test, seed {seed}: {settings.measure} of the base {found['unchanged']['base']:.3f}, given "
+            f"{point['features']} changed features {point['changed']:.3f}, random ones "
+            f"{point['changed'] - point['difference']:.3f}"
         )
     found["verdicts"] = _verdicts(found)
     return found
+
+
+def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
+    """(features, dose) of a test: the whole dose to every count, every dose to the features that are judged by."""
+    whole = WHOLE[test]
+    doses = settings.factors if test == "scaled" else settings.doses
+    points = [(count, whole) for count in settings.counts] + [(settings.features, dose) for dose in (whole, *doses)]
+    return sorted(set(points))
+
+
+def _move(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
+    return move_features(dictionary, features, dose, limit)
+
+
+def _scale(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
+    return scale_features(dictionary, dict.fromkeys(features, dose), limit)
 
 
 def _plain(dose: Dose) -> dict[str, Any]:
@@ -72,39 +105,19 @@ def _plain(dose: Dose) -> dict[str, Any]:
     }
 
 
-def _raise_base(
-    trial: Trial,
-    dictionary: Dictionary,
-    view: Seen,
-    ranked: Sequence[int],
-    matched: Sequence[Sequence[int]],
-    limit: float,
-) -> dict[str, Any]:
-    """The base with each changed feature multiplied by post/base of its mean activation; random ones by the same."""
-    ratios = [
-        min(MAX_FACTOR, max(1 / MAX_FACTOR, float(value))) if float(value) == float(value) else 1.0
-        for value in view.changes.ratio[1][list(ranked)]
-    ]
-    outcomes = [
-        trial.outcome(scale_features(dictionary, dict(zip(features, ratios, strict=False)), limit))
-        for features in (ranked, *(list(m[: len(ranked)]) for m in matched))
-    ]
-    others = outcomes[1:]
-    return {"changed": outcomes[0], "random": others, "difference": outcomes[0] - sum(others) / len(others)}
-
-
 def _verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """By test: mean, half width of the 95 % interval, whether it separates; ``slope``: outcome per unit of dose."""
-    differences: dict[str, list[float]] = {"base": [row["difference"] for row in found["base"]]}
-    for index, dose in enumerate(found["doses"][0]):
-        differences[f"dose {dose['dose']:g}"] = [row[index]["difference"] for row in found["doses"]]
-    for index, taken in enumerate(found["taken"][0]):
-        differences[f"without {taken['features']}"] = [row[index]["difference"] for row in found["taken"]]
-    differences["slope"] = [
-        _slope([d["dose"] for d in row], [d["changed"] for d in row])
-        - _slope([d["dose"] for d in row], [sum(d["random"]) / len(d["random"]) for d in row])
-        for row in found["doses"]
-    ]
+    """By test and point: mean, half width of the 95 % interval over seeds, whether it separates."""
+    differences: dict[str, list[float]] = {}
+    for test in TESTS:
+        rows = found[test]
+        for index, point in enumerate(rows[0]):
+            name = f"{test} {point['features']} at {point['dose']:g}"
+            differences[name] = [row[index]["difference"] for row in rows]
+        same = [i for i, point in enumerate(rows[0]) if point["features"] == found["features"]]
+        if len(same) > 1:
+            differences[f"{test}, slope"] = [
+                _slope([row[i]["dose"] for i in same], [row[i]["difference"] for i in same]) for row in rows
+            ]
     verdicts = {}
     for name, values in differences.items():
         verdict = judge(values)
@@ -119,7 +132,7 @@ def _verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The least-squares slope; 0 for a single dose."""
+    """The least-squares slope."""
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0

@@ -174,12 +174,13 @@ def feature_contexts(
         delta = deltas[:, column]
         sign = 1.0 if float(delta.sum()) >= 0 else -1.0
         entry: dict[str, list[Any]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
-        seen: set[int] = set()
+        seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
         for row in (delta * sign).topk(min(len(delta), 50 * count)).indices.tolist():
-            document = int(documents[row])
-            if document not in seen and len(seen) < count:
-                seen.add(document)
-                entry["contexts"].append(_context(store, documents, values[:, :, column], row, tokenizer))
+            context = _context(store, documents, values[:, :, column], row, tokenizer)
+            texts = tuple(context["tokens"][: context["at"] + 1])
+            if texts not in seen and len(seen) < count:
+                seen.add(texts)
+                entry["contexts"].append(context)
         found.append(entry)
     return found
 

@@ -58,17 +58,19 @@ class PatchingSection(Section):
 
 
 class CausalSection(Section):
-    """The causal test: the post model answers ``prompts`` prompts that were not recorded, greedily.
+    """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
 
-    ``measure``: its reward, or the share of right answers. ``counts``: how many of the most changed features are taken
-    away. ``features``: how many get each of the ``doses``, and are judged by. ``draws``: sets of random features.
+    ``measure``: the reward, or the share of right answers. ``counts``: how many of the most changed features are
+    moved all the way, or taken away. ``features``: how many are moved by each of the ``doses`` (1: all the way) and
+    multiplied by each of the ``factors``, and are judged by. ``draws``: sets of random features.
     """
 
     measure: Literal["reward", "accuracy"] = "reward"
-    prompts: int = Field(default=128, ge=2)
+    prompts: int = Field(default=64, ge=2)
     counts: list[int] = Field(default=[4, 16, 64])
     features: int = Field(default=16, ge=1)
-    doses: list[float] = Field(default=[0.0, 0.5, 1.5, 2.0])
+    doses: list[float] = Field(default=[0.5, 1.0, 1.5])
+    factors: list[float] = Field(default=[0.0, 0.5, 2.0])
     draws: int = Field(default=2, ge=1)
 
 
@@ -96,7 +98,9 @@ class ChangesSection(Section):
     seed: int = Field(default=0, ge=0)
     dictionaries: list[str] = Field(default_factory=list)
     dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])
-    train: DictionaryTrainSection = Field(default_factory=lambda: DictionaryTrainSection.model_validate(_DEFAULTS["train"]))
+    train: DictionaryTrainSection = Field(
+        default_factory=lambda: DictionaryTrainSection.model_validate(_DEFAULTS["train"])
+    )
     held_out: float = Field(default=0.1, gt=0, lt=1)
     min_documents: int = Field(default=12, ge=2)
     min_change: float = Field(default=0.2, ge=0)

@@ -69,8 +69,7 @@ def render_diff(found: Mapping[str, Any]) -> str:
 def _lead(found: Mapping[str, Any]) -> str:
     site = found["activations"]["site"]
     text = f"{found['description']} " if found["description"] else ""
-    convention = found["activations"]["layer_convention"]
-    return escape(f"{text}Base: {found['base']}. Post: {found['post']}. Read at {site}: {convention}.")
+    return escape(f"{text}Base: {found['base']}. Post: {found['post']}. Read at {site}.")
 
 
 def _again(found: Mapping[str, Any]) -> str:

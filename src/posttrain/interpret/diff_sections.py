@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from posttrain.evals.compare_statistics import summarize_seeds
 from posttrain.interpret.diff_charts import Axes, Dot, Line, interval_bars, line_chart, scatter_chart, span_of
+from posttrain.interpret.diff_parts import decades, draw_chip, draw_table, draw_token, over_seeds, show_number
 from posttrain.interpret.diff_sentences import causal_lines
 
 
@@ -22,12 +22,13 @@ def answers_section(found: Mapping[str, Any]) -> str:
     ]
     dropped = found["activations"]["dropped"]
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    convention = found["activations"]["layer_convention"]
     text = (
         f"Both models read the same {facts['documents']:,} prompts with answers, {facts['tokens']:,} tokens, of which "
         f"{facts['answer_tokens']:,} are answers; {found['activations']['rows']:,} activations of each were kept "
-        f"(left out: {left_out})."
+        f"(left out: {left_out}), at {found['activations']['site']}: {convention}."
     )
-    table = _table(["answers of", "number", "right", "reward", "tokens"], rows)
+    table = draw_table(["answers of", "number", "right", "reward", "tokens"], rows)
     return f"<h2>What they read</h2><p>{escape(text)}</p>{table}"
 
 
@@ -55,14 +56,12 @@ def changes_section(found: Mapping[str, Any]) -> str:
         if before and value is not None and energy[i] and rates["tested"][i]
     ]
     if points:
-        xs = [dot.x for dot in points]
+        xs, ys = [dot.x for dot in points], span_of([dot.y for dot in points] + [0.0, 2.0])
         charts.append(
             scatter_chart(
                 "How much of each feature is left, or more",
                 "latent scaling: the factor by which its direction is present in the post model where the base has it",
-                Axes(
-                    "share of tokens on which it fires (base)", "times as much", _decades(xs), (-0.6, 3.1), log_x=True
-                ),
+                Axes("share of tokens on which it fires (base)", "times as much", decades(xs), ys, log_x=True),
                 points,
                 [("soft", "not changed"), ("c1", "changed, more"), ("c0", "changed, less")],
             )
@@ -89,7 +88,7 @@ def changes_section(found: Mapping[str, Any]) -> str:
 
 
 def _rate_chart(dots: Sequence[Dot]) -> str:
-    limits = _decades([v for dot in dots for v in (dot.x, dot.y)])
+    limits = decades([v for dot in dots for v in (dot.x, dot.y)])
     axes = Axes("share of tokens on which it fires: base", "post", limits, limits, log_x=True, log_y=True)
     keys = [("soft", "not changed"), ("c1", "changed, rose"), ("c0", "changed, fell")]
     return scatter_chart(
@@ -105,11 +104,11 @@ def features_section(found: Mapping[str, Any]) -> str:
         arrow = '<span class="up">▲ rose</span>' if rose else '<span class="down">▼ fell</span>'
         head = (
             f"fires on {f['rate_base'] or 0:.2%} → {f['rate_post'] or 0:.2%} of tokens · mean activation × "
-            f"{_number(f['mean_ratio'])} [{_number(f['mean_low'])}, {_number(f['mean_high'])}] · present × "
-            f"{_number(f['amplification'])}"
+            f"{show_number(f['mean_ratio'])} [{show_number(f['mean_low'])}, {show_number(f['mean_high'])}] · present × "
+            f"{show_number(f['amplification'])}"
         )
-        where = "".join(_chip(f"{token} {share:.0%}") for token, share, _ in f["tokens"])
-        promotes = "".join(_chip(token) for token, _ in f["promotes"]["up"])
+        where = "".join(draw_chip(f"{token} {share:.0%}") for token, share, _ in f["tokens"])
+        promotes = "".join(draw_chip(token) for token, _ in f["promotes"]["up"])
         contexts = "".join(_context(context, "post" if rose else "base") for context in f["contexts"])
         cards.append(
             f'<div class="card feature"><h3>Feature {f["feature"]} {arrow}'
@@ -127,7 +126,7 @@ def features_section(found: Mapping[str, Any]) -> str:
 def _context(context: Mapping[str, Any], source: str) -> str:
     top = max(context[source]) or 1.0
     tokens = "".join(
-        _token(text, value / top, i == context["at"])
+        draw_token(text, value / top, i == context["at"])
         for i, (text, value) in enumerate(zip(context["tokens"], context[source], strict=True))
     )
     return f'<p class="text">{tokens}</p>'
@@ -149,16 +148,16 @@ def divergence_section(found: Mapping[str, Any]) -> str:
     top = max([v for s in kl["shown"] for v in s["kl"]] + [1e-9])
     shown = "".join(
         f'<div class="card feature"><p class="soft text">{escape(s["prompt"][-220:])}</p><p class="text">'
-        + "".join(_token(t, v / top, False, f"{v:.3f} nats") for t, v in zip(s["tokens"], s["kl"], strict=True))
+        + "".join(draw_token(t, v / top, False, f"{v:.3f} nats") for t, v in zip(s["tokens"], s["kl"], strict=True))
         + "</p></div>"
         for s in kl["shown"]
     )
     tables = "".join(
-        f"<div>{_table([head, 'share of KL', 'mean, nats', 'times'], _token_rows(kl[key]))}</div>"
+        f"<div>{draw_table([head, 'share of KL', 'mean, nats', 'times'], _token_rows(kl[key]))}</div>"
         for key, head in (("tokens_at", "the token itself"), ("tokens_after", "the token before"))
     )
-    gained = "".join(_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["up"])
-    lost = "".join(_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["down"])
+    gained = "".join(draw_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["up"])
+    lost = "".join(draw_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["down"])
     text = (
         f"{kl['per_token']:.4f} nats a token of an answer ({kl['per_prompt_token']:.4f} in prompts), "
         f"{kl['per_answer']:.2f} ± {1.96 * kl['per_answer_error']:.2f} an answer, over {kl['documents']} answers."
@@ -180,7 +179,7 @@ def patching_section(found: Mapping[str, Any]) -> str:
         return ""
     p = found["patching"]
     xs = [float(n) for n in p["counts"]]
-    lines = [_over_seeds(name, xs, p[key], color) for key, name, color in (
+    lines = [over_seeds(name, xs, p[key], color) for key, name, color in (
         ("changed", "most changed features", "c1"), ("random", "random features like them", "c0"))]  # fmt: skip
     lines.append(Line("frozen random dictionary, its most changed", xs, p["frozen"], color="c3", dashed=True))
     if "difference" in p:
@@ -202,19 +201,29 @@ def patching_section(found: Mapping[str, Any]) -> str:
 
 
 def causal_section(found: Mapping[str, Any]) -> str:
-    """Outcomes against the number of features taken away, and against the dose."""
+    """Outcomes against the number of features and against the dose, for each test."""
     if "causal" not in found:
         return ""
     c = found["causal"]
-    unchanged = [("post, untouched", c["unchanged"]["post"]), ("base, untouched", c["unchanged"]["base"])]
-    doses = [[*row, {"dose": 1.0, "changed": unchanged[0][1], "random": [unchanged[0][1]]}] for row in c["doses"]]
-    doses = [sorted(row, key=lambda d: d["dose"]) for row in doses]
-    charts = [
-        _causal_chart("Taken away", "features set to nothing while the post model answers", "features", c["taken"],
-                      "features", unchanged, c["measure"], True),
-        _causal_chart("Dose and response", f"the {c['features']} most changed, made weaker or stronger", "dose", doses,
-                      "dose (1: untouched)", unchanged, c["measure"], False),
-    ]  # fmt: skip
+    flat = {
+        "given": [("base, untouched", c["unchanged"]["base"]), ("all of post's activations", c["everything"]["base"])],
+        "returned": [("post, untouched", c["unchanged"]["post"]), ("all of base's", c["everything"]["post"])],
+        "scaled": [("post, untouched", c["unchanged"]["post"])],
+    }
+    titles = {
+        "given": ("The base, given the changes", 1.0),
+        "returned": ("The post model, changes undone", 1.0),
+        "scaled": ("The post model, features scaled", 0.0),
+    }
+    charts = []
+    for test, (title, whole) in titles.items():
+        by_count = [[p for p in row if p["dose"] == whole] for row in c[test]]
+        by_dose = [[p for p in row if p["features"] == c["features"]] for row in c[test]]
+        if len(by_count[0]) > 1 and test != "scaled":
+            charts.append(_causal_chart(title, "all the way", "features", by_count, flat[test], c["measure"]))
+        if len(by_dose[0]) > 1:
+            caption = f"{c['features']} features, by dose"
+            charts.append(_causal_chart(title, caption, "dose", by_dose, flat[test], c["measure"]))
     boxes = "".join(
         f'<div class="verdict-box{" open" if "NOT" in line or "nothing yet" in line else ""}">{escape(line)}</div>'
         for line in causal_lines(c)
@@ -226,27 +235,37 @@ def causal_section(found: Mapping[str, Any]) -> str:
         answer = "—" if v["separates"] is None else "yes" if v["separates"] else "no"
         rows.append([name, f"{v['mean']:+.4f}", interval, ", ".join(f"{x:+.3f}" for x in v["values"]), answer])
     return (
-        f"<h2>Do they do anything?</h2>{boxes}<div class='panels'>{''.join(charts)}</div>"
+        "<h2>Do they do anything?</h2><p>The models answer prompts that were not recorded, greedily. Given: the post "
+        "model reads along, and the base's features are moved to where it has them. Undone: the other way round. "
+        "Scaled: a dose of 0 takes features away, 1 leaves them, 2 doubles them. Always beside random features that "
+        f"fire as often and as strongly.</p>{boxes}<div class='panels'>{''.join(charts)}</div>"
         f"<details><summary>Every test: changed features less random ones, {escape(c['measure'])} of "
-        f"{c['prompts']} greedy answers</summary>"
-        f"{_table(['test', 'difference', '95 % interval', 'seeds', 'separates'], rows)}</details>"
+        f"{c['prompts']} answers</summary>"
+        f"{draw_table(['test', 'difference', '95 % interval', 'seeds', 'separates'], rows)}</details>"
     )
 
 
 def _causal_chart(
-    title: str, caption: str, key: str, rows: Sequence[Sequence[Mapping[str, Any]]], label: str,
-    flat: Sequence[tuple[str, float]], measure: str, log_x: bool,
-) -> str:  # fmt: skip
+    title: str,
+    caption: str,
+    key: str,
+    rows: Sequence[Sequence[Mapping[str, Any]]],
+    flat: Sequence[tuple[str, float]],
+    measure: str,
+) -> str:
     xs = [float(entry[key]) for entry in rows[0]]
     changed = [[entry["changed"] for entry in row] for row in rows]
     others = [[sum(entry["random"]) / len(entry["random"]) for entry in row] for row in rows]
     lines = [
-        _over_seeds("most changed features", xs, changed, "c1"),
-        _over_seeds("random features like them", xs, others, "c0"),
+        over_seeds("most changed features", xs, changed, "c1"),
+        over_seeds("random features like them", xs, others, "c0"),
     ]
     values = [v for line in lines for v in line.ys] + [v for _, v in flat]
-    values += [v for line in lines for v in (*line.low, *line.high) if -0.2 <= v <= 1.4]
-    axes = Axes(label, measure, (xs[0], max(xs[-1], xs[0] + 1)), span_of(values), log_x=log_x, x_ticks=tuple(xs))
+    low, high = span_of(values)
+    room = 0.35 * (high - low)  # a band over few seeds may be wider than anything that can happen
+    values += [max(low - room, min(high + room, v)) for line in lines for v in (*line.low, *line.high)]
+    limits = (xs[0], max(xs[-1], xs[0] + 1e-9))
+    axes = Axes(key, measure, limits, span_of(values), log_x=key == "features", x_ticks=tuple(xs))
     return line_chart(title, f"{caption}; band: 95 % over seeds", axes, lines, flat)
 
 
@@ -264,7 +283,7 @@ def difference_section(found: Mapping[str, Any]) -> str:
     parts = [
         "<h2>The difference itself</h2><p>The mean of post − base, read as if it were the last state: the tokens that "
         "it speaks for and against. Its size is in shares of the median activation.</p>",
-        _table(["mean over", "size", "for", "against"], rows, text_from=2),
+        draw_table(["mean over", "size", "for", "against"], rows, text_from=2),
     ]
     for name, title in (
         ("difference", "A dictionary of the difference"),
@@ -281,9 +300,9 @@ def _latents(entry: Mapping[str, Any], title: str) -> str:
             str(latent["latent"]),
             f"{latent['share'] or 0:.1%}",
             f"{latent['density'] or 0:.2%}",
-            _number(latent["beta_base"]),
-            _number(latent["beta_post"]),
-            _number(latent["nu"]),
+            show_number(latent["beta_base"]),
+            show_number(latent["beta_post"]),
+            show_number(latent["nu"]),
             " ".join(repr(t)[1:-1] for t, _ in latent["promotes"]["up"]),
         ]
         for latent in entry["latents"][:16]
@@ -294,7 +313,7 @@ def _latents(entry: Mapping[str, Any], title: str) -> str:
         "only the post model has, 1 for what both have alike."
     )
     head = ["latent", "share", "fires on", "β base", "β post", "ν", "speaks for"]
-    return f"<p>{escape(text)}</p>{_table(head, rows, text_from=6)}"
+    return f"<p>{escape(text)}</p>{draw_table(head, rows, text_from=6)}"
 
 
 def trust_section(found: Mapping[str, Any]) -> str:
@@ -320,14 +339,14 @@ def trust_section(found: Mapping[str, Any]) -> str:
     ]
     overlap = found["overlap"]
     pairs = [
-        [f"{p['first']} in {p['second']}", str(p["count"]), _number(p["share"]), _number(p["by_chance"]),
-         _number(p["cosine"])]
+        [f"{p['first']} in {p['second']}", str(p["count"]), show_number(p["share"]), show_number(p["by_chance"]),
+         show_number(p["cosine"])]
         for p in overlap["pairs"]
     ]  # fmt: skip
     seeds = (
         "<p>Changed features of one seed that are found again, by decoder cosine of at least "
         f"{overlap['least_cosine']}, among those of another, with the same sign; beside it the same share of all "
-        f"features.</p>{_table(['seeds', 'changed', 'found again', 'of all', 'mean cosine'], pairs)}"
+        f"features.</p>{draw_table(['seeds', 'changed', 'found again', 'of all', 'mean cosine'], pairs)}"
         if pairs
         else ""
     )
@@ -335,46 +354,5 @@ def trust_section(found: Mapping[str, Any]) -> str:
         "<h2>Can it be trusted?</h2><p>Null tests ask for changes where there are none: the base beside itself; the "
         "two models swapped in a random half of the documents; the base on two halves of the documents. The frozen "
         "decoder is a dictionary of random directions whose encoder alone was trained: what it finds, any set of "
-        f"directions finds.</p>{_table(head, rows)}{seeds}"
+        f"directions finds.</p>{draw_table(head, rows)}{seeds}"
     )
-
-
-def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], color: str) -> Line:
-    summaries = [summarize_seeds(list(column)) for column in zip(*rows, strict=True)]
-    means = [s.mean for s in summaries if s is not None]
-    halves = [s.half_width for s in summaries if s is not None]
-    if any(half is None for half in halves):
-        return Line(label, xs, means, color=color)
-    low = [m - (h or 0.0) for m, h in zip(means, halves, strict=True)]
-    high = [m + (h or 0.0) for m, h in zip(means, halves, strict=True)]
-    return Line(label, xs, means, low, high, color)
-
-
-def _decades(values: Sequence[float]) -> tuple[float, float]:
-    return 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
-
-
-def _token(text: str, share: float, is_at: bool, note: str = "") -> str:
-    strength = max(0, min(100, round(100 * share)))
-    style = f' style="background: color-mix(in srgb, var(--c1) {strength * 7 // 10}%, transparent)"' if strength else ""
-    title = f' title="{escape(note)}"' if note else ""
-    return f'<span class="tok{" at" if is_at else ""}"{style}{title}>{escape(text)}</span>'
-
-
-def _chip(text: str) -> str:
-    return f'<span class="chip">{escape(repr(text)[1:-1])}</span>'
-
-
-def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:.2f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text_from: int = 99) -> str:
-    def side(i: int) -> str:
-        return "" if i == 0 or i >= text_from else ' class="right"'
-
-    top = "".join(f"<th{side(i)}>{escape(text)}</th>" for i, text in enumerate(head))
-    body = "".join(
-        f"<tr>{''.join(f'<td{side(i)}>{escape(text)}</td>' for i, text in enumerate(row))}</tr>" for row in rows
-    )
-    return f'<div class="card scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -52,32 +52,43 @@ def _patching_line(patching: Mapping[str, Any]) -> str:
 
 
 def causal_lines(causal: Mapping[str, Any]) -> list[str]:
-    """What the causal test says, plainly."""
-    verdicts, measure = causal["verdicts"], causal["measure"]
-    main = f"dose {min(dose['dose'] for dose in causal['doses'][0]):g}"
+    """What the causal test says, plainly: one sentence a test."""
+    base, post = causal["unchanged"]["base"], causal["unchanged"]["post"]
+    told = (
+        ("given", 1.0, "base", base, "Moved to where the post model has them", "the base's"),
+        ("returned", 1.0, "post", post, "Moved back to where the base has them", "the post model's"),
+        ("scaled", 0.0, "post", post, "Taken away altogether", "the post model's"),
+    )
     lines = []
-    for name, what in (
-        (main, f"Taking the {causal['features']} most changed features away from the post model"),
-        ("base", f"Bringing the same {causal['features']} to the post model's level in the base"),
-    ):
-        verdict = verdicts[name]
-        direction = "costs" if verdict["mean"] < 0 else "adds"
-        line = (
-            f"{what} {direction} {abs(verdict['mean']):.3f} {measure} more than doing so to random features like them"
+    for test, dose, _, untouched, what, whose in told:
+        index = next(
+            (i for i, p in enumerate(causal[test][0]) if p["dose"] == dose and p["features"] == causal["features"]),
+            None,
         )
-        if verdict["half_width"] is None:
-            lines.append(f"{line}; with one seed there is no interval, so this shows nothing yet.")
+        if index is None:
             continue
-        low, high = verdict["mean"] - verdict["half_width"], verdict["mean"] + verdict["half_width"]
-        answer = (
-            "the test separates changed from random features"
-            if verdict["separates"]
-            else "the test does NOT separate changed from random features"
+        point = causal[test][0][index]
+        changed = _mean([row[index]["changed"] for row in causal[test]])
+        others = _mean([_mean(row[index]["random"]) for row in causal[test]])
+        verdict = causal["verdicts"][f"{test} {point['features']} at {dose:g}"]
+        line = (
+            f"{what}, the {point['features']} most changed features turn {whose} {causal['measure']} from "
+            f"{untouched:.3f} into {changed:.3f}, random features like them into {others:.3f}"
         )
-        lines.append(
-            f"{line} (95 % interval of the difference {low:+.3f} to {high:+.3f}, {verdict['seeds']} seeds): {answer}."
-        )
+        lines.append(line + _judgement(verdict))
     return lines
+
+
+def _judgement(verdict: Mapping[str, Any]) -> str:
+    if verdict["half_width"] is None:
+        return "; with one seed there is no interval, so this shows nothing yet."
+    low, high = verdict["mean"] - verdict["half_width"], verdict["mean"] + verdict["half_width"]
+    answer = (
+        "the test separates changed from random features"
+        if verdict["separates"]
+        else "the test does NOT separate changed from random features"
+    )
+    return f" (difference {low:+.3f} to {high:+.3f}, 95 % over {verdict['seeds']} seeds): {answer}."
 
 
 def _null_line(dictionaries: Sequence[Mapping[str, Any]]) -> str:
