@@ -113,6 +113,23 @@ def test_a_comparison_counts_the_cells_that_its_file_asks_for(root: Path) -> Non
     assert "compare.yaml: damaged" in str(damaged.problem)
 
 
+def test_a_study_is_listed_like_a_comparison(root: Path) -> None:
+    """Its methods are its reward models and, where it has any, its policies."""
+    folder = make_comparison(root, "study-x")
+    content = {"study": "overoptimization", "reward_models": {"grpo": {}}, "policies": {"ppo": {}}, "seeds": 2}
+    (folder / "compare.yaml").unlink()
+    (folder / "study.yaml").write_text(yaml.safe_dump(content))
+    (found,) = list_comparisons(root)
+    assert (found.name, found.state, found.methods) == ("study-x", "unfinished", ("grpo", "ppo"))
+    assert (found.num_cells, found.num_finished) == (4, 1)
+    (folder / "study.yaml").write_text(
+        yaml.safe_dump({"study": "best_of_n", "reward_models": {"grpo": {}}, "seeds": 1})
+    )
+    assert list_comparisons(root)[0].methods == ("grpo",)
+    (folder / "study.yaml").write_text("seeds: 3")
+    assert "study.yaml: damaged" in str(list_comparisons(root)[0].problem)
+
+
 def test_disk_use_by_kind(root: Path) -> None:
     (root / "a" / "rollouts.db").write_bytes(b"x" * 700)
     (root / "a" / "rollouts.db-wal").write_bytes(b"x" * 50)

@@ -12,7 +12,7 @@ import yaml
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
 from posttrain.runs.notes import Notes, read_notes
-from posttrain.runs.places import CELLS, COMPARE_FILE, cell_names, comparison_names, every_run_name
+from posttrain.runs.places import CELLS, cell_names, comparison_names, every_run_name, plan_of
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
@@ -81,16 +81,17 @@ def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
 
 
 def summarize_comparison(root: str | Path, name: str) -> ComparisonSummary:
-    """One comparison at a glance. A compare file that cannot be read makes it ``damaged``."""
+    """One comparison or study at a glance. A plan that cannot be read makes it ``damaged``."""
     folder = Path(root) / name
     runs = tuple(replace(summarize_run(Path(root) / cell), name=cell) for cell in cell_names(root, name))
     methods: tuple[str, ...] = ()
-    num_seeds, problem = 0, None
+    num_seeds, problem, plan = 0, None, plan_of(folder)
     try:
-        content = yaml.safe_load((folder / COMPARE_FILE).read_text(encoding="utf-8"))
-        methods, num_seeds = tuple(map(str, content["methods"])), int(content["seeds"])
+        content = yaml.safe_load(plan.read_text(encoding="utf-8"))
+        parts = (content["methods"],) if "methods" in content else (content["reward_models"], content.get("policies"))
+        methods, num_seeds = tuple(str(name) for part in parts for name in part or ()), int(content["seeds"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        problem = f"{folder / COMPARE_FILE}: damaged ({type(error).__name__})"
+        problem = f"{plan}: damaged ({type(error).__name__})"
     wanted = {f"{name}/{CELLS}/{method}-seed{seed}" for method in methods for seed in range(num_seeds)}
     finished = sum(run.state == "finished" for run in runs if run.name in wanted)
     state: Literal["running", "finished", "unfinished", "damaged"]

@@ -1,6 +1,6 @@
 """Where runs are: the names under a runs folder, and from a name to a folder that may be changed.
 
-A name is a path relative to the runs folder: ``tiny-grpo``, a comparison ``compare-ppo``, or one of its
+A name is a path relative to the runs folder: ``tiny-grpo``, a comparison (or study) ``compare-ppo``, or one of its
 runs, ``compare-ppo/start`` and ``compare-ppo/cells/ppo-seed0``. Whoever changes or deletes something asks
 ``locate``, which never leads out of the runs folder: names are checked part by part, and a folder that
 is a symbolic link is refused.
@@ -18,7 +18,9 @@ from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import run_names
 
-COMPARE_FILE, CELLS, START = "compare.yaml", "cells", "start"
+CELLS, START = "cells", "start"
+# What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
+PLANS = ("compare.yaml", "study.yaml")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _PATTERN = "*?["
 _NUM_NAMES_SHOWN = 12
@@ -34,10 +36,15 @@ class Place:
 
 
 def comparison_names(root: str | Path) -> list[str]:
-    """Names of the comparisons under ``root``, in alphabetical order."""
+    """Names of the comparisons and studies under ``root``, in alphabetical order."""
     folder = Path(root)
-    found = (item.parent.name for item in folder.glob(f"*/{COMPARE_FILE}")) if folder.is_dir() else ()
+    found = {item.parent.name for plan in PLANS for item in folder.glob(f"*/{plan}")} if folder.is_dir() else set()
     return sorted(name for name in found if not name.startswith("."))
+
+
+def plan_of(folder: Path) -> Path:
+    """The file with the plan of a comparison or study."""
+    return next((folder / plan for plan in PLANS if (folder / plan).is_file()), folder / PLANS[0])
 
 
 def cell_names(root: str | Path, comparison: str) -> list[str]:
@@ -55,7 +62,7 @@ def every_run_name(root: str | Path) -> list[str]:
 def comparison_of(folder: Path) -> Path | None:
     """The comparison that a run belongs to, or None."""
     above = folder.parent.parent if folder.parent.name == CELLS else folder.parent if folder.name == START else None
-    return above if above is not None and (above / COMPARE_FILE).is_file() else None
+    return above if above is not None and plan_of(above).is_file() else None
 
 
 def locate(root: str | Path, name: str) -> Place:
