@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
         remedy = (
             "; continue with the same command"
-            if {"compare", "study", "evaluate", "activations"} & set(arguments)
+            if {"compare", "study", "evaluate", "activations", "diff"} & set(arguments)
             else remedy
         )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)

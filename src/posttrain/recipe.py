@@ -211,6 +211,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
         raise RecipeError(f"{place}: this is a study of several runs; run it with: posttrain study {name_or_path}")
     if "dictionary" in data:
         raise RecipeError(f"{place}: this trains a dictionary; run it with: posttrain sae train {name_or_path}")
+    if "changes" in data:
+        raise RecipeError(f"{place}: this compares two models; run it with: posttrain sae diff {name_or_path}")
     data, inherited = extend(data, place, lines)
     for key, value in overrides:
         if key == "extends":

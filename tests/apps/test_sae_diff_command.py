@@ -86,9 +86,9 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert {"difference", "crosscoder", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
-    doses = {"given": ("0.5", "1"), "returned": ("0.5", "1"), "scaled": ("0", "2")}
+    doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
     points = {f"{test} 2 at {dose}" for test, several in doses.items() for dose in several}
-    assert set(compared["causal"]["verdicts"]) == points | {f"{test}, slope" for test in doses}
+    assert set(compared["causal"]["verdicts"]) == points | {"given, slope", "scaled, slope"}
     assert [len(rows) for rows in (compared["causal"][test] for test in doses)] == [2, 2, 2]
     assert not [p for p in (root / "one").iterdir() if p.name == "recipe.yaml"]  # it is no run of a training
 
@@ -149,6 +149,13 @@ def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -
         assert message in capsys.readouterr().err
 
 
+def test_other_commands_know_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny/what-did-rl-change"]) == 2
+    assert "run it with: posttrain sae diff tiny/what-did-rl-change" in capsys.readouterr().err
+    assert main(["recipes"]) == 0
+    assert "tiny/what-did-rl-change" in capsys.readouterr().out
+
+
 def test_a_dry_run_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "diff", "tiny/what-did-rl-change", "--seeds", "5", "--layer", "3", "--dry-run"]) == 0
     printed = capsys.readouterr().out
@@ -174,6 +181,8 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     status = RunDirectory(first).read_status()
     assert status is not None
     RunDirectory(first).write_status(type(status)(**{**_plain(status), "state": "interrupted"}))
+    (runs / "damaged").mkdir()
+    (runs / "damaged" / "recipe.yaml").write_text("- : [")
     assert find_runs(recipe.resolve(), runs) == (None, Path(first))
 
 

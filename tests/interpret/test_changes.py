@@ -55,6 +55,18 @@ def test_the_p_is_students_with_the_documents_that_it_fires_in() -> None:
     assert float(found.p[1, 0]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9)
 
 
+def test_a_rare_feature_is_judged_by_the_documents_that_know_it() -> None:
+    """Five of 200 documents: t ≈ 2.2 is beyond 5 % by the normal distribution, not with 4 degrees of freedom."""
+    base, post = torch.zeros(200, 1), torch.zeros(200, 1)
+    post[:5, 0] = torch.tensor([1.0, 1.2, 0.9, 1.1, 0.8]) * 4
+    base[:5, 0] = 1.0
+    found = paired_changes(sums_of(base, post, torch.arange(200)), min_documents=2)
+    t = float(found.change[1, 0] / found.error[1, 0])
+    assert 2.0 < t < 2.4
+    assert float(found.p[1, 0]) == pytest.approx(float(two_sided_p(torch.tensor([t]).double(), torch.tensor([4]))))
+    assert float(found.p[1, 0]) > 0.08
+
+
 def test_batches_do_not_matter() -> None:
     torch.manual_seed(0)
     documents = torch.arange(400) // 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import families
 import pytest
 import torch
 from torch import Tensor
@@ -87,3 +88,16 @@ def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) 
     for index, model in enumerate((writer, donor)):
         rows = torch.cat([pair[index] for pair in seen])
         assert torch.allclose(rows, activations_of(model, [read], ["resid.2"])["resid.2"].float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_are_counted_from_the_first_token_of_each_prompt(family: str) -> None:
+    """Shorter prompts are padded in front; learned positions (GPT-2) would tell."""
+    model = families.build(family)
+    prompts = [[3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
+    batch = write_with(model, model, "resid.3", prompts, [nothing], max_tokens=8, stop_ids=frozenset())[0]
+    for prompt, written in zip(prompts, batch, strict=True):
+        ids = list(prompt)
+        for _ in range(8):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        assert written == ids[len(prompt) :]

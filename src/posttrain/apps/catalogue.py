@@ -38,6 +38,9 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         sae = load_sae_recipe(name)
         model = sae.activations.model.name if sae.activations.model is not None else str(sae.activations.folder)
         table.add_row(Text(name, style="bold"), Text(model), Text(_what_it_does(sae.description)))
+    for name in interpretation_names("changes"):
+        description = parse_yaml(recipe_text(name)[1], name)[0].get("description", "")
+        table.add_row(Text(name, style="bold"), Text("two"), Text(_what_it_does(description)))
     for name in comparison_names():
         table.add_row(Text(name, style="bold"), Text("several"), Text(describe_comparison(name)))
     for name in study_names():
@@ -47,6 +50,7 @@ def run_recipes(arguments: argparse.Namespace) -> int:
     console.print(table)
     console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME", markup=False)
     console.print("Run one of a dictionary: posttrain sae train NAME", markup=False)
+    console.print("See what training changed: posttrain sae diff NAME", markup=False)
     if comparison_names():
         console.print("Run a comparison: posttrain compare compare/NAME", markup=False)
     if study_names():

@@ -17,7 +17,7 @@ from rich.text import Text
 from posttrain.apps.console import open_console
 from posttrain.apps.progress import choose_progress, show_duration
 from posttrain.cli import INTERRUPTED
-from posttrain.errors import RunConflict, RunFailure, UsageError
+from posttrain.errors import DataError, RunConflict, RunFailure, UsageError
 from posttrain.interpret.diff_recipe import Compared, DiffRecipe, load_diff_recipe
 from posttrain.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory, check_run_name, flatten, is_live, name_of_recipe, run_names
@@ -135,8 +135,10 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
     found: dict[str, tuple[float, Path]] = {}
     for name in run_names(root):
         run = RunDirectory(root / name)
-        stored = run.read_recipe()
-        if "model" not in stored or run.changed_keys(recipe):
+        try:
+            if "model" not in run.read_recipe() or run.changed_keys(recipe):
+                continue
+        except DataError:  # a damaged recipe is not this one; `posttrain runs` reports it
             continue
         status = run.read_status()
         state = status.state if status is not None else "unfinished"

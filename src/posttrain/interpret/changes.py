@@ -53,15 +53,12 @@ class ChangeSums:
 
     def add(self, base: Tensor, post: Tensor, documents: Tensor) -> None:
         """Features [n, F] of both models at the same tokens; ``documents`` int64 [n] says of which each row is."""
-        _, place = documents.to(base.device).unique(return_inverse=True)
-        count = int(place.max()) + 1 if len(place) else 0
-        sizes = torch.bincount(place, minlength=count).double()
-        b, p = (_sum_by(x, place, count) for x in (base, post))
-        self._enter(b, p, sizes)
+        place, sizes = number_documents(documents.to(base.device))
+        self.enter(sum_by_document(base, place, sizes), sum_by_document(post, place, sizes), sizes)
         self.moved += (post - base).square().sum(0, dtype=torch.float64)
 
-    def _enter(self, b: Tensor, p: Tensor, sizes: Tensor) -> None:
-        """Sums by document [2, documents, F]."""
+    def enter(self, b: Tensor, p: Tensor, sizes: Tensor) -> None:
+        """The same from sums by document [2, D, F] and the tokens of each [D]; ``moved`` stays as it is."""
         n = sizes[:, None]
         self.base += b.sum(1)
         self.post += p.sum(1)
@@ -167,9 +164,15 @@ def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
     return normal.clamp(0.0, 1.0)
 
 
-def _sum_by(features: Tensor, place: Tensor, count: int) -> Tensor:
-    """[2, documents, F]: tokens on which each fires, and the sum of activations."""
-    out = torch.zeros((2, count, features.shape[1]), dtype=torch.float64, device=features.device)
+def number_documents(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 [n], float64 [D]): documents counted from 0 in their order, and how many rows each has."""
+    _, place, sizes = documents.unique(return_inverse=True, return_counts=True)
+    return place, sizes.double()
+
+
+def sum_by_document(features: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
+    """float64 [2, D, F] of features [n, F]: rows on which each fires, and the sum of its activations."""
+    out = torch.zeros((2, len(sizes), features.shape[1]), dtype=torch.float64, device=features.device)
     out[0].index_add_(0, place, (features > 0).double())
     out[1].index_add_(0, place, features.double())
     return out

@@ -78,6 +78,12 @@ class Comparison:
     def site(self) -> str:
         return self.setting.site
 
+    @property
+    def device(self) -> torch.device:
+        """Where the post model is: the dictionaries work beside it."""
+        device: torch.device = next(self.subject("post").model.parameters()).device
+        return device
+
     def subject(self, name: str) -> Subject:
         if name not in self.subjects:
             self.subjects[name] = self.setting.open_subject(name)
@@ -163,15 +169,11 @@ def _record(work: Comparison, answered: Answered) -> ActivationStore:
     return store
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _dictionaries(work: Comparison, store: ActivationStore, start: int) -> list[Dictionary]:
     """Those of the recipe's folders, else one for each seed."""
     changes = work.changes
     if changes.dictionaries:
-        loaded = [load_dictionary(folder).to(_device()) for folder in changes.dictionaries]
+        loaded = [load_dictionary(folder).to(work.device) for folder in changes.dictionaries]
         for folder, dictionary in zip(changes.dictionaries, loaded, strict=True):
             if (dictionary.d, dictionary.sources) != (store.width(work.site), 1):
                 raise UsageError(
@@ -194,12 +196,12 @@ def _fitted(
     if not (place / "cfg.json").is_file():
         work.observe(f"dictionary {name}: {word.num_features(rows.d)} features, {work.changes.train.steps} steps")
         dictionary = fit_dictionary(
-            rows, start, word, work.changes.train, seed=seed, frozen_decoder=frozen, device=_device()
+            rows, start, word, work.changes.train, seed=seed, frozen_decoder=frozen, device=work.device
         )
         models = [source.model for source in rows.store.index.sources]
         facts = {"model_name": models[0], "models": models, "site": work.site, "source": rows.source, "seed": seed}
         save_dictionary(dictionary, place, facts)
-    return load_dictionary(place).to(_device())
+    return load_dictionary(place).to(work.device)
 
 
 def _see(work: Comparison, store: ActivationStore, start: int) -> None:
@@ -286,7 +288,7 @@ def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> No
     if work.found["divergence"]["per_token"] < LEAST_KL:
         work.observe("both models predict the same, so there is nothing that patching could recover")
         return
-    frozen = load_dictionary(work.folder / "dictionaries" / "frozen").to(_device())
+    frozen = load_dictionary(work.folder / "dictionaries" / "frozen").to(work.device)
     difference = work.folder / "dictionaries" / "difference"
     count = min(changes.patching.documents, len(answered.documents))
     work.found["patching"] = patch_curves(
@@ -297,7 +299,7 @@ def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> No
         work.dictionaries,
         work.seen,
         frozen=(frozen, ranking),
-        difference=load_dictionary(difference).to(_device()) if "difference" in work.found else None,
+        difference=load_dictionary(difference).to(work.device) if "difference" in work.found else None,
         limit=min(_limit(store, work.site, source) for source in ("base", "post")),
         observe=work.observe,
     )

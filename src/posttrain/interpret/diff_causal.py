@@ -80,9 +80,12 @@ def measure_causes(
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
-    """(features, dose) of a test: the whole dose to every count, every dose to the features that are judged by."""
+    """(features, dose) of a test: the whole dose to every count, and every dose to the features that are judged by.
+
+    ``returned`` has no further doses: what they would tell, ``given`` tells.
+    """
     whole = WHOLE[test]
-    doses = settings.factors if test == "scaled" else settings.doses
+    doses = {"given": settings.doses, "returned": [], "scaled": settings.factors}[test]
     points = [(count, whole) for count in settings.counts] + [(settings.features, dose) for dose in (whole, *doses)]
     return sorted(set(points))
 

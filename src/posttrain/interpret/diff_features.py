@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.interpret.changes import Changes, ChangeSums, document_batches, paired_changes, unpaired_changes
+from posttrain.interpret.changes import (
+    Changes,
+    ChangeSums,
+    document_batches,
+    number_documents,
+    paired_changes,
+    sum_by_document,
+    unpaired_changes,
+)
 from posttrain.interpret.dictionary import Dictionary
 from posttrain.interpret.diff_lens import show_token
 from posttrain.interpret.latent_scaling import LatentScaling, Scaling
@@ -63,14 +71,16 @@ def see_changes(
     for rows in document_batches(documents):
         base, post = (store.gather(rows, site, source).float().to(device) for source in ("base", "post"))
         before, after = dictionary.encode(base), dictionary.encode(post)
-        numbers = documents[rows].to(device)
-        sums["real"].add(before, after, numbers)
-        sums["itself"].add(before, dictionary.encode(base), numbers)
-        exchanged = swap[documents[rows]].to(device)[:, None]
-        sums["swapped"].add(torch.where(exchanged, after, before), torch.where(exchanged, before, after), numbers)
+        place, sizes = number_documents(documents[rows].to(device))
+        b, p, again = (sum_by_document(x, place, sizes) for x in (before, after, dictionary.encode(base)))
+        sums["real"].enter(b, p, sizes)
+        sums["real"].moved += (after - before).square().sum(0, dtype=torch.float64)
+        sums["itself"].enter(b, again, sizes)
+        numbers = documents[rows].unique().to(device)
+        exchanged = swap.to(device)[numbers][:, None]
+        sums["swapped"].enter(torch.where(exchanged, p, b), torch.where(exchanged, b, p), sizes)
         for name, half in (("even", numbers % 2 == 0), ("odd", numbers % 2 == 1)):
-            if bool(half.any()):
-                sums[name].add(before[half], before[half], numbers[half])
+            sums[name].enter(b[:, half], b[:, half], sizes[half])
         reconstruction = dictionary.decode(before)
         errors = torch.stack([base - reconstruction, post - reconstruction], dim=1)
         scaling.add(before, torch.stack([reconstruction, reconstruction], dim=1), errors)

@@ -118,7 +118,7 @@ def describe_scaling(
     dictionary: Dictionary, scaling: Scaling, quality: Quality, model: Any, tokenizer: Any
 ) -> dict[str, Any]:
     """A dictionary of the difference or of both models: its latents by their share of all activations."""
-    share = scaling.energy * dictionary.W_dec[:, -1].double().square().sum(1).cpu()
+    share = scaling.energy.cpu() * dictionary.W_dec[:, -1].double().square().sum(1).cpu()
     total = float(share.sum())
     chosen = share.argsort(descending=True)[:MAX_LATENTS]
     chosen = chosen[share[chosen] > 0]

@@ -61,7 +61,7 @@ class CausalSection(Section):
     """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
 
     ``measure``: the reward, or the share of right answers. ``counts``: how many of the most changed features are
-    moved all the way, or taken away. ``features``: how many are moved by each of the ``doses`` (1: all the way) and
+    moved all the way, or taken away. ``features``: how many are given by each of the ``doses`` (1: all the way) and
     multiplied by each of the ``factors``, and are judged by. ``draws``: sets of random features.
     """
 

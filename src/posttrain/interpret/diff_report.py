@@ -22,7 +22,7 @@ from posttrain.interpret.diff_sentences import findings
 _STYLE = """
 main { max-width: 1180px; }
 .findings { padding-left: 1.2rem; } .findings li { margin: 7px 0; max-width: 60rem; }
-.panels { grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); }
+.panels { grid-template-columns: repeat(auto-fill, minmax(min(430px, 100%), 1fr)); }
 .panel .axis { font-size: 11px; }
 .panel .flat { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 3 4; }
 .panel .band { opacity: 0.14; stroke: none; }

@@ -28,6 +28,12 @@ def answers_section(found: Mapping[str, Any]) -> str:
         f"{facts['answer_tokens']:,} are answers; {found['activations']['rows']:,} activations of each were kept "
         f"(left out: {left_out}), at {found['activations']['site']}: {convention}."
     )
+    if "causal" in found:
+        c = found["causal"]
+        text += (
+            f" Greedily, on {c['prompts']} other prompts, the base's {c['measure']} is {c['unchanged']['base']:.3f}, "
+            f"the post model's {c['unchanged']['post']:.3f}."
+        )
     table = draw_table(["answers of", "number", "right", "reward", "tokens"], rows)
     return f"<h2>What they read</h2><p>{escape(text)}</p>{table}"
 
@@ -75,7 +81,7 @@ def changes_section(found: Mapping[str, Any]) -> str:
     )
     quality = " · ".join(
         f"seed {i}: FVU {d['quality']['base']['fvu']:.3f} on the base, {d['quality']['post']['fvu']:.3f} on the post "
-        f"model, {d['quality']['base']['l0']:.1f} features a token"
+        f"model; {d['quality']['base']['l0']:.1f} and {d['quality']['post']['l0']:.1f} features a token"
         for i, d in enumerate(found["dictionaries"])
     )
     return (

@@ -9,11 +9,7 @@ from typing import Any
 def findings(found: Mapping[str, Any]) -> list[str]:
     """What was found, one sentence each, from the numbers alone."""
     lines = [_changed_line(found["dictionaries"], found["overlap"])]
-    kl = found["divergence"]
-    lines.append(
-        f"The post model's answers are {kl['per_answer']:.2f} nats from the base ({kl['per_token']:.3f} a token); "
-        f"a tenth of the tokens carries {_percent(kl['share_of_top_tenth'])} of it."
-    )
+    lines.append(_divergence_line(found["divergence"]))
     if "patching" in found:
         lines.append(_patching_line(found["patching"]))
     if "causal" in found:
@@ -39,6 +35,21 @@ def _changed_line(dictionaries: Sequence[Mapping[str, Any]], overlap: Mapping[st
     return line
 
 
+def _divergence_line(kl: Mapping[str, Any]) -> str:
+    line = f"The post model's answers are {kl['per_answer']:.2f} nats from the base ({kl['per_token']:.3f} a token)"
+    total = kl["per_token"] * kl["tokens"]
+    if not kl["places"] or total <= 0:
+        return f"{line}."
+    peak = max(kl["places"], key=lambda place: place["kl"] * place["answers"])
+    share = peak["kl"] * peak["answers"] / total
+    gained = ", ".join(repr(text) for text, _ in kl["moved"]["up"][:3])
+    lost = ", ".join(repr(text) for text, _ in kl["moved"]["down"][:3])
+    return (
+        f"{line}; {_percent(share)} of it sits at token {peak['place'] + 1} of the answer. Over the answers {gained} "
+        f"gained most probability and {lost} lost most."
+    )
+
+
 def _patching_line(patching: Mapping[str, Any]) -> str:
     counts = patching["counts"]
     changed, others = (
@@ -60,7 +71,7 @@ def causal_lines(causal: Mapping[str, Any]) -> list[str]:
         ("scaled", 0.0, "post", post, "Taken away altogether", "the post model's"),
     )
     lines = []
-    for test, dose, _, untouched, what, whose in told:
+    for test, dose, writer, untouched, what, whose in told:
         index = next(
             (i for i, p in enumerate(causal[test][0]) if p["dose"] == dose and p["features"] == causal["features"]),
             None,
@@ -71,9 +82,11 @@ def causal_lines(causal: Mapping[str, Any]) -> list[str]:
         changed = _mean([row[index]["changed"] for row in causal[test]])
         others = _mean([_mean(row[index]["random"]) for row in causal[test]])
         verdict = causal["verdicts"][f"{test} {point['features']} at {dose:g}"]
+        whole = causal["everything"][writer] if test != "scaled" else None
+        most = f" (all activations there: {whole:.3f})" if whole is not None else ""
         line = (
             f"{what}, the {point['features']} most changed features turn {whose} {causal['measure']} from "
-            f"{untouched:.3f} into {changed:.3f}, random features like them into {others:.3f}"
+            f"{untouched:.3f} into {changed:.3f}, random features like them into {others:.3f}{most}"
         )
         lines.append(line + _judgement(verdict))
     return lines
@@ -88,7 +101,7 @@ def _judgement(verdict: Mapping[str, Any]) -> str:
         if verdict["separates"]
         else "the test does NOT separate changed from random features"
     )
-    return f" (difference {low:+.3f} to {high:+.3f}, 95 % over {verdict['seeds']} seeds): {answer}."
+    return f"; difference {low:+.3f} to {high:+.3f}, 95 % over {verdict['seeds']} seeds: {answer}."
 
 
 def _null_line(dictionaries: Sequence[Mapping[str, Any]]) -> str:

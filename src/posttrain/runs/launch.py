@@ -243,7 +243,8 @@ def _describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Yields ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP. The second one exits at once.
 
-    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is always False.
+    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
+    always False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
