@@ -138,6 +138,8 @@ def test_sizes_as_they_are_said() -> None:
 
 def test_actions_of_sae_know_their_own_options_from_keys_of_a_recipe() -> None:
     with pytest.raises(UsageError, match="no option --model"):
-        parse(["sae", "diff", "a", "b", "--model.name", "x"])
+        parse(["sae", "features", "a", "--model.name", "x"])
+    found = parse(["sae", "diff", "a", "b", "--dictionary.k", "4"])
+    assert (found.models, found.overrides) == (["a", "b"], [("dictionary.k", "4")])
     with pytest.raises(SystemExit):
         parse(["sae", "--help"])

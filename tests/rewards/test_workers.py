@@ -291,6 +291,8 @@ print(*pool.pids, flush=True)
 
 
 def start_script(*lines: str) -> subprocess.Popen[str]:
+    # a shell that starts the tests in the background lets them, and so the script, ignore SIGINT
+    lines = ("import signal", "signal.signal(signal.SIGINT, signal.default_int_handler)", *lines)
     code = SCRIPT.format(folder=str(Path(__file__).parent)) + "\n".join(lines)
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
