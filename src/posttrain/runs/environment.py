@@ -18,7 +18,7 @@ _GIT_TIMEOUT_SECONDS = 5.0
 def describe_environment() -> dict[str, Any]:
     """Plain data for ``env.json``: when, command, git, versions, hardware."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": sys.argv,
         "git": git_state(Path(__file__).parent),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
