@@ -160,7 +160,9 @@ def _open_judge(name: str | None, arguments: argparse.Namespace) -> Judge | None
     if name is None:
         return None
     model: RewardModel = open_reward_model(name, arguments.runs_dir, device=arguments.device)
-    return lambda rollouts: model.score([r.example for r in rollouts], [r.text for r in rollouts])
+    return lambda rollouts: model.score(
+        [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
+    )
 
 
 def _missing(evaluations: Sequence[Evaluation], contests: Sequence[Contest]) -> list[str]:
