@@ -6,6 +6,7 @@
     ├── UsageError                    exit code 2; what was asked for cannot be done
     │   ├── RecipeError               a recipe: unknown key, wrong type, words that do not fit
     │   ├── UnknownWord               a name that no registry knows (with a suggestion)
+    │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
     │   ├── DataError                 an input file: file, line, what stands there
     │   ├── MissingExtra              an optional dependency, with the command that installs it
     │   └── RunConflict               a run directory that belongs to another recipe or process
@@ -43,6 +44,10 @@ class RecipeError(UsageError):
 
 class UnknownWord(UsageError):
     """A name that no registered function carries; the message suggests the nearest."""
+
+
+class UnallowedCode(UsageError):
+    """A function that a file names as ``module:function``, and that nobody allowed to be imported."""
 
 
 class DataError(UsageError):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.consent import consent_options
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.evals.report_panels import evaluation_points
 from posttrain.runs.compare import Cell, Plan
@@ -80,7 +81,7 @@ def train_command(cell: Cell, resume: bool) -> list[str]:
     """`posttrain train` for one cell, with the Python that runs now."""
     command = [sys.executable, "-m", "posttrain.cli", "train", str(recipe_file(cell))]
     command += ["--runs-dir", str(cell.folder.parent), "--run", cell.name, "--quiet"]
-    return [*command, "--resume"] if resume else command
+    return [*command, *consent_options(), *(["--resume"] if resume else [])]
 
 
 def recipe_file(cell: Cell) -> Path:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from posttrain.consent import consent_options
 from posttrain.errors import PosttrainError, RunConflict
 from posttrain.evals.study_steps import write_labelled
 from posttrain.runs.compare_cells import last_error, num_cores, recipe_file, train_command
@@ -86,7 +87,7 @@ def part_command(part: Part, resume: bool) -> list[str]:
     """The command that makes a part, with the Python that runs now."""
     if isinstance(part, Training):
         return train_command(part.cell, resume)
-    return [sys.executable, "-m", "posttrain.cli", *part.words]
+    return [sys.executable, "-m", "posttrain.cli", *part.words, *consent_options()]
 
 
 def folder_of(part: Part) -> Path:
