@@ -23,13 +23,28 @@ kept for our own bugs; bad input never ends in a traceback.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+_USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
+_KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
+
+
+def hide_secrets(text: str) -> str:
+    """The text with names, passwords and keys in its URLs replaced by ``***``: to be shown and to be stored."""
+    return _KEY_IN_QUERY.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
 class PosttrainError(Exception):
-    """Base of all errors that the command line shows as one message without a traceback."""
+    """Base of all errors that the command line shows as one message without a traceback.
+
+    What it says of a URL is without the secrets in it, wherever it is shown or stored.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return hide_secrets(super().__str__())
 
 
 class UsageError(PosttrainError):

@@ -363,6 +363,8 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
 def _checkpoint_of(run: Path) -> Path:
     best = run / "checkpoints" / "best"
     if best.is_dir():
+        if not best.resolve().is_relative_to((run / "checkpoints").resolve()):
+            raise UsageError(f"model.name: {best} leads out of the run, to {best.resolve()}; name that folder itself")
         return best.resolve()
     steps = sorted((run / "checkpoints").glob("step-*"))
     if not steps:

@@ -24,6 +24,7 @@ from posttrain.runs.compare import Cell, Plan
 from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
 
@@ -121,6 +122,7 @@ def prepare_folder(plan: Plan) -> None:
                 "choose another name with --run NAME"
             )
     standings(plan)
+    refuse_links(folder)
     with storage_errors("comparison", folder):
         (folder / "cells").mkdir(parents=True, exist_ok=True)
 

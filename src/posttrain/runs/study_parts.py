@@ -25,6 +25,7 @@ from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.runs.study import STUDY_FILE, Choosing, Labelling, Part, StudyPlan, Training
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 from posttrain.train.files import Observer
 from posttrain.train.setup import build_task, build_template
 
@@ -180,6 +181,7 @@ def prepare_folder(plan: StudyPlan) -> None:
                 "with --run NAME"
             )
     standings(plan)
+    refuse_links(folder)
     with storage_errors("study", folder):
         for name in ("cells", "chosen", *(["labelled"] if plan.labelling else [])):
             (folder / name).mkdir(parents=True, exist_ok=True)
