@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipe import Recipe, Word, apply_override, load_recipe, merge, parse_yaml, validate_recipe
 
@@ -341,6 +342,7 @@ def test_what_a_recipe_says_goes_before_what_follows() -> None:
 
 def test_an_unregistered_objective_reads_advantages() -> None:
     """A function of a user's without traits is a token objective over rollouts."""
+    declare_code("posttrain.objectives.surrogate:clipped_surrogate")
     recipe = resolved("posttrain.objectives.surrogate:clipped_surrogate")
     assert (recipe.aggregate.name, recipe.advantage.name, recipe.head) == ("token_mean", "normalized", None)
 

@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.consent import declare_code
+from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
 from posttrain.registry import Entry
 
 
@@ -47,6 +48,7 @@ def test_refusals_name_place_cause_and_remedy(given: dict, message: str):
 
 
 def test_unknown_names_are_refused_with_a_suggestion():
+    declare_code(["no_such_module:f", "posttrain.registry:find_alll"])
     with pytest.raises(UnknownWord, match=r"no advantage named 'normalised'\. Did you mean 'normalized'\?"):
         registry.find("advantage", "normalised")
     with pytest.raises(UnknownWord, match="module 'no_such_module' cannot be imported"):
@@ -61,6 +63,9 @@ def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UnallowedCode, match=r"'my_rewards:short' is Python code .* --allow-code my_rewards:short"):
+        registry.find("reward", "my_rewards:short")
+    declare_code("my_rewards:short", tmp_path)
     entry = registry.find("reward", "my_rewards:short")
     assert entry.bind({"limit": 3})("ab") == 1.0
     with pytest.raises(RecipeError, match=r"has no key 'limits'\. Did you mean 'limit'\?"):

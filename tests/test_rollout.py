@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.engines.base import Sampling
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure, UsageError
@@ -35,6 +36,8 @@ def grade_one(grader: Grader, given: Example, text: str, completion: Completion)
     [grade] = grader.grade([Attempt(given, "prompt", text, completion)])
     return grade.parts, grade.reward
 
+
+declare_code([f"test_rollout:{name}" for name in ("asks_for_everything", "complains", "asks_too_much")])
 
 RIGHT = " 40 and 2. </think> <answer> 42 </answer>"
 WRONG = " 40 and 1. </think> <answer> 41 </answer>"

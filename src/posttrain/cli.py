@@ -22,6 +22,7 @@ from io import TextIOWrapper
 
 from posttrain import __version__
 from posttrain.apps import (
+    consent_options,
     evaluation_options,
     features_options,
     interpret_options,
@@ -31,6 +32,7 @@ from posttrain.apps import (
     study_options,
 )
 from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, share
+from posttrain.consent import declare_from_command_line
 from posttrain.errors import PosttrainError, UsageError
 
 # Where the body of each command is: module of the package, function taking the namespace.
@@ -84,6 +86,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     places = argparse.ArgumentParser(add_help=False)
     places.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run directories are (default: runs)")
+    consent_options.add_options(places)
     parser = argparse.ArgumentParser(
         prog="posttrain",
         description=DESCRIPTION,
@@ -310,6 +313,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         namespace = parse(arguments)
         if namespace.command is None:
             return 0
+        declare_from_command_line(
+            arguments,
+            getattr(namespace, "allow_code", ()),
+            trust_remote_code=getattr(namespace, "trust_remote_code", False),
+        )
         command = namespace.command
         module, function = BODIES[command if command in BODIES else f"{command} {namespace.action}"]
         return int(getattr(importlib.import_module(module), function)(namespace))

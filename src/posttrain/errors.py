@@ -6,6 +6,7 @@
     ├── UsageError                    exit code 2; what was asked for cannot be done
     │   ├── RecipeError               a recipe: unknown key, wrong type, words that do not fit
     │   ├── UnknownWord               a name that no registry knows (with a suggestion)
+    │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
     │   ├── DataError                 an input file: file, line, what stands there
     │   ├── MissingExtra              an optional dependency, with the command that installs it
     │   └── RunConflict               a run directory that belongs to another recipe or process
@@ -22,13 +23,28 @@ kept for our own bugs; bad input never ends in a traceback.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+_USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
+_KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
+
+
+def hide_secrets(text: str) -> str:
+    """The text with names, passwords and keys in its URLs replaced by ``***``: to be shown and to be stored."""
+    return _KEY_IN_QUERY.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
 class PosttrainError(Exception):
-    """Base of all errors that the command line shows as one message without a traceback."""
+    """Base of all errors that the command line shows as one message without a traceback.
+
+    What it says of a URL is without the secrets in it, wherever it is shown or stored.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return hide_secrets(super().__str__())
 
 
 class UsageError(PosttrainError):
@@ -43,6 +59,10 @@ class RecipeError(UsageError):
 
 class UnknownWord(UsageError):
     """A name that no registered function carries; the message suggests the nearest."""
+
+
+class UnallowedCode(UsageError):
+    """A function that a file names as ``module:function``, and that nobody allowed to be imported."""
 
 
 class DataError(UsageError):

@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError
+from posttrain.consent import is_declared, refuse_remote_code, without_remote_code
+from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipe_files import apply_override, extend, merge, parse_yaml, recipe_names, recipe_text
 from posttrain.sections import (
     AdapterSection,
@@ -119,14 +120,27 @@ class Recipe(Section):
             raise ValueError("train.epochs and train.minibatches count passes over a rollout batch; 'data' has none")
         return self
 
-    def resolve(self) -> Recipe:
+    def resolve(self, *, to_read: bool = False) -> Recipe:
         """The recipe with every word's options checked and all their defaults filled in.
+
+        ``to_read``: nothing is built from it, so a word that would be code that nobody allowed stays as it stands.
 
         Raises:
             UnknownWord, RecipeError: with the key that is wrong.
+            UnallowedCode: a stored recipe names code.
         """
+
+        def _resolve_word(word: Any, kind: str, where: str) -> Any:
+            try:
+                return complete_word(word, kind, where)
+            except UnallowedCode:
+                if not to_read:
+                    raise
+                return word
+
         resolved = self.model_copy(deep=True)
-        resolved._fill_defaults()
+        if not to_read or is_declared(self.objective.name):
+            resolved._fill_defaults()
         for key, kind in WORD_KINDS.items():
             word = getattr(resolved, key)
             if word is not None:
@@ -155,6 +169,15 @@ class Recipe(Section):
             if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
                 self.advantage = Word(name="gae" if traits.get("head") == "value" else "normalized")
 
+    @property
+    def trains_scorer(self) -> bool:
+        """Whether a reward model is trained, which scores answers, and no policy, which writes them.
+
+        Of a stored recipe whose objective may not be imported, its sections tell: a head on data is one that scores.
+        """
+        traits = registry.traits_of("objective", self.objective.name)
+        return self.head is not None and self.data is not None if traits is None else traits.get("head") == "score"
+
     def dump(self) -> dict[str, Any]:
         """Plain data, without keys that are None by default; a None that was asked for stays."""
         plain = _plain(self)
@@ -173,7 +196,8 @@ class Recipe(Section):
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _resolve_word(word: Any, kind: str, where: str) -> Any:
+def complete_word(word: Any, kind: str, where: str) -> Any:
+    """A word with all of its options, which are checked."""
     entry = registry.find(kind, word.name, where)
     options = entry.options(word.options, where)
     fields = entry.options_model().model_fields
@@ -197,14 +221,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
+    """The recipe that a run has stored, to look things up in: it allows no code, neither its own nor a model's.
+
+    Raises:
+        RecipeError: this version does not know its keys.
+    """
+    return validate_recipe(without_remote_code(stored), place)
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True) -> Recipe:
     """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
+
+    ``is_own``: a file of the user's may name code (``consent``).
 
     Raises:
         RecipeError: with file, line and key.
     """
     place, text = recipe_text(name_or_path)
-    data, lines = parse_yaml(text, place)
+    data, lines = parse_yaml(text, place, is_own=is_own)
     if {"methods", "base"} <= data.keys():
         raise RecipeError(f"{place}: this compares several methods; run it with: posttrain compare {name_or_path}")
     if "study" in data:
@@ -213,7 +248,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
         raise RecipeError(f"{place}: this trains a dictionary; run it with: posttrain sae train {name_or_path}")
     if "changes" in data:
         raise RecipeError(f"{place}: this compares two models; run it with: posttrain sae diff {name_or_path}")
-    data, inherited = extend(data, place, lines)
+    data, inherited = extend(data, place, lines, is_own=is_own)
     for key, value in overrides:
         if key == "extends":
             raise RecipeError(
@@ -246,6 +281,7 @@ def validate_recipe(
             probe = probe.rpartition(".")[0]
         return f"{place}: "
 
+    refuse_remote_code(data, overridden, line_of)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

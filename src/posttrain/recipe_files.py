@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from posttrain import registry
+from posttrain.consent import declare_code, is_stored
 from posttrain.errors import RecipeError
 
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
@@ -72,8 +73,10 @@ def recipe_text(name_or_path: str) -> tuple[str, str]:
     return f"{name_or_path}.yaml", resource.read_text(encoding="utf-8")
 
 
-def parse_yaml(text: str, place: str) -> tuple[dict[str, Any], dict[str, int]]:
+def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in ``text`` and the 1-based line of every dotted key.
+
+    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``consent``).
 
     Raises:
         RecipeError: not YAML, not a mapping, or a key given twice.
@@ -87,6 +90,8 @@ def parse_yaml(text: str, place: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise RecipeError(f"{place}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...)")
+    if is_own and Path(place).is_file() and not is_stored(place):
+        declare_code(data, Path(place).parent, Path.cwd())
     lines: dict[str, int] = {}
     _collect_lines(node, "", lines, place)
     return data, lines
@@ -160,7 +165,7 @@ _NAMED_SECTIONS = ("model", "teacher")
 
 
 def extend(
-    data: Mapping[str, Any], place: str, lines: Mapping[str, int], above: Sequence[str] = ()
+    data: Mapping[str, Any], place: str, lines: Mapping[str, int], above: Sequence[str] = (), *, is_own: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """``data`` laid over the recipe that its key ``extends`` names, and where each key of that recipe stands.
 
@@ -189,8 +194,9 @@ def extend(
         below_place, text = recipe_text(str(beside) if beside.is_file() else name)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-    below_data, below_lines = parse_yaml(text, below_place)
-    below, places = extend(below_data, below_place, below_lines, (*above, name))
+    is_own = is_own and not is_stored(place)  # what a stored recipe extends is its business, and no word of the user's
+    below_data, below_lines = parse_yaml(text, below_place, is_own=is_own)
+    below, places = extend(below_data, below_place, below_lines, (*above, name), is_own=is_own)
     below.pop("description", None)
     places |= {key: f"{below_place}:{line}" for key, line in below_lines.items()}
     return merge(below, own), places

@@ -4,7 +4,8 @@ A decorator registers a function under its own name in a *kind* (objective, rewa
 Positional parameters are what the machine provides; keyword-only parameters, with their types and
 defaults, *are* the function's YAML keys. No configuration class mirrors a function.
 
-A name of the form ``module:function`` is imported, so users' functions need no registration.
+A name of the form ``module:function`` is imported, so users' functions need no registration; but only if the user
+wrote it (``consent``), and not because a stored recipe names it.
 No torch is imported here; the modules that hold the words are imported on first use.
 """
 
@@ -13,8 +14,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
 
 # Where the words of each kind live; imported when a word of that kind is first asked for.
@@ -193,6 +193,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
 
     Raises:
         UnknownWord: no such name; the message lists what there is and the nearest name.
+        UnallowedCode: a ``module:function`` that nobody declared.
     """
     if ":" in name:
         return _import_entry(kind, name, where)
@@ -206,6 +207,15 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     return known[name]
 
 
+def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
+    """What an entry declared at its registration; None of code that a stored recipe names and nobody allowed.
+
+    Raises:
+        UnknownWord: no such name.
+    """
+    return find(kind, name).traits if is_declared(name) else None
+
+
 def kinds_of(name: str) -> list[Entry]:
     """Every entry called ``name``, in whatever kind."""
     return [entries(kind)[name] for kind in HOMES if name in entries(kind)]
@@ -214,8 +224,7 @@ def kinds_of(name: str) -> list[Entry]:
 def _import_entry(kind: str, path: str, where: str) -> Entry:
     module_name, _, attribute = path.partition(":")
     place = f"{where}: " if where else ""
-    if os.getcwd() not in sys.path:  # a user's file beside the recipe is importable, as with `python -m`
-        sys.path.insert(0, os.getcwd())
+    prepare_import(path, f"{place}{kind} ")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything; the cause is kept

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from posttrain.consent import trusts_remote_code
+
 
 class Section(BaseModel):
     """A part of a recipe; unknown keys are refused."""
@@ -91,6 +93,11 @@ class ModelSection(Section):
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
+
+    @property
+    def runs_remote_code(self) -> bool:
+        """Whether the model's own Python may run. Files cannot say so (``consent``); the command line can."""
+        return self.trust_remote_code or trusts_remote_code()
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:

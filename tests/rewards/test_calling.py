@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.errors import RewardFailure, UnknownWord, UsageError
 from posttrain.rewards.calling import bind_reward, call_reward
 
@@ -56,6 +57,7 @@ def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "def shout(text, *, bonus: float = 1.0):\n    return bonus * text.isupper()\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    declare_code(["shoutiness:shout", "shoutiness:shuot"])
     reward = bind_reward(registry.find("reward", "shoutiness:shout"), {"bonus": 0.5})
     assert reward({**GIVEN, "text": "HEY"}) == 0.5
     assert reward({**GIVEN, "text": "hey"}) == 0.0

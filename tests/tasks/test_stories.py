@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UsageError
 from posttrain.tasks.stories import split_of, stories
 from posttrain.tasks.story_families import Equation, is_worked, signature
@@ -176,6 +177,7 @@ def test_summands_may_swap_places_and_nothing_else() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match="min_steps"):
         stories(min_steps=4, max_steps=2)
+    declare_code("posttrain.tasks.stories:stories")
     entry = registry.find("task", "posttrain.tasks.stories:stories")
     assert entry.traits["held_out"] == "validation"
     with pytest.raises(RecipeError, match="max_steps"):

@@ -21,6 +21,7 @@ from posttrain.evals.items import Item, item_of, read_items, sample_of, write_it
 from posttrain.evals.measures import Kinds
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
 
@@ -70,6 +71,7 @@ class EvaluationStore:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         self.folder, self.name = folder, name
         mark = resume_mark(settings)
+        refuse_links(folder)
         with storage_errors("evaluation", folder):
             folder.mkdir(parents=True, exist_ok=True)
             interrupted = (folder / ROLLOUTS).is_file() and not (folder / RESULTS).exists()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from posttrain import registry
 from posttrain.apps.evaluation_files import refuse_other, weights_mark
 from posttrain.apps.evaluation_options import SECTIONS
-from posttrain.apps.sampling import ModelSource, choose_task, complete_template, find_source
+from posttrain.apps.sampling import ModelSource, check_rewards, choose_task, complete_template, find_source
 from posttrain.errors import UsageError
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.items import digest_of
@@ -132,6 +132,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     registry.find("engine", engine.name, "--engine").options(engine.options, "--engine")
     for _, _, template in combinations:  # before a task is read, which may take long
         build_template(template, "--template")
+    for source, _, template in combinations:
+        check_rewards(source, template)
     tasks = _build_tasks([task for _, task, _ in combinations])
     folder, names = _choose_folders(arguments.out, combinations, tasks)
     refuse_other(folder)

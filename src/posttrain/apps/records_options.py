@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from posttrain.apps import consent_options
 from posttrain.apps.argument_types import positive
 
 ACTIONS = {
@@ -34,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser
     """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
     places = argparse.ArgumentParser(add_help=False)
     places.add_argument("--runs-dir", default=argparse.SUPPRESS, metavar="DIR", help="where run directories are")
+    consent_options.add_options(places)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
     made = {
         name: actions.add_parser(

@@ -127,13 +127,26 @@ class Sampler:
 def grader_for(source: ModelSource, template: Word | None) -> Grader:
     """The grader under a template; with a run's own template, its rewards count too.
 
-    But for those that are models: a policy can be asked where its judge is gone, and ``evaluate --best-of`` names one.
+    But for those that are models: a policy can be asked where its judge is gone, and ``evaluate --best-of`` names one;
+    and for code that a stored recipe names and nobody allowed (see ``check_rewards``).
     """
     word = template or source.template
     own = source.recipe is not None and word.name == source.template.name
     rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
-    plain = [reward for reward in rewards if "model_option" not in registry.find("reward", reward.name).traits]
+    known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
+    plain = [reward for reward, traits in known if traits is not None and "model_option" not in traits]
     return build_grader(plain, build_template(word, "template"))
+
+
+def check_rewards(source: ModelSource, template: Word | None) -> None:
+    """Before a run's rewards are measured, and none may be missing.
+
+    Raises:
+        UnallowedCode: one is code that the run's recipe names, and nobody allowed it.
+    """
+    if source.recipe is not None and (template is None or template.name == source.template.name):
+        for index, reward in enumerate(source.recipe.rewards):
+            registry.find("reward", reward.name, f"rewards.{index}")
 
 
 def open_sampler(
@@ -171,14 +184,14 @@ def open_sampler(
         loaded = load_model(section, seed=0)
         built = build(loaded.model, loaded.tokenizer)
         return Sampler(source, loaded.model, loaded.tokenizer, built, grader, context_length(loaded.model))
-    tokenizer = load_tokenizer(source.path, trust_remote_code=section.trust_remote_code)
+    tokenizer = load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
     built = build(None, tokenizer)
     return Sampler(source, None, tokenizer, built, grader, built.context_tokens)
 
 
 def writes_answers(recipe: Recipe) -> bool:
     """Whether what a recipe trains is a policy, and not a reward model."""
-    return registry.find("objective", recipe.objective.name).traits.get("head") != "score"
+    return not recipe.trains_scorer
 
 
 def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:

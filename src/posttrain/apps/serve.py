@@ -30,7 +30,7 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         logprobs_mode=f"{arguments.logprobs_mode}_logprobs",
         seed=arguments.seed,
         interpreter=arguments.module,
-        trust_remote_code=section.trust_remote_code,
+        trust_remote_code=section.runs_remote_code,
     )
     command = server_command(source.path, options)
     print(command.shell(), flush=True)

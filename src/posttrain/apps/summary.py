@@ -12,7 +12,7 @@ from posttrain.apps.progress import show_duration
 from posttrain.evals.report import Answer, Chapter, Report, Stage, Transcript, write_report
 from posttrain.evals.report_curves import draw_curves
 from posttrain.evals.report_panels import EvaluationPoint, choose_panels, evaluation_points
-from posttrain.recipe import Recipe, validate_recipe
+from posttrain.recipe import Recipe, stored_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog, MetricsRow
@@ -55,20 +55,20 @@ def write_summary(folder: str | Path) -> Path:
 def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
     """What to type next; a reward model cannot be asked."""
     again = ("train it again", f"posttrain train {run.recipe_path} --run {run.folder.name}-again")
-    if registry.find("objective", recipe.objective.name).traits.get("head") == "score":
+    if recipe.trains_scorer:
         return [again]
     asked = ("ask the trained model", f"posttrain generate {run.folder}")
     return [asked, ("measure it again", f"posttrain evaluate {run.folder}"), again]
 
 
 def read_run_recipe(folder: Path) -> Recipe:
-    """The resolved recipe of a run.
+    """The resolved recipe of a run, which allows no code (``recipe.stored_recipe``).
 
     Raises:
         DataError, RecipeError: it cannot be read, or this version does not know its keys.
     """
     run = RunDirectory(folder)
-    return validate_recipe(run.read_recipe(), str(run.recipe_path))
+    return stored_recipe(run.read_recipe(), str(run.recipe_path))
 
 
 def write_results(

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.engines.vllm_protocol import Interrupted, read_error
-from posttrain.errors import UsageError
+from posttrain.errors import UsageError, hide_secrets
 
 Result = TypeVar("Result")
 # Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
@@ -48,9 +48,31 @@ def server_address(url: str) -> tuple[str, str, int | None, str]:
         scheme, host, port = parts.scheme, parts.hostname, parts.port
     except ValueError as error:
         raise UsageError(f"engine.url: {url!r} is no URL ({error}); write it like http://127.0.0.1:8000") from None
+    if "@" in url:
+        raise UsageError(
+            f"engine.url: {url!r} holds a name or password, which is not sent and would be written down; write it like "
+            "http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
+        )
     if scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise UsageError(f"engine.url: {url!r} is no server's URL; write it like http://127.0.0.1:8000")
+        raise UsageError(
+            f"engine.url: {url!r} is no server's URL; write it like http://127.0.0.1:8000 (a key belongs into the "
+            "environment variable VLLM_API_KEY)"
+        )
     return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def plain_url(url: str) -> str:
+    """The URL, if there is no secret in it: what recipes, records and results may hold.
+
+    Raises:
+        ValueError: a name, a password or a key in it.
+    """
+    if hide_secrets(url) != url:
+        raise ValueError(
+            "a name, password or key in a URL would be written down with it; put a key into the environment variable "
+            "VLLM_API_KEY"
+        )
+    return url
 
 
 class HttpServer:

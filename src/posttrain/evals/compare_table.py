@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.evals.compare_results import Baseline, Comparison, MethodResult
 from posttrain.evals.compare_statistics import Summary, student_t_quantile
+from posttrain.evals.markdown import paragraph, plain
 
 NOTHING = "–"  # what was not recorded
 
@@ -148,16 +149,16 @@ def _baseline_note(baseline: Baseline) -> str:
 def to_markdown(comparison: Comparison) -> str:
     """``table.md``."""
     table = make_table(comparison)
-    parts = [f"# {comparison.title}\n"]
+    parts = [f"# {plain(comparison.title)}\n"]
     if comparison.description:
-        parts.append(f"{comparison.description}\n")
+        parts.append(f"{paragraph(comparison.description)}\n")
     rows = [table.header, ["---", *(["---:"] * (len(table.header) - 1))], *table.lines]
-    parts.append("\n".join(f"| {' | '.join(_escape(text) for text in line)} |" for line in rows) + "\n")
-    parts.append("\n".join(f"- {_escape(note)}" for note in table.notes) + "\n")
+    parts.append("\n".join(f"| {' | '.join(plain(text) for text in line)} |" for line in rows) + "\n")
+    parts.append("\n".join(f"- {plain(note)}" for note in table.notes) + "\n")
     parts.append("## The same for all\n")
-    parts.append("\n".join(f"- {name}: {_escape(value)}" for name, value in comparison.common) + "\n")
+    parts.append("\n".join(f"- {name}: {plain(value)}" for name, value in comparison.common) + "\n")
     parts.append("## What differs\n")
-    parts.append("\n".join(_escape(line) for line in describe_differences(comparison, "- ")) + "\n")
+    parts.append("\n".join(plain(line) for line in describe_differences(comparison, "- ")) + "\n")
     parts.append(f"## Make it again\n\n```\n{comparison.command}\n```\n")
     return "\n".join(parts)
 
@@ -173,10 +174,6 @@ def describe_differences(comparison: Comparison, bullet: str = "") -> list[str]:
         what = "objective, advantage, aggregation, selection and what belongs to them"
         lines.append(f"{bullet}in the method alone ({what}): {', '.join(rest)}")
     return lines
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def to_data(comparison: Comparison) -> dict[str, Any]:

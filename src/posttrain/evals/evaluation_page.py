@@ -18,6 +18,7 @@ from posttrain.evals.evaluation_tables import (
 )
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item
+from posttrain.evals.markdown import code, plain
 
 NUM_ITEMS_SHOWN = 3
 MAX_TEXT_CHARS = 1500
@@ -40,7 +41,7 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
     template = settings.get("template")
     name = template["name"] if isinstance(template, Mapping) else template
     row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, evaluation.results)
-    parts = [f"# {evaluation.name}: {row.model}\n", to_markdown(results_table([row]))]
+    parts = [f"# {plain(evaluation.name)}: {plain(row.model)}\n", to_markdown(results_table([row]))]
     parts.append(_notes(notes_on([row], {evaluation.name: settings.get("dropped", {})})))
     at_k = at_k_table(evaluation.results) if row.is_graded else None
     tables = [*([at_k] if at_k else []), *kind_tables(evaluation.kinds), _further(evaluation.results)]
@@ -57,7 +58,7 @@ def write_table_page(rows: Sequence[Row], notes: Sequence[str], folders: Mapping
     parts += [to_markdown(results_table(own)) for own in by_evaluation(rows)]
     parts.append(_notes(notes))
     parts.append(
-        "## Each by itself\n\n" + "\n".join(f"- [{name}]({folder})" for name, folder in folders.items()) + "\n"
+        "## Each by itself\n\n" + "\n".join(f"- [{plain(name)}]({folder})" for name, folder in folders.items()) + "\n"
     )
     return "\n".join(part for part in parts if part)
 
@@ -68,7 +69,7 @@ def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
+    return "\n".join(f"- {plain(note)}" for note in notes) + "\n" if notes else ""
 
 
 def _further(results: Mapping[str, float]) -> TextTable:
@@ -79,7 +80,7 @@ def _further(results: Mapping[str, float]) -> TextTable:
 
 def settings_list(settings: Mapping[str, Any]) -> str:
     """The settings by name, without those that are empty."""
-    lines = [f"- {name}: {_plain(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
+    lines = [f"- {name}: {plain(_plain(value))}" for name, value in settings.items() if value not in (None, [], (), {})]
     return "## Settings\n\n" + "\n".join(lines) + "\n"
 
 
@@ -106,11 +107,11 @@ def _first_items(items: Sequence[Item]) -> str:
     """The first items with their first answer; nothing is picked."""
     parts = [f"## The first {min(NUM_ITEMS_SHOWN, len(items))} items\n"]
     for item in items[:NUM_ITEMS_SHOWN]:
-        parts.append(f"### {item.id}\n\n{quoted(item.question)}\n")
+        parts.append(f"### {plain(item.id)}\n\n{quoted(item.question)}\n")
         if item.answer is not None:
-            parts.append(f"gold answer: `{item.answer}`\n")
+            parts.append(f"gold answer: {code(item.answer)}\n")
         for sample in item.samples[:1]:
-            found = "no answer found" if sample.extracted is None else f"answer `{sample.extracted}`"
+            found = "no answer found" if sample.extracted is None else f"answer {code(sample.extracted)}"
             cut = ", cut off" if sample.finish == "length" else ""
             parts.append(f"{quoted(sample.text)}\n\n{sample.outcome}: {found}, {sample.num_tokens} tokens{cut}\n")
         if not item.samples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from posttrain.evals.markdown import plain
 from posttrain.evals.measures import Kinds
 
 NOTHING = "–"  # what was not measured
@@ -177,12 +178,8 @@ def _template_notes(rows: Sequence[Row]) -> list[str]:
 
 def to_markdown(table: TextTable, level: int = 2) -> str:
     """A table under its title."""
-    header = [_escape(text) for text in table.header]
+    header = [plain(text) for text in table.header]
     rule = ["---" if i < table.num_labels else "---:" for i in range(len(header))]
-    lines = [[_escape(text) for text in line] for line in table.lines]
+    lines = [[plain(text) for text in line] for line in table.lines]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
-    return f"{'#' * level} {table.title}\n\n{rows}\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return f"{'#' * level} {plain(table.title)}\n\n{rows}\n"

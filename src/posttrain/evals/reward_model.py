@@ -216,7 +216,7 @@ def load_reward_model(
 
 def scores_answers(recipe: Recipe) -> bool:
     """Whether what a recipe trains is a reward model."""
-    return registry.find("objective", recipe.objective.name).traits.get("head") == "score"
+    return recipe.trains_scorer
 
 
 def written_pieces(template: Template, text: str) -> list[Piece]:

@@ -17,6 +17,7 @@ from posttrain.evals.evaluation_tables import (
     show_share,
     to_markdown,
 )
+from posttrain.evals.markdown import plain
 from posttrain.evals.ranking import COMBINE
 from posttrain.evals.reward_evaluation import RewardEvaluation
 from posttrain.evals.statistics import paired_bootstrap
@@ -211,7 +212,11 @@ def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str,
         *([calibration] if found.bins else []),
         TextTable("Further results", ["result", "value"], further),
     ]
-    parts = [f"# {found.name}: {label}\n", f"{NOTES[found.view]}\n", *(to_markdown(table) for table in tables)]
+    parts = [
+        f"# {plain(found.name)}: {plain(label)}\n",
+        f"{NOTES[found.view]}\n",
+        *(to_markdown(table) for table in tables),
+    ]
     if picture is not None:
         parts.append(f"![predicted against what came true]({picture})\n")
     if found.dropped:
@@ -224,7 +229,7 @@ def _first_items(found: RewardEvaluation) -> str:
     """The first items in full; nothing is picked."""
     parts = [f"## The first {min(NUM_ITEMS_SHOWN, len(found.items))} items\n"]
     for item in found.items[:NUM_ITEMS_SHOWN]:
-        parts.append(f"### {item['id']}\n")
+        parts.append(f"### {plain(item['id'])}\n")
         parts += [f"{heading}\n\n{quoted(text)}\n" for heading, text in _SHOWN[found.view](item)]
     return "\n".join(parts)
 

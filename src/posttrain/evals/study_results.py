@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.evals.compare_statistics import Summary
 from posttrain.evals.evaluation_tables import NOTHING, TextTable, to_markdown
+from posttrain.evals.markdown import paragraph, plain
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ def summary_data(summary: Summary | None) -> dict[str, Any] | None:
 
 def to_page(report: StudyReport) -> str:
     """``table.md``."""
-    parts = [f"# {report.title}\n"]
-    parts += [f"{report.description}\n"] if report.description else []
-    parts += ["\n".join(f"- {line}" for line in (*report.problems, *report.findings)) + "\n"]
+    parts = [f"# {plain(report.title)}\n"]
+    parts += [f"{paragraph(report.description)}\n"] if report.description else []
+    parts += ["\n".join(f"- {plain(line)}" for line in (*report.problems, *report.findings)) + "\n"]
     parts += [to_markdown(table) for table in report.tables]
-    parts += ["\n".join(f"- {note}" for note in report.notes) + "\n"] if report.notes else []
-    parts += ["\n".join(f"- {what}: {value}" for what, value in report.common) + "\n"]
+    parts += ["\n".join(f"- {plain(note)}" for note in report.notes) + "\n"] if report.notes else []
+    parts += ["\n".join(f"- {what}: {plain(value)}" for what, value in report.common) + "\n"]
     parts += [f"```bash\n{report.command}\n```\n"]
     return "\n".join(parts)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.evals.evaluation_page import quoted, settings_list
 from posttrain.evals.evaluation_tables import NOTHING, TextTable, show_interval, show_share, to_markdown
+from posttrain.evals.markdown import plain
 
 NUM_ITEMS_SHOWN = 3
 Results = Mapping[str, float]
@@ -37,10 +38,10 @@ def write_contest_page(
     table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
 ) -> str:
     """The page, as Markdown, with the first items in full; nothing is picked."""
-    parts = [f"# {table.title}\n", to_markdown(table), "".join(f"- {note}\n" for note in notes)]
+    parts = [f"# {plain(table.title)}\n", to_markdown(table), "".join(f"- {plain(note)}\n" for note in notes)]
     parts += [settings_list(settings), f"## The first {min(NUM_ITEMS_SHOWN, len(items))} items\n"]
     for item in items[:NUM_ITEMS_SHOWN]:
-        parts.append(f"### {item['id']}\n\n{quoted(item['question'])}\n")
+        parts.append(f"### {plain(item['id'])}\n\n{quoted(item['question'])}\n")
         for side in ("a", "b"):
             answer = item[side][0]
             score = "" if answer["score"] is None else f", score {answer['score']:.3g}"

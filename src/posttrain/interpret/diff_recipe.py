@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from posttrain import registry
+from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.interpret.sae_recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
@@ -210,6 +211,7 @@ def _validate(
     for key, value in overrides:
         apply_override(data, key, value)
     given = {key for key, _ in overrides}
+    refuse_remote_code(data, given, lambda key: f"{places.get(key, place)}: ")
     try:
         return DiffRecipe.model_validate(data)
     except ValidationError as error:

@@ -40,7 +40,7 @@ def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
     if adapter_base(source) is None and section.load_bits is None:
         model = _load_first_blocks(section, source, layer)
         if model is not None:
-            tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code)
+            tokenizer = load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
             return LoadedModel(model, tokenizer, source)
     loaded = load_model(section, seed=0)
     return LoadedModel(truncate(loaded.model, layer).eval(), loaded.tokenizer, loaded.source)
@@ -49,7 +49,7 @@ def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
 def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | None:
     """A backbone of ``layer`` blocks without a final norm; None where the whole model has to be loaded."""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=section.trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
     except (OSError, ValueError, ImportError, KeyError):
         return None
     text = config.get_text_config()
@@ -64,7 +64,7 @@ def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | 
             source,
             config=config,
             dtype=getattr(torch, section.dtype),
-            trust_remote_code=section.trust_remote_code,
+            trust_remote_code=section.runs_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )

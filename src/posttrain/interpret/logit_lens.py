@@ -100,14 +100,14 @@ def load_lens(section: ModelSection) -> tuple[Lens, Any]:
     if adapter_base(source) is None and section.load_bits is None:
         model = _load_both_ends(section, source)
         if model is not None:
-            return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.trust_remote_code)
+            return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
     loaded = load_model(section, seed=0)
     return build_lens(loaded.model), loaded.tokenizer
 
 
 def _load_both_ends(section: ModelSection, source: str) -> Any | None:
     """Embeddings, one block, final norm and head; None where the whole model has to be loaded."""
-    trusted = section.trust_remote_code
+    trusted = section.runs_remote_code
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:

@@ -67,7 +67,7 @@ def read_documents(section: ActivationsSection) -> Documents:
         UsageError, DataError: they cannot be read, or were made with another tokenizer.
     """
     assert section.model is not None, "the section's validator"
-    tokenizer = load_tokenizer(section.model.name, trust_remote_code=section.model.trust_remote_code)
+    tokenizer = load_tokenizer(section.model.name, trust_remote_code=section.model.runs_remote_code)
     limits: dict[str, Any] = {"context_tokens": section.context_tokens, "max_tokens": section.max_rows}
     if section.text is not None:
         return texts(section.text, tokenizer, **limits)

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain import registry
+from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import ModelSection, Section, Word, Words, as_list
@@ -206,6 +207,7 @@ def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()
         found = next((probe for probe in _upwards(key) if probe in places), None)
         return f"{places[found]}: " if found else f"{place}: "
 
+    refuse_remote_code(data, given, line_of)
     try:
         return SaeRecipe.model_validate(data)
     except ValidationError as error:

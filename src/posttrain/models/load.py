@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from posttrain.consent import TRUST_REMOTE_CODE, trusts_remote_code
 from posttrain.errors import UsageError
 from posttrain.models.scorer import SCORE
 from posttrain.models.tokenizer import train_tokenizer
@@ -26,6 +28,7 @@ from posttrain.registry import suggest
 
 TINY = Path(__file__).parent / "tiny"
 BASE_BITS = "base_quantization.json"
+ADAPTER_CONFIG = "adapter_config.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 
@@ -121,6 +124,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         UsageError: no such model, or it has no tokenizer.
     """
     source = resolve_model_name(name)
+    check_files(source)
     try:
         return _load_tokenizer(source, trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -131,12 +135,15 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Of an adapter folder without one, that of its base."""
     while _is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = _base_of(source)
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
 
 
 def adapter_base(source: str) -> str | None:
     """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
-    return _base_of(source) if _is_adapter(source) else None
+    if not _is_adapter(source):
+        return None
+    check_files(source)
+    return _base_of(source)
 
 
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
@@ -144,6 +151,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
     try:
+        check_files(source)
         if section.adapter is None and _is_adapter(source):
             from peft import PeftModel
 
@@ -151,7 +159,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
             model = PeftModel.from_pretrained(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
-        tokenizer = _load_tokenizer(source, section.trust_remote_code)
+        tokenizer = _load_tokenizer(source, section.runs_remote_code)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(_explain(section.name, source, error)) from error
     finally:
@@ -177,7 +185,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             model = _load_weights(folder, section)
         model.name_or_path = model.config._name_or_path = source
         return model
-    stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.trust_remote_code))
+    stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code))
     if stored is not None and section.load_bits not in (None, stored):
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
     dtype = getattr(torch, section.dtype)
@@ -185,7 +193,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            trust_remote_code=section.trust_remote_code,
+            trust_remote_code=section.runs_remote_code,
             use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
         )
@@ -197,7 +205,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             bits=section.load_bits if stored is None else None,
             dtype=dtype,
             device=_device(section.device),
-            trust_remote_code=section.trust_remote_code,
+            trust_remote_code=section.runs_remote_code,
         )
     _check_weights(source, found)
     return model
@@ -259,8 +267,49 @@ def _check_weights(source: str, found: Mapping[str, Any]) -> None:
         )
 
 
+def check_files(source: str) -> None:
+    """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
+
+    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA bring loaders of their own.
+
+    Raises:
+        UsageError: such a folder, or adapters that stand on one another in a circle.
+    """
+    seen: list[str] = []
+    while _is_adapter(source):
+        if os.path.realpath(source) in seen:
+            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
+        seen.append(os.path.realpath(source))
+        settings = _adapter_settings(source)
+        if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
+            raise UsageError(
+                f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
+                "could run code of its choice; merge it into its base with what made it, and give the merged model"
+            )
+        _refuse_pickle(Path(source), "adapter_model.safetensors", "adapter_model.bin")
+        source = _base_of(source)
+    _refuse_pickle(Path(source), "model*.safetensors", "pytorch_model*.bin")
+
+
+def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
+    other = next(iter(sorted(folder.glob(pickled))), None)
+    if other is not None and not any(folder.glob(safe)):
+        raise UsageError(
+            f"model.name: {other} is a pickle, and loading one can run any code; give the weights as safetensors "
+            "(save_pretrained writes them with safe_serialization=True)"
+        )
+
+
+def _adapter_settings(adapter: str) -> dict[str, Any]:
+    path = Path(adapter) / ADAPTER_CONFIG
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"model.name: {path} is damaged ({error})") from None
+
+
 def _is_adapter(source: str) -> bool:
-    return (Path(source) / "adapter_config.json").is_file()
+    return (Path(source) / ADAPTER_CONFIG).is_file()
 
 
 def _base_of(adapter: str) -> str:
@@ -268,8 +317,7 @@ def _base_of(adapter: str) -> str:
 
     The embedded model is found again where another installation of this package wrote its path.
     """
-    settings = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
-    base = str(settings["base_model_name_or_path"])
+    base = str(_adapter_settings(adapter).get("base_model_name_or_path") or "")
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
     return resolve_model_name(base)
@@ -315,6 +363,8 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
 def _checkpoint_of(run: Path) -> Path:
     best = run / "checkpoints" / "best"
     if best.is_dir():
+        if not best.resolve().is_relative_to((run / "checkpoints").resolve()):
+            raise UsageError(f"model.name: {best} leads out of the run, to {best.resolve()}; name that folder itself")
         return best.resolve()
     steps = sorted((run / "checkpoints").glob("step-*"))
     if not steps:
@@ -332,6 +382,11 @@ def _device(name: str) -> torch.device:
 
 def _explain(name: str, source: str, error: Exception) -> str:
     first = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
+            f"{TRUST_REMOTE_CODE}, after you have read it"
+        )
     if Path(source).exists():
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"
     return (

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.consent import consent_options
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.evals.report_panels import evaluation_points
 from posttrain.runs.compare import Cell, Plan
 from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
 
@@ -80,7 +82,7 @@ def train_command(cell: Cell, resume: bool) -> list[str]:
     """`posttrain train` for one cell, with the Python that runs now."""
     command = [sys.executable, "-m", "posttrain.cli", "train", str(recipe_file(cell))]
     command += ["--runs-dir", str(cell.folder.parent), "--run", cell.name, "--quiet"]
-    return [*command, "--resume"] if resume else command
+    return [*command, *consent_options(), *(["--resume"] if resume else [])]
 
 
 def recipe_file(cell: Cell) -> Path:
@@ -120,6 +122,7 @@ def prepare_folder(plan: Plan) -> None:
                 "choose another name with --run NAME"
             )
     standings(plan)
+    refuse_links(folder)
     with storage_errors("comparison", folder):
         (folder / "cells").mkdir(parents=True, exist_ok=True)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.recipe_files import apply_override, merge
@@ -27,12 +28,12 @@ class SourceReader:
     def source(self, source: Mapping[str, Any], where: str) -> Recipe:
         """A resolved recipe from a name, a name with overrides, or a recipe written out."""
         with self._named(where):
-            return self._recipe(_lay_over_recipe(source), where).resolve()
+            return self._recipe(self._lay_over_recipe(source), where).resolve()
 
     def base(self, source: Mapping[str, Any], common: Sequence[tuple[str, str]]) -> tuple[Recipe, dict[str, Any]]:
         """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
         with self._named("base"):
-            data = _lay_over_recipe(source)
+            data = self._lay_over_recipe(source)
             for key, value in common:
                 apply_override(data, key, value)
             has_objective = data.get("objective") is not None
@@ -50,7 +51,7 @@ class SourceReader:
         with self._named(f"method {name!r}"):
             data = dict(base_data)
             if "recipe" in source:
-                donor = load_recipe(str(source["recipe"]))
+                donor = load_recipe(str(source["recipe"]), is_own=not is_stored(self.place))
                 donor.resolve()
                 _check_kind(str(source["recipe"]), donor, base)
                 data = merge(without_method(data), method_part(donor.dump()))
@@ -58,6 +59,12 @@ class SourceReader:
             if data.get("objective") is None:
                 raise RecipeError(f"{self._line(where)}{where}: give a recipe or an objective; the base has none")
             return self._recipe(data, where).resolve()
+
+    def _lay_over_recipe(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        overrides = {key: value for key, value in source.items() if key != "recipe"}
+        if "recipe" not in source:
+            return overrides
+        return merge(load_recipe(str(source["recipe"]), is_own=not is_stored(self.place)).dump(), overrides)
 
     def _recipe(self, data: Mapping[str, Any], where: str, more: set[str] | None = None) -> Recipe:
         prefix = f"{where}."
@@ -74,11 +81,6 @@ class SourceReader:
             yield
         except (RecipeError, UnknownWord) as error:
             raise type(error)(f"{what}: {error}") from None
-
-
-def _lay_over_recipe(source: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = {key: value for key, value in source.items() if key != "recipe"}
-    return merge(load_recipe(str(source["recipe"])).dump(), overrides) if "recipe" in source else overrides
 
 
 def _check_kind(name: str, donor: Recipe, base: Recipe) -> None:

@@ -7,6 +7,7 @@ writes the rest (``train/files.py``). Readers need no lock and import no torch.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from posttrain.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 
 State = Literal["running", "finished", "failed", "interrupted"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -98,13 +100,18 @@ def run_names(root: str | Path) -> list[str]:
 
 
 @contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
     """Hold the run for this process; the lock ends with the process, however it ends.
+
+    A folder in which writing would change something elsewhere is refused, unless it is only to be deleted from.
 
     Raises:
         RunConflict: another process holds it.
+        UsageError: a link in it leads out of it (``store.links``).
         StorageError: the folder is not writable.
     """
+    if not to_delete:
+        refuse_links(folder)
     with storage_errors("the run's lock", folder):
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     _HELD.add(descriptor)
@@ -121,8 +128,9 @@ def lock_run(folder: Path) -> Iterator[None]:
                         "Wait for it, stop it, or choose another name with --run NAME"
                     ) from None
                 time.sleep(_LOCK_PAUSE_SECONDS)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        if os.fstat(descriptor).st_nlink == 1:  # a second name may be any file of the user's
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         _HELD.discard(descriptor)
@@ -142,9 +150,13 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def is_live(folder: Path) -> bool:
     """Whether some process holds the run's lock at this moment."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link, which is no lock of ours
+            return False
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,7 +218,7 @@ class RunDirectory:
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no
         # longer validates is compared as it stands.
         with suppress(PosttrainError):
-            stored = validate_recipe(stored).resolve().dump()
+            stored = validate_recipe(stored).resolve(to_read=True).dump()
         old, new = flatten(stored), flatten(recipe.dump())
         kept = [key for key in {**old, **new} if key.partition(".")[0] != "track"]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import hide_secrets
+
 _PACKAGES = ("posttrain", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 _GIT_TIMEOUT_SECONDS = 5.0
 
@@ -19,7 +21,7 @@ def describe_environment() -> dict[str, Any]:
     """Plain data for ``env.json``: when, command, git, versions, hardware."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "command": sys.argv,
+        "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "hardware": _hardware(),

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, UsageError
+from posttrain.evals.markdown import code, paragraph, plain
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
@@ -121,12 +122,12 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
     head = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
     about = str(recipe.get("description") or "").strip()
-    lines = [f"# {run.name}", "", *([" ".join(about.split()), ""] if about else [])]
+    lines = [f"# {plain(run.name)}", "", *([paragraph(about), ""] if about else [])]
     facts = [
-        ("trained with", f"posttrain {version}, recipe `{summary.recipe}` (resolved: `recipe.yaml`)"),
-        ("from", f"`{base}`"),
-        ("objective", summary.objective),
-        ("task", _text(recipe, "task", "name")),
+        ("trained with", f"posttrain {plain(str(version))}, recipe {code(summary.recipe)} (resolved: `recipe.yaml`)"),
+        ("from", code(base)),
+        ("objective", plain(summary.objective)),
+        ("task", plain(_text(recipe, "task", "name"))),
         ("weights", "none" if step is None else f"after step {step} of {summary.steps}"),
     ]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
@@ -149,7 +150,7 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
 def _evaluation_row(row: Mapping[str, Any]) -> str:
     interval = f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}" if "accuracy_low" in row else ""
     count = f"{row['n']:.0f}" if "n" in row else ""
-    return f"| {row['name']} | {row['step']} | {count} | {row['accuracy']:.1%} | {interval} |"
+    return f"| {plain(row['name'])} | {row['step']} | {count} | {row['accuracy']:.1%} | {interval} |"
 
 
 def _text(recipe: Mapping[str, Any], section: str, key: str) -> str:

@@ -103,7 +103,7 @@ def finish_deletions(root: str | Path) -> dict[str, int]:
     for name, size in unfinished_deletions(root).items():
         aside = Path(root) / name
         if not is_live(aside):
-            with lock_run(aside):
+            with lock_run(aside, to_delete=True):
                 _remove(aside)
             finished[name] = size
     return finished
@@ -185,9 +185,9 @@ def _held(root: Path, place: Place) -> Iterator[None]:
     """Hold the locks of all runs concerned, so that none is begun or resumed meanwhile."""
     refuse_live(root, place)
     with ExitStack() as locks:
-        locks.enter_context(lock_run(place.path))
+        locks.enter_context(lock_run(place.path, to_delete=True))
         for run in runs_of(root, place) if place.is_comparison else []:
-            locks.enter_context(lock_run(run.path))
+            locks.enter_context(lock_run(run.path, to_delete=True))
         yield
 
 

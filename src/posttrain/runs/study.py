@@ -43,7 +43,6 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, recipe_text
@@ -266,7 +265,7 @@ def _validate(data: Mapping[str, Any], place: str, lines: Mapping[str, int], ove
 def _check_part(section: str, name: str, recipe: Recipe, source: Mapping[str, Any], place: str) -> None:
     """Raises RecipeError for a part that is of the wrong kind, or that says what is the study's to say."""
     where = f"{place}: {section}.{name}"
-    scores = registry.find("objective", recipe.objective.name).traits.get("head") == "score"
+    scores = recipe.trains_scorer
     if recipe.model.init is not None:
         raise RecipeError(f"{where}.model.init: it begins with the weights of the study's start; leave this out")
     if section == "reward_models":

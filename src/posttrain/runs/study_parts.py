@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from posttrain.consent import consent_options
 from posttrain.errors import PosttrainError, RunConflict
 from posttrain.evals.study_steps import write_labelled
 from posttrain.runs.compare_cells import last_error, num_cores, recipe_file, train_command
@@ -24,6 +25,7 @@ from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.runs.study import STUDY_FILE, Choosing, Labelling, Part, StudyPlan, Training
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.links import refuse_links
 from posttrain.train.files import Observer
 from posttrain.train.setup import build_task, build_template
 
@@ -86,7 +88,7 @@ def part_command(part: Part, resume: bool) -> list[str]:
     """The command that makes a part, with the Python that runs now."""
     if isinstance(part, Training):
         return train_command(part.cell, resume)
-    return [sys.executable, "-m", "posttrain.cli", *part.words]
+    return [sys.executable, "-m", "posttrain.cli", *part.words, *consent_options()]
 
 
 def folder_of(part: Part) -> Path:
@@ -179,6 +181,7 @@ def prepare_folder(plan: StudyPlan) -> None:
                 "with --run NAME"
             )
     standings(plan)
+    refuse_links(folder)
     with storage_errors("study", folder):
         for name in ("cells", "chosen", *(["labelled"] if plan.labelling else [])):
             (folder / name).mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,8 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with storage_errors(path.name, path):
         try:
-            with aside.open("wb") as file:
+            aside.unlink(missing_ok=True)
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:  # follows no link
                 file.write(content)
                 file.flush()
                 if durable:

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from posttrain.consent import STORED_RECIPE
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
 from posttrain.evals.ranking import Combine
 from posttrain.evals.reward_model import RewardModel, load_reward_model
-from posttrain.recipe import Word, load_recipe
+from posttrain.recipe import Recipe, Word, parse_yaml, recipe_text, stored_recipe
 from posttrain.registry import find, register
 from posttrain.rewards.grading import Measured
 from posttrain.tasks.base import Task
@@ -104,7 +105,7 @@ def open_run(run: str, bits: Bits | None = None) -> RewardModel:
             f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
             "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
         )
-    recipe = load_recipe(str(folder / "recipe.yaml")).resolve()
+    recipe = _recipe_of(folder)
     return load_reward_model(recipe, folder / "checkpoints", label=folder.name, bits=bits)
 
 
@@ -118,7 +119,7 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
         RecipeError: fewer than two answers there, or all have the same score.
     """
     model = replace(open_run(run, bits), combine=combine)
-    recipe = load_recipe(str(Path(run) / "recipe.yaml")).resolve()
+    recipe = _recipe_of(Path(run))
     words = recipe.eval.tasks or [_held_out(recipe.task)]
     task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
@@ -130,6 +131,11 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
             "leave normalize out"
         )
     return Scale(statistics.fmean(scores), statistics.stdev(scores))
+
+
+def _recipe_of(run: Path) -> Recipe:
+    place = str(run / STORED_RECIPE)
+    return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)
 
 
 def _held_out(word: Word) -> Word:
