@@ -206,7 +206,17 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
-    parser.add_argument("--port", type=positive, default=7860, help="where 127.0.0.1 serves it (default: 7860)")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=positive, default=7860, help="default: 7860")
+    parser.add_argument(
+        "--token",
+        nargs="?",
+        const="",
+        help="admit only who has the link with it; needed with --host (default: made up)",
+    )
+    parser.add_argument(
+        "--sae", metavar="FOLDER", action="append", default=[], help="a dictionary to steer by, besides those of runs"
+    )
     parser.add_argument("--browser", action="store_true", help="open it in the browser")
 
 
