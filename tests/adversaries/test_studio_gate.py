@@ -70,10 +70,29 @@ def test_loopback_names_with_the_right_port_are_answered(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["", "evil.example", f"evil.example:{PORT}", "127.0.0.1", "localhost", "127.0.0.1:7861", f"127.0.0.1.:{PORT}"]
-    + [f"127.0.0.1.evil.example:{PORT}", f"evil@127.0.0.1:{PORT}", f"127.0.0.1:{PORT}@evil", f"::1:{PORT}"]
-    + [f"127.1:{PORT}", f"2130706433:{PORT}", f"0.0.0.0:{PORT}", f"localhost.evil:{PORT}", f"127.0.0.1:0{PORT}0"]
-    + [f"127.0.0.1:{PORT},evil", f"127.0.0.1:{PORT}\x00", f" 127.0.0.1:{PORT}", "127.0.0.1:²", f"192.168.0.9:{PORT}"],
+    [
+        "",
+        "evil.example",
+        f"evil.example:{PORT}",
+        "127.0.0.1",
+        "localhost",
+        "127.0.0.1:7861",
+        f"127.0.0.1.:{PORT}",
+        f"127.0.0.1.evil.example:{PORT}",
+        f"evil@127.0.0.1:{PORT}",
+        f"127.0.0.1:{PORT}@evil",
+        f"::1:{PORT}",
+        f"127.1:{PORT}",
+        f"2130706433:{PORT}",
+        f"0.0.0.0:{PORT}",
+        f"localhost.evil:{PORT}",
+        f"127.0.0.1:0{PORT}0",
+        f"127.0.0.1:{PORT},evil",
+        f"127.0.0.1:{PORT}\x00",
+        f" 127.0.0.1:{PORT}",
+        "127.0.0.1:²",
+        f"192.168.0.9:{PORT}",
+    ],
 )
 def test_other_names_are_refused(host: str) -> None:
     found = ask(Gate(page, "127.0.0.1", PORT), headers=[("host", host)])
@@ -96,8 +115,19 @@ def test_without_a_port_only_where_it_is_80() -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["null", "", "http://evil.example", f"http://evil.example:{PORT}", "http://127.0.0.1", "http://127.0.0.1:3000"]
-    + [f"https://{HERE}", f"http://localhost:{PORT}", f"http://{HERE}.evil.example", f"http://{HERE}/", "file://"],
+    [
+        "null",
+        "",
+        "http://evil.example",
+        f"http://evil.example:{PORT}",
+        "http://127.0.0.1",
+        "http://127.0.0.1:3000",
+        f"https://{HERE}",
+        f"http://localhost:{PORT}",
+        f"http://{HERE}.evil.example",
+        f"http://{HERE}/",
+        "file://",
+    ],
 )
 @pytest.mark.parametrize(("path", "method"), [("/", "GET"), ("/config", "GET"), (JOIN, "POST")])
 def test_other_origins_are_refused(origin: str, path: str, method: str) -> None:
@@ -319,9 +349,20 @@ def test_every_route_of_gradio_is_refused_to_others_and_most_to_all(port: int) -
 
 @pytest.mark.parametrize(
     "path",
-    ["/gradio_api/upload", "/gradio_api/run/predict", "/gradio_api/api/answer", "/gradio_api/call/answer"]
-    + ["/gradio_api/call/v2/answer", "/gradio_api/process_recording", "/gradio_api/vibe-edit", "/gradio_api/cancel"]
-    + ["/gradio_api/component_server", "/gradio_api/stream/x", "/login", "/gradio_api/run-history/connect"],
+    [
+        "/gradio_api/upload",
+        "/gradio_api/run/predict",
+        "/gradio_api/api/answer",
+        "/gradio_api/call/answer",
+        "/gradio_api/call/v2/answer",
+        "/gradio_api/process_recording",
+        "/gradio_api/vibe-edit",
+        "/gradio_api/cancel",
+        "/gradio_api/component_server",
+        "/gradio_api/stream/x",
+        "/login",
+        "/gradio_api/run-history/connect",
+    ],
 )
 def test_the_api_and_uploads_are_closed_to_the_page_itself(port: int, path: str) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\na\r\n--x--\r\n'
@@ -332,9 +373,18 @@ def test_the_api_and_uploads_are_closed_to_the_page_itself(port: int, path: str)
 
 @pytest.mark.parametrize(
     "path",
-    ["/gradio_api/file={root}/secret.txt", "/gradio_api/file/{root}/secret.txt", "/file={root}/secret.txt"]
-    + ["/gradio_api/proxy=http://127.0.0.1/", "/static/../../secret.txt", "/assets/%2e%2e/%2e%2e/secret.txt"]
-    + ["/static/..%2f..%2fsecret.txt", "/static/{root}/secret.txt", "/assets/{root}/secret.txt", "//{root}/secret.txt"],
+    [
+        "/gradio_api/file={root}/secret.txt",
+        "/gradio_api/file/{root}/secret.txt",
+        "/file={root}/secret.txt",
+        "/gradio_api/proxy=http://127.0.0.1/",
+        "/static/../../secret.txt",
+        "/assets/%2e%2e/%2e%2e/secret.txt",
+        "/static/..%2f..%2fsecret.txt",
+        "/static/{root}/secret.txt",
+        "/assets/{root}/secret.txt",
+        "//{root}/secret.txt",
+    ],
 )
 def test_no_file_leaves_the_machine(port: int, root: Path, path: str) -> None:
     code, _, body = fetch(port, path.format(root=root))

@@ -152,8 +152,7 @@ class Gate:
 
     def _is_known(self, headers: dict[str, str]) -> bool:
         pairs = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-        # Every cookie is compared, each in constant time.
-        return any([name == self.cookie and _is_same(value, self.pass_word) for name, _, value in pairs])
+        return any(name == self.cookie and _is_same(value, self.pass_word) for name, _, value in pairs)
 
     async def _admit(self, scope: Scope, send: Send) -> None:
         """Take the token out of the link and into a cookie, or refuse."""

@@ -27,6 +27,7 @@ from posttrain.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -259,7 +260,7 @@ class RunDirectory:
         """
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
-            file.write(f"{stamp}Z {text}\n")
+            file.write(f"{stamp}Z {harmless(text)}\n")
 
 
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:
