@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "recipe",
         "recipe_files",
         "randomness",
+        "untrusted",
     ),
     "words": (
         "objectives",

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.sampling import (
     ModelSource,
     choose_task,

@@ -29,6 +29,7 @@ from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.links import refuse_links
+from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -271,7 +272,7 @@ class RunDirectory:
         """
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
-            file.write(f"{stamp}Z {text}\n")
+            file.write(f"{stamp}Z {harmless(text)}\n")
 
 
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.errors import DataError, UsageError
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import harmless_json
 
 NOTES = "notes.json"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -98,7 +99,9 @@ def clear_remarks(folder: str | Path) -> Notes:
 
 def _write(folder: str | Path, notes: Notes) -> Notes:
     content = {"tags": list(notes.tags), "remarks": [asdict(remark) for remark in notes.remarks]}
-    replace_file(Path(folder) / NOTES, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    replace_file(
+        Path(folder) / NOTES, harmless_json(json.dumps(content, indent=1, ensure_ascii=False)).encode() + b"\n"
+    )
     return notes
 
 
