@@ -22,7 +22,7 @@ from posttrain.runs.children import Child, end_children, start_child, threads_pe
 from posttrain.runs.compare import Cell, Plan
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.launch import stop_on_signals
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import remove_leftovers, replace_file, storage_errors
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
 
@@ -193,6 +193,7 @@ def run_cells(
     prepare_folder(plan)
     with lock_run(plan.folder):
         standing = standings(plan)
+        remove_leftovers(plan.folder)
         todo = [cell for cell in plan.cells if standing[cell.name] != "finished"]
         num_jobs = min(jobs, len(plan.cells)) if jobs is not None else default_jobs(plan, len(plan.cells))
         num_threads = threads_per_child(max(1, num_cores() // num_jobs))

@@ -21,7 +21,7 @@ from posttrain.runs.compare_cells import last_error, num_cores, recipe_file, ref
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.launch import stop_on_signals
 from posttrain.runs.study import STUDY_FILE, Choosing, Labelling, Part, StudyPlan, Training
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import remove_leftovers, replace_file, storage_errors
 from posttrain.train.files import Observer
 from posttrain.train.setup import build_task, build_template
 
@@ -191,6 +191,7 @@ def run_parts(
     prepare_folder(plan)
     with lock_run(plan.folder):
         standing = standings(plan)
+        remove_leftovers(plan.folder)
         num_jobs = jobs if jobs is not None else 1 if _trains_on_gpu(plan) else num_cores()
         replace_file(plan.folder / STUDY_FILE, plan.to_yaml().encode())
         done = {name for name, stand in standing.items() if stand == "finished"}

@@ -1,9 +1,9 @@
 """Locks that end with the process that holds them, however it ends; also where the file system knows no locks.
 
 A lock is a file under ``flock``. Some file systems (network, cloud and FUSE mounts) refuse that. There a second file
-beside it, ``NAME-claim`` (in a folder ``.lock-folder-claim``), is made by its holder and by nobody else, and says which process that is. A claim whose
-process is gone counts for nothing: told by its number, and on Linux by when it started, too. Whether a process on
-another machine is gone cannot be told: its claim stands until it is deleted.
+beside it, ``NAME-claim`` (in a folder: ``.lock-folder-claim``), is made by its holder and by nobody else, and says
+which process that is. A claim whose process is gone counts for nothing: told by its number, and on Linux by when it
+started, too. Whether a process on another machine is gone cannot be told: its claim stands until it is deleted.
 """
 
 from __future__ import annotations
