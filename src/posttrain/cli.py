@@ -318,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
+    if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
+        importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
         namespace = parse(arguments)
         if namespace.command is None:

@@ -22,7 +22,7 @@ from posttrain.evals.markdown import code, paragraph, plain
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
-from posttrain.store.durable import storage_errors, sync_folder
+from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.checkpoint_files import (
     MANIFEST,
@@ -73,10 +73,10 @@ def export_run(
     step = choose_step(run, weights)
     is_archive = goal.name.endswith(ARCHIVES)
     name = run.name if is_archive else goal.name
-    aside = goal.parent / f".tmp-export-{goal.name}-{os.getpid()}"
+    aside = aside_of(goal)
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
-        remove_tree(aside)
+        remove_asides(goal)
         try:
             content = aside / name
             content.mkdir(parents=True)
