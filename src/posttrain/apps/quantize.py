@@ -47,6 +47,7 @@ from posttrain.models.scorer import save_scorer
 from posttrain.recipe import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.store.durable import storage_errors
+from posttrain.store.manifest import seal
 from posttrain.tasks.base import Task
 from posttrain.train.checkpoint_files import remove_tree, rename_into_place
 from posttrain.train.setup import build_task, context_length
@@ -154,6 +155,7 @@ def _write(original: Original, out: Path, bits: int) -> None:
         try:
             aside.mkdir(parents=True)
             _save(quantized, original, aside)
+            seal(aside, 0)
             rename_into_place(aside, out)
         finally:
             remove_tree(aside)
