@@ -46,6 +46,7 @@ from posttrain.recipe import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.store.durable import aside_of, remove_asides, storage_errors
 from posttrain.store.links import refuse_links
+from posttrain.store.manifest import seal
 from posttrain.tasks.base import Task
 from posttrain.train.checkpoint_files import remove_tree, rename_into_place
 from posttrain.train.setup import build_task, context_length
@@ -153,6 +154,7 @@ def _write(original: Original, out: Path, bits: int) -> None:
         try:
             aside.mkdir(parents=True)
             _save(quantized, original, aside)
+            seal(aside, 0)
             rename_into_place(aside, out)
         finally:
             remove_tree(aside)

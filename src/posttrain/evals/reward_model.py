@@ -25,9 +25,9 @@ from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.recipe import Recipe
 from posttrain.render import Piece, Template, encode_prompt, end_id
 from posttrain.render.encoding import encode_pieces
+from posttrain.store.manifest import Unverified, verify
 from posttrain.train.assemble import forward_with_head
 from posttrain.train.checkpoint import best_step, checkpoint_steps, restore_companions, step_folder
-from posttrain.train.checkpoint_files import Unverified, verify
 from posttrain.train.rows import Row, Shape, rows_of
 from posttrain.train.setup import build_template, context_length
 from posttrain.types import Example, Response, Sample, collate
