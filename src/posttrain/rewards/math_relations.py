@@ -19,7 +19,7 @@ _SUBSCRIPT = re.compile(r"_\{[^{}]*\}|_\w|\\prime|\^\{-1\}")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|rho|sigma|omega|angle)")
 _ARGUMENTS = re.compile(r"(?<=[A-Za-z}])\s*\([^()]*\)")
 _NAME = re.compile(r"[A-Za-z(){}|,:/ \[\]]+")
-_NEGATION = re.compile(r"(?<![A-Za-z])(?:not|no|non|never|neither|none)(?![A-Za-z])", re.IGNORECASE)
+_NEGATION = re.compile(r"(?<![A-Za-z])(?:not|no|non|never|neither|none)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _BOUND = re.compile(r"\\(?:lim|sum|int|prod)(?![A-Za-z])|\\begin\{[vV]matrix\}")
 _FLIPPED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
