@@ -38,7 +38,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("store/",),
     "datasets": ("tasks/",),
     "pyarrow": ("tasks/",),
-    "reasoning_gym": ("tasks/reasoning_gym.py",),
+    "reasoning_gym": ("tasks/reasoning_gym",),
     "rich": ("cli.py", "apps/"),
     "gradio": ("apps/",),
     "matplotlib": ("evals/report",),

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.rewards.answers import parse_quantity, same_answer, same_text
+from posttrain.rewards.blank import is_blank
 from posttrain.rewards.grading import Submission, Verdict
 
 
@@ -24,7 +25,7 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """
     if submission.answer is None:
         return Verdict("ungraded")
-    if submission.extracted is None:
+    if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     return Verdict("right" if same_answer(submission.answer, submission.extracted, tolerance) else "wrong")
 
@@ -37,7 +38,7 @@ def exact(submission: Submission) -> Verdict:
     """
     if submission.answer is None:
         return Verdict("ungraded")
-    if submission.extracted is None:
+    if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     return Verdict("right" if same_text(submission.answer, submission.extracted) else "wrong")
 
