@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "render",
     ),
     "machines": ("tasks", "models", "engines", "store"),
-    "procedures": ("rollout", "train", "evals", "interpret"),
+    "procedures": ("rollout", "process_state", "train", "evals", "interpret"),
     "operations": ("runs",),
     "faces": ("cli", "apps"),
 }

@@ -46,7 +46,7 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
 
 @register("reward")
 def xml_soft(text: str, tags: tuple[str, ...]) -> float:
-    """1 if a reasoning block followed by an answer block that is not blank stands anywhere in the text, else 0.
+    """1 if a reasoning block followed by an answer block stands anywhere in the text, else 0.
 
     ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``; more text and more blocks may stand around.
 
@@ -61,10 +61,7 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
     if start < 0:
         return 0.0
     turn = re.compile(re.escape(close_r) + r"\s*" + re.escape(open_a)).search(text, start + len(open_r))
-    if turn is None:
-        return 0.0
-    answer, closed, _ = text[turn.end() :].partition(close_a)
-    return 1.0 if closed and not is_blank(answer) else 0.0
+    return 1.0 if turn is not None and text.find(close_a, turn.end()) >= 0 else 0.0
 
 
 @register("reward")
