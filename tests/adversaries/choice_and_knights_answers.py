@@ -106,8 +106,6 @@ The answer is {g}, not.
 The answer is {g}? No.
 The answer is {g} unless it is {o}.
 The answer is {g}; the answer is {o}
-The answer is {g}
-The answer is {o}
 answer: {g}\\nanswer: {o}
 Answer: {g}, {o}
 Answer: {g} or {o}
@@ -194,7 +192,6 @@ Scratch that.
 Sorry, I was wrong.
 The above is what a knave would say.
 The negation of it holds.
-¬
 False.
 Reverse it.
 Invert all.
@@ -232,11 +229,13 @@ def knights_hedges(names: Sequence[str], solution: Sequence[bool]) -> Iterator[s
     yield f"{right}\n{wrong}"
     yield f"{wrong}\n{right}"
     yield f"Knights: {', '.join(names)}\nKnaves: {', '.join(names)}"
-    yield f"Everyone is a knight.\nEveryone is a knave."
+    yield "Everyone is a knight.\nEveryone is a knave."
     for joint in (" or ", "/", " and ", ", maybe "):
         yield "\n".join(f"{name} is a knight{joint}knave" for name in names)
         yield "\n".join(f"{name} is a knight{joint}a knave" for name in names)
-    yield "\n".join(f"{name} is a {_role(role)}? No, a {_role(not role)}." for name, role in zip(names, solution, strict=True))
+    yield "\n".join(
+        f"{name} is a {_role(role)}? No, a {_role(not role)}." for name, role in zip(names, solution, strict=True)
+    )
     yield "\n".join(f"{name} is a {_role(role)}. No." for name, role in zip(names, solution, strict=True))
     yield "\n".join(f"{name} is no {_role(role)}" for name, role in zip(names, solution, strict=True))
     yield "\n".join(f"{name} is hardly a {_role(role)}" for name, role in zip(names, solution, strict=True))
@@ -252,7 +251,9 @@ def knights_mutations(names: Sequence[str], solution: Sequence[bool]) -> Iterato
     for place in range(len(names)):
         flipped = [role != (i == place) for i, role in enumerate(solution)]
         yield write_roles(names, flipped)
-        yield "| Name | Role |\n|---|---|\n" + "\n".join(f"| {n} | {_role(r)} |" for n, r in zip(names, flipped, strict=True))
+        yield "| Name | Role |\n|---|---|\n" + "\n".join(
+            f"| {n} | {_role(r)} |" for n, r in zip(names, flipped, strict=True)
+        )
         yield write_groups(names, flipped)
         rest = [(n, r) for i, (n, r) in enumerate(zip(names, solution, strict=True)) if i != place]
         yield write_roles([n for n, _ in rest], [r for _, r in rest])
@@ -272,7 +273,9 @@ def knights_mutations(names: Sequence[str], solution: Sequence[bool]) -> Iterato
 
 
 def write_roles(names: Sequence[str], solution: Sequence[bool]) -> str:
-    return "\n".join(f"({i}) {name} is a {_role(role)}" for i, (name, role) in enumerate(zip(names, solution, strict=True), 1))
+    return "\n".join(
+        f"({i}) {name} is a {_role(role)}" for i, (name, role) in enumerate(zip(names, solution, strict=True), 1)
+    )
 
 
 def write_groups(names: Sequence[str], solution: Sequence[bool]) -> str:

@@ -42,7 +42,10 @@ UNITS = {
 }  # fmt: skip
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\s+|\\hspace\{[^{}]*\}")
 _SPELLINGS = (
-    (re.compile(r"\\(?:left|right)(?![A-Za-z])\.?|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])|\\displaystyle|\\limits"), ""),
+    (
+        re.compile(r"\\(?:left|right)(?![A-Za-z])\.?|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])|\\displaystyle|\\limits"),
+        "",
+    ),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\leq?(?:slant)?(?![A-Za-z])|≤"), " ≤ "),
     (re.compile(r"\\geq?(?:slant)?(?![A-Za-z])|≥"), " ≥ "),
@@ -478,7 +481,7 @@ def _same_relation_and_other(relation: Meaning, other: Meaning) -> str:
 def _same_zeros(one: str, other: str) -> str:
     """Two equations are the same where the ratio of their differences is one number everywhere; else who knows."""
     ratios = []
-    for point in points(read_formula(one).names):
+    for point in points(read_formula(one).names | read_formula(other).names):
         values = read_formula(one).at(point), read_formula(other).at(point)
         if values[0] and values[1]:
             ratios.append(values[0] / values[1])

@@ -11,21 +11,39 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-# What shows nothing: controls, formats, separators, fillers, variation selectors, tags.
+# Formats that can be seen: they enclose or precede numbers in Arabic and Syriac.
+_SEEN = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2")
+# What shows nothing, beside controls, formats and separators: fillers, variation selectors, joiners.
 _MORE_INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0\u034f\u17b4\u17b5\ufe00\ufe0f\U000e0100"
 
 
 def invisible_characters() -> list[str]:
     """Every character that leaves the page white, of the planes in use."""
-    planes = (*range(0x3000), *range(0xA000, 0xA100), *range(0xD7A4, 0xD800), *range(0xF900, 0x11000), *range(0xE0000, 0xE0200))
-    found = [chr(c) for c in planes if unicodedata.category(chr(c)) in ("Cc", "Cf", "Zs", "Zl", "Zp")]
+    planes = (
+        *range(0x3000),
+        *range(0xA000, 0xA100),
+        *range(0xD7A4, 0xD800),
+        *range(0xF900, 0x11000),
+        *range(0xE0000, 0xE0200),
+    )
+    found = [
+        chr(c) for c in planes if unicodedata.category(chr(c)) in ("Cc", "Cf", "Zs", "Zl", "Zp") and chr(c) not in _SEEN
+    ]
     return list(dict.fromkeys([*found, "\u3000", *_MORE_INVISIBLE]))
 
 
 def invisible_texts() -> list[str]:
     """Texts without anything to see."""
     signs = invisible_characters()
-    joined = ["".join(signs[:40]), "\u200b\u200c\u200d", " \u200b ", "\n\u00a0\n", "\x00\x00", "\ufeff\n", "\u2062\u2063\u2064"]
+    joined = [
+        "".join(signs[:40]),
+        "\u200b\u200c\u200d",
+        " \u200b ",
+        "\n\u00a0\n",
+        "\x00\x00",
+        "\ufeff\n",
+        "\u2062\u2063\u2064",
+    ]
     return ["", " ", "\n", "\t \n", *signs, *joined]
 
 
@@ -278,7 +296,22 @@ def constants() -> list[str]:
     """Numbers, letters, words: what someone says who has not read the question."""
     numbers = [str(n) for n in range(-20, 131)] + ["1000", "1,000", "10000", "1000000", "2024", "2025", "-100"]
     fractions = [f"\\frac{{{a}}}{{{b}}}" for b in range(2, 10) for a in range(1, b)] + ["1/2", "1/3", "0.5", "0.25"]
-    decimals = ["0.0", "-0", "+0", "00", "0.1", "0.01", "1.0", "3.14", "3.14159", "2.718", "1e0", "1e-9", "1e400", "0x10"]
+    decimals = [
+        "0.0",
+        "-0",
+        "+0",
+        "00",
+        "0.1",
+        "0.01",
+        "1.0",
+        "3.14",
+        "3.14159",
+        "2.718",
+        "1e0",
+        "1e-9",
+        "1e400",
+        "0x10",
+    ]
     percents = ["0%", "1%", "10%", "25\\%", "50\\%", "50%", "100%", "100\\%", "200%"]
     words = _lines("""
 yes
@@ -434,7 +467,9 @@ def tricks() -> list[str]:
         "(1-10^{-80})", "2^{-300}", "e^{-200}",
     )]  # fmt: skip
     powers = [f"{n} + 10^{{-{k}}}" for n in (0, 1, 2, 17) for k in (20, 40, 55, 70, 200)]
-    parities = [f"{a}+{b}(-1)^n" for a in (0, 1, 2, 3, 5) for b in (1, 2, 3)] + [f"{n}(-1)^{{n}}" for n in (2, 3, 5, 17)]
+    parities = [f"{a}+{b}(-1)^n" for a in (0, 1, 2, 3, 5) for b in (1, 2, 3)] + [
+        f"{n}(-1)^{{n}}" for n in (2, 3, 5, 17)
+    ]
     sided = [f"{n}\\frac{{|x|}}{{x}}" for n in (1, 2, 3, 5, 17)] + [f"{n} \\cdot 1^x" for n in (1, 2, 17)]
     mods = [f"{n} + (n \\bmod 2)" for n in (0, 1, 16)] + [f"{n}+\\sin(n\\pi)" for n in (0, 1, 17)]
     chains = ["4=5", "1=2=3=5", "0=1", "1=0", "2+2=5", "1 = 17", "x=1=2", "x = 4 = 5", "y = 0 = 1", "0 = 1 = 2 = 3 = 4 = 5", "1=2",
@@ -453,9 +488,17 @@ def lists() -> list[str]:
     numbers = [str(n) for n in range(21)]
     signed = [str(n) for n in range(-10, 11)]
     joins = (", ", " or ", " and ", "; ", " ", "\n", "/", " | ", " = ")
-    found = [join.join(part) for join in joins for part in (numbers, signed, list("ABCD"), list("ABCDE"), ["yes", "no"], ["0", "1"])]
+    found = [
+        join.join(part)
+        for join in joins
+        for part in (numbers, signed, list("ABCD"), list("ABCDE"), ["yes", "no"], ["0", "1"])
+    ]
     found += [f"\\{{{', '.join(part)}\\}}" for part in (numbers, signed, ["0", "1"])]
-    found += [f"{a} or {b}" for a in ("0", "1", "2", "10", "17", "A", "B", "yes", "x") for b in ("1", "3", "18", "C", "no", "y")]
+    found += [
+        f"{a} or {b}"
+        for a in ("0", "1", "2", "10", "17", "A", "B", "yes", "x")
+        for b in ("1", "3", "18", "C", "no", "y")
+    ]
     found += ["any number", "either 0 or 1", "one of 1, 2, 3", "not 17", "not 0", "anything but 3", "A and B", "(A), (B), (C), (D)",
               "A or B or C or D", "A/B/C/D", "ABCD", "A B C D", "A. B. C. D.", "A, but maybe B", "neither A nor B", "not A",
               "everything from 1 to 100", "heads or tails", "True or False", "yes/no", "Yes and no", "maybe yes", "1 2 3 4 5 6 7 8 9",
@@ -470,12 +513,27 @@ def constant_answers() -> list[str]:
 
 def hedges(gold: str, other: str) -> Iterator[str]:
     """The gold beside what takes it back or joins another to it; never right, whatever the gold."""
-    for word in ("maybe", "perhaps", "not", "no", "wrong", "never", "or so", "or not", "no sixteen", "is wrong", "is not it"):
+    for word in (
+        "maybe",
+        "perhaps",
+        "not",
+        "no",
+        "wrong",
+        "never",
+        "or so",
+        "or not",
+        "no sixteen",
+        "is wrong",
+        "is not it",
+    ):
         yield f"{gold} {word}"
     yield f"not {gold}"
-    for joint in (" or ", " or maybe ", "? No, ", ", no, ", ". No: ", "/", " | ", " vs ", " instead of ", ", or rather ", " \\ne "):
+    for joint in (" or ", " or maybe ", "/", " | ", " vs ", " \\ne "):
         yield f"{gold}{joint}{other}"
         yield f"{other}{joint}{gold}"
+    for joint in ("? No, ", ", no, ", ". No: ", ", or rather "):  # the last word counts, if any does
+        yield f"{gold}{joint}{other}"
+    yield f"{other} instead of {gold}"
     yield f"either {gold} or {other}"
     yield f"neither {gold} nor {other}"
     yield f"{gold} \\text{{ or }} {other}"
@@ -522,7 +580,9 @@ def mutations(gold: str, rng: random.Random) -> Iterator[str]:
     for old, new in _UNIT_SWAPS:
         if old in gold:
             yield gold.replace(old, new, 1)
-    if word := re.search(r"(?<![\\A-Za-z])[A-Z]{2,4}(?![A-Za-z])|(?<=\\angle )[A-Z]{3}|(?<=\\text\{)[A-Za-z]{2,}", gold):
+    if word := re.search(
+        r"(?<![\\A-Za-z])[A-Z]{2,4}(?![A-Za-z])|(?<=\\angle )[A-Z]{3}|(?<=\\text\{)[A-Za-z]{2,}", gold
+    ):
         letters = list(word[0])
         for swapped in ([letters[1], letters[0], *letters[2:]], letters[::-1], [*letters[1:], letters[0]]):
             if swapped != letters:
@@ -559,7 +619,9 @@ def mutations(gold: str, rng: random.Random) -> Iterator[str]:
 
 
 def _mutated_lists(gold: str) -> Iterator[str]:
-    inner = re.fullmatch(r"(.*?(?:\\left)?(?:\(|\[|\\\{)|)([^()\[\]{}]+(?:,[^()\[\]{}]+)+)((?:\\right)?(?:\)|\]|\\\})|)", gold)
+    inner = re.fullmatch(
+        r"(.*?(?:\\left)?(?:\(|\[|\\\{)|)([^()\[\]{}]+(?:,[^()\[\]{}]+)+)((?:\\right)?(?:\)|\]|\\\})|)", gold
+    )
     if inner is None:
         return
     opening, body, closing = inner.groups()

@@ -14,8 +14,8 @@ from typing import Any
 
 import mpmath
 
-DIGITS = 40
-CLOSE = mpmath.mpf(10) ** -25
+DIGITS = 150
+CLOSE = mpmath.mpf(10) ** -110
 NUM_AGREEING = 3  # points at which two sides must be real and agree, to be called the same
 
 Value = Any  # mpmath's number
@@ -431,7 +431,7 @@ def points(names: frozenset[str]) -> list[Point]:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Equal to 25 digits."""
+    """Equal to 110 decimals, or digits of large numbers."""
     with mpmath.workdps(DIGITS):
         if mpmath.isinf(left) or mpmath.isinf(right):
             return bool(left == right)
