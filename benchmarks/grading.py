@@ -11,10 +11,10 @@ cases       (gold, prediction, expected) facts from the test suites of other gra
 golds       every gold answer of the GSM8K and MATH test rows against itself and against that of another problem whose
             gold is written differently.
 hostile     the answers of tests/rewards/hostile_answers.py, against each of its gold answers.
-adversary   the answers of tests/adversaries against all golds of the mathematics suites and of GSM8K and SVAMP: which are
-            right for two golds that an independent table of equivalents calls different, or for one that means
-            another thing; mutated golds and hedges; golds against others of the same digits; the spellings that must
-            stay right; and the best constant answer of each task without golds.
+adversary   the answers of tests/adversaries against all golds of the mathematics suites and of GSM8K and SVAMP: those
+            that are right for two golds that an independent table of equivalents calls different, or for one that
+            means another thing; mutated golds and hedges; golds against others of the same digits; the spellings that
+            must stay right; and the best constant answer of tasks without one gold.
 throughput  gradings per second with two workers, of numbers (no worker needed) and of pairs of expressions whose
             values must be computed. CPU rates beside wall rates, since the machine may be shared.
 
@@ -49,11 +49,11 @@ from posttrain.rewards.workers import Limits, WorkerPool
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "rewards"), str(TESTS / "adversaries")]
-import adversary
-import grader_answers
-import hostile_answers
-import real_golds
-import right_answers
+import adversary  # noqa: E402
+import grader_answers  # noqa: E402
+import hostile_answers  # noqa: E402
+import real_golds  # noqa: E402
+import right_answers  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "grading.json"
 NUM_WORKERS = 2

@@ -36,7 +36,8 @@ UNITS = {
     "hour": "hour", "day": "day", "week": "week", "month": "month", "year": "year", "dollar": "dollar",
     "usd": "dollar", "cent": "cent", "euro": "euro", "degree": "degree", "deg": "degree", "unit": "unit",
     "square": "square", "sq": "square", "cubic": "cubic", "cu": "cubic", "per": "per", "am": "am",
-    "pm": "pm", "mph": "mile per hour", "people": "person", "person": "person", "liter": "liter", "litre": "liter", "l": "liter",
+    "pm": "pm", "mph": "mile per hour", "people": "person", "person": "person", "liter": "liter", "litre": "liter",
+    "l": "liter",
     "ml": "ml", "mL": "ml", "gallon": "gallon", "apple": "apple", "marble": "marble", "way": "way",
     "student": "student", "page": "page", "ton": "ton", "acre": "acre", "point": "point",
 }  # fmt: skip
@@ -168,9 +169,9 @@ def _read(text: str) -> Meaning:
 
 
 def _read_list(pieces: list[str], sides: list[str], operators: list[str]) -> Meaning:
-    if len(operators) == 1 and operators[0] == "=" and _NAME.fullmatch(sides[0]) and len(pieces) > 1:
-        if not any(_split(piece, _RELATIONS)[1] for piece in pieces[1:]):
-            return Meaning("list", "", tuple(map(_read, [sides[1], *pieces[1:]])), name=sides[0])
+    named = operators == ["="] and _NAME.fullmatch(sides[0]) is not None and len(pieces) > 1
+    if named and not any(_split(piece, _RELATIONS)[1] for piece in pieces[1:]):
+        return Meaning("list", "", tuple(map(_read, [sides[1], *pieces[1:]])), name=sides[0])
     if len(pieces) == 1:
         return _read(pieces[0])
     items: list[Meaning] = []
@@ -434,7 +435,7 @@ def _any(verdicts: object) -> str:
 def _same_list_and_value(collection: Meaning, value: Meaning, facets: bool) -> str:
     if collection.brackets == ":" and len(collection.items) == 2:
         first, second = collection.items
-        if "formula" != first.kind or "formula" != second.kind:
+        if not first.kind == second.kind == "formula":
             return UNKNOWN
         return compare_formulas(read_formula(f"({first.text})/({second.text})"), read_formula(value.text))
     if not collection.items:

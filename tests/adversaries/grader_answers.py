@@ -225,7 +225,6 @@ x\in
 __
 *
 -
-- 
 #
 |---|
 <answer>
@@ -445,25 +444,42 @@ x \\ne x
 
 def tricks() -> list[str]:
     """Expressions that are a value at some points only: parity, sign, branch, domain, degenerate sums and powers."""
-    signs = ["(-1)^n", "(-1)^{n}", "(-1)^{n+1}", "(-1)^{2n}", "(-1)^{2n+1}", "(-1)^k", "(-1)^x", "(-1)^{m+n}", "(-1)^{n^2}",
-             "\\cos(n\\pi)", "\\cos(\\pi n)", "\\cos n\\pi", "\\sin(n\\pi)", "\\sin(\\pi n)", "\\cos(2\\pi n)", "\\sin\\frac{n\\pi}{2}",
-             "\\tan(n\\pi)", "e^{i\\pi n}", "e^{i \\pi}", "i^{n}", "i^{2n}", "i^{4n}", "(-1)^{n(n+1)}", "(-1)^{n!}"]  # fmt: skip
+    signs = ["(-1)^n", "(-1)^{n}", "(-1)^{n+1}", "(-1)^{2n}", "(-1)^{2n+1}", "(-1)^k", "(-1)^x", "(-1)^{m+n}",
+        "(-1)^{n^2}",
+             "\\cos(n\\pi)", "\\cos(\\pi n)", "\\cos n\\pi", "\\sin(n\\pi)", "\\sin(\\pi n)", "\\cos(2\\pi n)",
+             "\\sin\\frac{n\\pi}{2}",
+             "\\tan(n\\pi)", "e^{i\\pi n}", "e^{i \\pi}", "i^{n}", "i^{2n}", "i^{4n}", "(-1)^{n(n+1)}",
+             "(-1)^{n!}"]  # fmt: skip
     signs += [f"{s}{pattern}" for s in ("", "-") for pattern in (
         "\\frac{1+(-1)^n}{2}", "\\frac{1-(-1)^n}{2}", "\\frac{x}{|x|}", "\\frac{|x|}{x}", "\\frac{\\sqrt{x^2}}{x}",
-        "\\operatorname{sgn}(x)", "\\text{sgn}(x)", "x^0", "0^x", "0^n", "0^0", "0^{|x|}", "1^x", "1^n", "\\frac{x}{x}",
-        "\\frac{n}{n}", "\\frac{0}{x}", "\\frac{x-1}{x-1}", "\\frac{0}{0}", "\\frac{1}{0}", "\\frac{x}{0}", "0 \\cdot \\infty",
-        "\\infty - \\infty", "\\frac{\\infty}{\\infty}", "1^{\\infty}", "\\infty^0", "x - x", "x^2 - x \\cdot x", "0x", "0 \\cdot x",
-        "|x| - x", "|x|", "\\sqrt{x^2}", "\\sqrt[4]{x^4}", "\\sqrt[3]{x^3}", "\\ln|x|", "\\ln x^2", "\\ln(e^x)", "e^{\\ln x}",
-        "\\arcsin(\\sin x)", "\\arccos(\\cos x)", "\\arctan(\\tan x)", "|n|", "\\lfloor x \\rfloor", "\\lceil x \\rceil",
-        "\\lfloor n \\rfloor", "\\lfloor \\frac{n}{2} \\rfloor", "\\lceil \\frac{n}{2} \\rceil", "x \\bmod 1", "n \\bmod 2", "n \\mod 2",
-        "n \\pmod{2}", "\\max(x, 0)", "\\min(x, 0)", "\\max(n, 7)", "\\min(n, 7)", "\\max(x,-x)", "\\gcd(n, 1)", "\\gcd(n,n+1)",
-        "\\sum_{k=1}^{0} k", "\\sum_{k=1}^{n} 1", "\\sum_{k=1}^{0} 1", "\\prod_{k=1}^{0} k", "\\sum_{k=0}^{n} (-1)^k",
-        "\\sum_{k=1}^{-1} 1", "\\int_0^0 x dx", "\\int_{-1}^{1} x dx", "\\lim_{x \\to 0} x", "\\lim_{x\\to\\infty} \\frac{1}{x}",
-        "\\lim_{x \\to 0} \\frac{|x|}{x}", "\\binom{n}{0}", "\\binom{n}{n}", "\\binom{0}{n}", "0!", "\\log_x x", "\\log_x 1",
-        "\\frac{\\ln x}{\\ln |x|}", "\\frac{d}{dx} 0", "\\frac{d}{dx} x", "1+0^{x}", "1 + 0^n", "2 - 1^n", "i^2", "i \\cdot i", "|i|",
-        "\\sqrt{-1}", "\\sqrt{-1}^2", "\\sqrt{x}\\sqrt{x}", "\\left(\\sqrt{x}\\right)^2", "(x^2)^{1/2}", "x^{2/2}", "\\sqrt{x}^2",
-        "\\frac{\\sin x}{\\sin x}", "\\sin^2 x + \\cos^2 x", "10^{-60}", "10^{-100}", "1 + 10^{-60}", "1+10^{-100}", "10^{-400}",
-        "0.9999999999999999999999999999999999999999999999999999999999999999", "0.\\overline{9}", "\\frac{1}{10^{70}}",
+        "\\operatorname{sgn}(x)", "\\text{sgn}(x)", "x^0", "0^x", "0^n", "0^0", "0^{|x|}", "1^x", "1^n",
+        "\\frac{x}{x}",
+        "\\frac{n}{n}", "\\frac{0}{x}", "\\frac{x-1}{x-1}", "\\frac{0}{0}", "\\frac{1}{0}", "\\frac{x}{0}",
+        "0 \\cdot \\infty",
+        "\\infty - \\infty", "\\frac{\\infty}{\\infty}", "1^{\\infty}", "\\infty^0", "x - x", "x^2 - x \\cdot x",
+        "0x", "0 \\cdot x",
+        "|x| - x", "|x|", "\\sqrt{x^2}", "\\sqrt[4]{x^4}", "\\sqrt[3]{x^3}", "\\ln|x|", "\\ln x^2", "\\ln(e^x)",
+        "e^{\\ln x}",
+        "\\arcsin(\\sin x)", "\\arccos(\\cos x)", "\\arctan(\\tan x)", "|n|", "\\lfloor x \\rfloor",
+        "\\lceil x \\rceil",
+        "\\lfloor n \\rfloor", "\\lfloor \\frac{n}{2} \\rfloor", "\\lceil \\frac{n}{2} \\rceil", "x \\bmod 1",
+        "n \\bmod 2", "n \\mod 2",
+        "n \\pmod{2}", "\\max(x, 0)", "\\min(x, 0)", "\\max(n, 7)", "\\min(n, 7)", "\\max(x,-x)", "\\gcd(n, 1)",
+        "\\gcd(n,n+1)",
+        "\\sum_{k=1}^{0} k", "\\sum_{k=1}^{n} 1", "\\sum_{k=1}^{0} 1", "\\prod_{k=1}^{0} k",
+        "\\sum_{k=0}^{n} (-1)^k",
+        "\\sum_{k=1}^{-1} 1", "\\int_0^0 x dx", "\\int_{-1}^{1} x dx", "\\lim_{x \\to 0} x",
+        "\\lim_{x\\to\\infty} \\frac{1}{x}",
+        "\\lim_{x \\to 0} \\frac{|x|}{x}", "\\binom{n}{0}", "\\binom{n}{n}", "\\binom{0}{n}", "0!", "\\log_x x",
+        "\\log_x 1",
+        "\\frac{\\ln x}{\\ln |x|}", "\\frac{d}{dx} 0", "\\frac{d}{dx} x", "1+0^{x}", "1 + 0^n", "2 - 1^n", "i^2",
+        "i \\cdot i", "|i|",
+        "\\sqrt{-1}", "\\sqrt{-1}^2", "\\sqrt{x}\\sqrt{x}", "\\left(\\sqrt{x}\\right)^2", "(x^2)^{1/2}", "x^{2/2}",
+        "\\sqrt{x}^2",
+        "\\frac{\\sin x}{\\sin x}", "\\sin^2 x + \\cos^2 x", "10^{-60}", "10^{-100}", "1 + 10^{-60}",
+        "1+10^{-100}", "10^{-400}",
+        "0.9999999999999999999999999999999999999999999999999999999999999999", "0.\\overline{9}",
+        "\\frac{1}{10^{70}}",
         "(1-10^{-80})", "2^{-300}", "e^{-200}",
     )]  # fmt: skip
     powers = [f"{n} + 10^{{-{k}}}" for n in (0, 1, 2, 17) for k in (20, 40, 55, 70, 200)]
@@ -472,13 +488,19 @@ def tricks() -> list[str]:
     ]
     sided = [f"{n}\\frac{{|x|}}{{x}}" for n in (1, 2, 3, 5, 17)] + [f"{n} \\cdot 1^x" for n in (1, 2, 17)]
     mods = [f"{n} + (n \\bmod 2)" for n in (0, 1, 16)] + [f"{n}+\\sin(n\\pi)" for n in (0, 1, 17)]
-    chains = ["4=5", "1=2=3=5", "0=1", "1=0", "2+2=5", "1 = 17", "x=1=2", "x = 4 = 5", "y = 0 = 1", "0 = 1 = 2 = 3 = 4 = 5", "1=2",
-              "\\pi = 3", "\\pi = 3 = 17", "1 \\approx 17", "17 \\approx 18", "\\approx 17", "x \\approx 3", "0.33 \\approx 1/2",
-              "1/2 = 0.25", "\\frac12 = 50\\%= 7", "x = y = 3", "a = b = c", "x=3, x=4", "x = 3 = x", "3 = x = 4", "1 \\ne 1",
+    chains = ["4=5", "1=2=3=5", "0=1", "1=0", "2+2=5", "1 = 17", "x=1=2", "x = 4 = 5", "y = 0 = 1",
+        "0 = 1 = 2 = 3 = 4 = 5", "1=2",
+              "\\pi = 3", "\\pi = 3 = 17", "1 \\approx 17", "17 \\approx 18", "\\approx 17", "x \\approx 3",
+              "0.33 \\approx 1/2",
+              "1/2 = 0.25", "\\frac12 = 50\\%= 7", "x = y = 3", "a = b = c", "x=3, x=4", "x = 3 = x", "3 = x = 4",
+              "1 \\ne 1",
               "\\text{a} = 5", "5 = 5 = 7", "i = 1", "e = 3", "1+1 = 3"]  # fmt: skip
-    ranges = ["(-\\infty,\\infty)", "[-\\infty,\\infty]", "\\mathbb{R}", "-\\infty < x < \\infty", "0 \\le x \\le 1000", "0-100", "1-10",
-              "1..100", "1 to 100", "between 0 and 100", "[0,100]", "0 < 17 < 100", "x < \\infty", "x > -\\infty", "x \\ne 0",
-              "\\pm 1", "\\pm 17", "17 \\pm 1", "17 \\pm 0", "0 \\pm 17", "\\pm 0", "x \\pm x", "1 \\pm 1", "17 \\pm 17", "\\mp 3",
+    ranges = ["(-\\infty,\\infty)", "[-\\infty,\\infty]", "\\mathbb{R}", "-\\infty < x < \\infty",
+        "0 \\le x \\le 1000", "0-100", "1-10",
+              "1..100", "1 to 100", "between 0 and 100", "[0,100]", "0 < 17 < 100", "x < \\infty", "x > -\\infty",
+              "x \\ne 0",
+              "\\pm 1", "\\pm 17", "17 \\pm 1", "17 \\pm 0", "0 \\pm 17", "\\pm 0", "x \\pm x", "1 \\pm 1",
+              "17 \\pm 17", "\\mp 3",
               "\\pm x", "\\pm\\sqrt{x^2}", "n \\pm n", "\\pm 1 \\pm 2"]  # fmt: skip
     return [*signs, *powers, *parities, *sided, *mods, *chains, *ranges]
 
@@ -499,9 +521,12 @@ def lists() -> list[str]:
         for a in ("0", "1", "2", "10", "17", "A", "B", "yes", "x")
         for b in ("1", "3", "18", "C", "no", "y")
     ]
-    found += ["any number", "either 0 or 1", "one of 1, 2, 3", "not 17", "not 0", "anything but 3", "A and B", "(A), (B), (C), (D)",
-              "A or B or C or D", "A/B/C/D", "ABCD", "A B C D", "A. B. C. D.", "A, but maybe B", "neither A nor B", "not A",
-              "everything from 1 to 100", "heads or tails", "True or False", "yes/no", "Yes and no", "maybe yes", "1 2 3 4 5 6 7 8 9",
+    found += ["any number", "either 0 or 1", "one of 1, 2, 3", "not 17", "not 0", "anything but 3", "A and B",
+        "(A), (B), (C), (D)",
+              "A or B or C or D", "A/B/C/D", "ABCD", "A B C D", "A. B. C. D.", "A, but maybe B", "neither A nor B",
+              "not A",
+              "everything from 1 to 100", "heads or tails", "True or False", "yes/no", "Yes and no", "maybe yes",
+              "1 2 3 4 5 6 7 8 9",
               "0 or 1 or 2 or 3 or 4 or 5"]  # fmt: skip
     return found
 
@@ -547,9 +572,19 @@ def hedges(gold: str, other: str) -> Iterator[str]:
     yield f"\\frac{{{gold}}}{{1}} \\text{{or}} {other}"
 
 
-_UNIT_SWAPS = (("cm", "inches"), ("inches", "cm"), ("degrees", "radians"), ("hours", "minutes"), ("minutes", "hours"), ("feet", "yards"),
-               ("meters", "feet"), ("cents", "dollars"), ("mph", "km"), ("square", "cubic"), ("miles", "km"), ("days", "weeks"),
+_UNIT_SWAPS = (("cm", "inches"), ("inches", "cm"), ("degrees", "radians"), ("hours", "minutes"), ("minutes",
+    "hours"), ("feet", "yards"),
+               ("meters", "feet"), ("cents", "dollars"), ("mph", "km"), ("square", "cubic"), ("miles", "km"),
+               ("days", "weeks"),
                ("p.m", "a.m"), ("^2", "^3"), ("cubic", "square"), ("\\$", "€"), ("dollars", "cents"))  # fmt: skip
+
+
+_REPLACED = (
+    ("(", "["), ("[", "("), (")", "]"), ("]", ")"), ("\\{", "("), ("\\le", "<"), ("<", "\\le "), (">", "<"),
+    ("\\cup", "\\cap"), ("sin", "cos"), ("\\sqrt", ""), ("\\pi", ""), ("i", ""), ("\\%", ""), ("\\pm", "+"),
+    ("^2", "^3"), ("^", ""), ("\\frac", ""), ("\\circ", ""), ("=", "\\ne "), ("\\infty", "100"), ("e", ""),
+    ("\\cdot", "+"),
+)  # fmt: skip
 
 
 def chains(gold: str, other: str) -> Iterator[str]:
@@ -592,9 +627,7 @@ def mutations(gold: str, rng: random.Random) -> Iterator[str]:
         yield gold[: variable.start()] + f"|{variable[0]}|" + gold[variable.end() :]
         yield gold[: variable.start()] + f"(-{variable[0]})" + gold[variable.end() :]
     yield from _mutated_lists(gold)
-    for old, new in (("(", "["), ("[", "("), (")", "]"), ("]", ")"), ("\\{", "("), ("\\le", "<"), ("<", "\\le "), (">", "<"), ("\\cup", "\\cap"),
-                     ("sin", "cos"), ("\\sqrt", ""), ("\\pi", ""), ("i", ""), ("\\%", ""), ("\\pm", "+"), ("^2", "^3"), ("^", ""),
-                     ("\\frac", ""), ("\\circ", ""), ("=", "\\ne "), ("\\infty", "100"), ("e", ""), ("\\cdot", "+")):  # fmt: skip
+    for old, new in _REPLACED:
         if old in gold:
             yield gold.replace(old, new, 1)
     if base := re.search(r"_\{?(\d+)\}?", gold):

@@ -30,11 +30,13 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
 }  # fmt: skip
 _LOG_UNIT = mpmath.mpf("1.1371")  # log without a base: no one knows which, so it is that of no base that is written
 _GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
-    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega hbar ell".split()
-)
+    ("alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "kappa", "lambda", "mu", "nu",
+     "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma",
+     "Phi", "Psi", "Omega", "hbar", "ell")
+)  # fmt: skip
 _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_ENDS = frozenset((")", "]", "}", "\\}", "\\rfloor", "\\rceil", "+", "-", "*", "/", "\\cdot", "\\times", "\\div", "^",
+_ENDS = frozenset((")", "]", "}", "\\}", "\\rfloor", "\\rceil", "+", "-", "*", "/", "\\cdot", "\\times", "\\div",
+    "^",
                    "_", "!", ",", "&", "=", "\\bmod", "\\mod", ""))  # fmt: skip
 
 

@@ -106,8 +106,7 @@ def golds_of(example: Example) -> tuple[str, ...]:
 
 @cache
 def real_golds(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """The distinct golds of some tasks, in the order of the rows; those of MATH's training rows beside its test rows."""
-    found = {
-        gold: None for name in tasks for example in islice(load(name).examples, 10_000) for gold in golds_of(example)
-    }
+    """The distinct golds of some tasks, in the order of their rows."""
+    examples = (example for name in tasks for example in islice(load(name).examples, 10_000))
+    found = {gold: None for example in examples for gold in golds_of(example)}
     return tuple(found)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 MATH = {
     "fractions": r"""
-1/2 || \frac{1}{2} || \frac12 || \dfrac{1}{2} || \tfrac12 || 2/4 || \frac{3}{6} || 0.5 || .5 || 0.50 || $\frac{1}{2}$ || \left(\frac12\right)
+1/2 || \frac{1}{2} || \frac12 || \dfrac{1}{2} || \tfrac12 || 2/4 || \frac{3}{6} || 0.5 || .5 || 0.50 || $\frac{1}{2}$
+1/2 || \left(\frac12\right)
 \frac{3}{4} || 3/4 || 0.75 || \frac{6}{8} || \frac34 || \frac{-3}{-4} || 75\%
 -\frac{2}{3} || \frac{-2}{3} || \frac{2}{-3} || -2/3 || -\frac{4}{6} || -\dfrac23
 \frac{7}{2} || 3.5 || 3\frac{1}{2} || 3 1/2 || 7/2 || \frac{14}{4} || 3 \frac12
@@ -28,7 +29,8 @@ MATH = {
 1000 || 1,000 || 10^3 || 10^{3} || 1{,}000 || 1\,000 || 1000. || $1000$ || 1000.0 || 1 000
 1000000 || 1,000,000 || 10^6 || 1{,}000{,}000 || 1,\!000,\!000
 12345 || 12,345 || 12{,}345 || 12,\!345 || 12345.0
-17 || 17.0 || 17. || $17$ || \(17\) || \[17\] || $$17$$ || +17 || {17} || (17) || 20-3 || \boxed{17} || 017 || \text{17} || x = 17 || n=17 || **17** || 1.7 \times 10 || \mathbf{17}
+17 || 17.0 || 17. || $17$ || \(17\) || \[17\] || $$17$$ || +17 || {17} || (17) || 20-3 || \boxed{17} || 017
+17 || \text{17} || x = 17 || n=17 || **17** || 1.7 \times 10 || \mathbf{17}
 -5 || $-5$ || (-5) || −5 || - 5 || x=-5 || -5.0
 025 || 25 || 25.0
 0 || 0.0 || -0 || $0$ || x = 0 || 1-1
@@ -54,7 +56,8 @@ MATH = {
 7\text{ days} || 7 days || 7
 """,
     "sets": r"""
-\{1,2,3\} || \{3,1,2\} || 1,2,3 || 3, 2, 1 || \left\{1, 2, 3\right\} || \lbrace 1,2,3 \rbrace || 1, 2 \text{ and } 3 || 1, 2, and 3 || \{1; 2; 3\}
+\{1,2,3\} || \{3,1,2\} || 1,2,3 || 3, 2, 1 || \left\{1, 2, 3\right\} || \lbrace 1,2,3 \rbrace || 1, 2 \text{ and } 3
+\{1,2,3\} || 1, 2, and 3 || \{1; 2; 3\}
 1,-2 || -2,1 || -2, 1 || 1 and -2 || 1 \text{ or } -2 || x=1, x=-2 || x = 1 \text{ or } x=-2 || \{1,-2\} || x=1,-2
 \pm 3 || 3, -3 || -3, 3 || \{3,-3\} || x = \pm 3
 1 \pm \sqrt{19} || 1+\sqrt{19}, 1-\sqrt{19} || 1-\sqrt{19}, 1+\sqrt{19} || x = 1 \pm \sqrt{19}
@@ -63,7 +66,8 @@ MATH = {
 \frac{1}{2}, 3 || 3, \frac12 || 0.5, 3 || \{3, 1/2\}
 """,
     "tuples": r"""
-(1,2) || (1, 2) || \left(1,2\right) || (1.0, 2) || (\frac{2}{2}, 2) || 1,2 || (x,y)=(1,2) || x=1, y=2 || \langle 1,2 \rangle
+(1,2) || (1, 2) || \left(1,2\right) || (1.0, 2) || (\frac{2}{2}, 2) || 1,2 || (x,y)=(1,2) || x=1, y=2
+(1,2) || \langle 1,2 \rangle
 (-4,13) || (-4, 13) || \left( -4, 13 \right) || $(-4,13)$
 \left( 4, -\frac{1}{2} \right) || (4,-1/2) || (4, -0.5) || (4, -\frac12)
 \left(3,\frac{\pi}{2}\right) || (3, \pi/2) || (3, \frac12 \pi)
@@ -74,7 +78,8 @@ MATH = {
 [0,1) || \left[0,1\right) || 0 \le x < 1 || x \in [0,1) || [0, 1.0) || 0 \leq x < 1
 (-\infty,5] || x \le 5 || x \leq 5 || (-\infty, 5] || x \in (-\infty,5] || 5 \ge x || \left(-\infty,5\right]
 (2,\infty) || x > 2 || 2 < x || (2, +\infty) || x \in (2,\infty) || (2,\infty )
-(-\infty,1)\cup(3,\infty) || (3,\infty)\cup(-\infty,1) || (-\infty, 1) \cup (3, \infty) || x < 1 \text{ or } x > 3 || x<1 or x>3
+(-\infty,1)\cup(3,\infty) || (3,\infty)\cup(-\infty,1) || (-\infty, 1) \cup (3, \infty) || x < 1 \text{ or } x > 3
+(-\infty,1)\cup(3,\infty) || x<1 or x>3
 [-1,1] || -1 \le x \le 1 || [-1, 1] || x\in[-1,1] || -1\leqslant x\leqslant 1
 (-\infty,\infty) || (-\infty, +\infty) || (-\infty,\infty )
 \left(-\frac13,2\right] || (-1/3, 2] || -\frac{1}{3} < x \le 2
@@ -90,12 +95,19 @@ x + y + z = 0 || z + y + x = 0 || x+y+z=0 || -x-y-z=0
 e = \frac{3}{5} || \frac35 || 0.6 || e=0.6
 """,
     "matrices": r"""
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} || \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix} || \begin{pmatrix}1&2\\3&4\end{pmatrix} || \begin{pmatrix} 1 & 2 \\ 3 & \frac{8}{2} \end{pmatrix} || \left(\begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix}\right)
-\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix} || \begin{pmatrix}-7\\16\\5\end{pmatrix} || \begin{bmatrix} -7 \\ 16 \\ 5 \end{bmatrix} || \begin{pmatrix} -7.0 \\ 16 \\ 5 \end{pmatrix}
-\begin{pmatrix} 1/5 \\ 4/5 \end{pmatrix} || \begin{pmatrix} \frac15 \\ \frac45 \end{pmatrix} || \begin{pmatrix} 0.2 \\ 0.8 \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} || \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} || \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} || \begin{pmatrix} 1 & 2 \\ 3 & \frac{8}{2} \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} || \left(\begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix}\right)
+\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix} || \begin{pmatrix}-7\\16\\5\end{pmatrix}
+\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix} || \begin{bmatrix} -7 \\ 16 \\ 5 \end{bmatrix}
+\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix} || \begin{pmatrix} -7.0 \\ 16 \\ 5 \end{pmatrix}
+\begin{pmatrix} 1/5 \\ 4/5 \end{pmatrix} || \begin{pmatrix} \frac15 \\ \frac45 \end{pmatrix}
+\begin{pmatrix} 1/5 \\ 4/5 \end{pmatrix} || \begin{pmatrix} 0.2 \\ 0.8 \end{pmatrix}
 """,
     "roots": r"""
-2\sqrt{3} || \sqrt{12} || 2 \sqrt 3 || \sqrt{4}\sqrt{3} || 2\cdot\sqrt{3} || \sqrt3 \cdot 2 || 2*sqrt(3) || \frac{6}{\sqrt{3}} || 2\sqrt3 || 12^{1/2}
+2\sqrt{3} || \sqrt{12} || 2 \sqrt 3 || \sqrt{4}\sqrt{3} || 2\cdot\sqrt{3} || \sqrt3 \cdot 2 || 2*sqrt(3)
+2\sqrt{3} || \frac{6}{\sqrt{3}} || 2\sqrt3 || 12^{1/2}
 \frac{\sqrt{2}}{2} || \frac{1}{\sqrt{2}} || \frac1{\sqrt2} || \sqrt{\frac12} || \sqrt{2}/2 || \frac12\sqrt2 || 2^{-1/2}
 \sqrt{ab} || \sqrt{a}\sqrt{b} || \sqrt a \sqrt b || \sqrt{b}\sqrt{a} || (ab)^{1/2} || \sqrt{ba}
 \frac{1}{\sqrt{x}} || \frac1{\sqrt x} || x^{-1/2} || \frac{\sqrt{x}}{x} || \sqrt{\frac{1}{x}}
@@ -162,7 +174,8 @@ e^2 || e^{2} || e \cdot e || \exp(2)
 """}  # fmt: skip
 
 NUMERIC = r"""
-17 || 17.0 || 17. || $17 || 17 dollars || 17 apples || 17 cm || 17 \text{ cm} || $17$ || \$17 || +17 || 17.00 || 34/2 || The answer is 17 || the answer is 17. || Answer: 17 || \boxed{17} || 17 miles per hour || 17%
+17 || 17.0 || 17. || $17 || 17 dollars || 17 apples || 17 cm || 17 \text{ cm} || $17$ || \$17 || +17 || 17.00 || 34/2
+17 || The answer is 17 || the answer is 17. || Answer: 17 || \boxed{17} || 17 miles per hour || 17%
 1200 || 1,200 || 1200.00 || $1,200 || $1,200.00 || 1,200 dollars || 1{,}200 || 1.2e3 || \$1{,}200 || 1.2 thousand
 0.5 || 1/2 || .5 || \frac{1}{2} || 50% || 0.50 || \frac12
 -3 || −3 || -3.0 || - 3
@@ -172,17 +185,26 @@ NUMERIC = r"""
 
 # Ways in which people name the letter B as their choice.
 CHOICE = (
-    "B", "(B)", "B.", "B)", "[B]", "**B**", "$B$", "\\boxed{B}", "\\text{B}", "Option B", "Choice B", "B is the answer",
-    "B is the answer.", "(B) is the answer", "B is my answer", "My final choice is B.", "My final choice is B", "My choice is B",
-    "My answer is B", "answer: b", "Answer: B", "answer: B", "ANSWER: B", "Answer: (b)", "Answer: b)", "答案是B", "答案是 B", "答案：B", "答案: B",
+    "B", "(B)", "B.", "B)", "[B]", "**B**", "$B$", "\\boxed{B}", "\\text{B}", "Option B", "Choice B",
+    "B is the answer",
+    "B is the answer.", "(B) is the answer", "B is my answer", "My final choice is B.", "My final choice is B",
+    "My choice is B",
+    "My answer is B", "answer: b", "Answer: B", "answer: B", "ANSWER: B", "Answer: (b)", "Answer: b)", "答案是B",
+    "答案是 B", "答案：B", "答案: B",
     "答案是B。", "答案为B", "The answer is B", "The answer is (B).", "The final answer is B.", "Final answer: B",
-    "Final Answer: (B)", "The correct answer is B", "The correct option is B.", "The correct choice is B.", "The right answer is B",
-    "I choose B", "I'd pick B.", "I would go with B", "I'll go with B", "I select option B.", "So B", "So, B.", "Therefore B.", "Thus, the answer is B.",
-    "Hence (B).", "It is B.", "It's B", "I think it is B.", "I believe the answer is B.", "Option B is correct.", "B is correct", "B is correct.",
-    "B is right.", "(B) is correct", "B is the correct answer", "B is the right answer.", "B is the correct choice", "B is the correct option.",
+    "Final Answer: (B)", "The correct answer is B", "The correct option is B.", "The correct choice is B.",
+    "The right answer is B",
+    "I choose B", "I'd pick B.", "I would go with B", "I'll go with B", "I select option B.", "So B", "So, B.",
+    "Therefore B.", "Thus, the answer is B.",
+    "Hence (B).", "It is B.", "It's B", "I think it is B.", "I believe the answer is B.", "Option B is correct.",
+    "B is correct", "B is correct.",
+    "B is right.", "(B) is correct", "B is the correct answer", "B is the right answer.",
+    "B is the correct choice", "B is the correct option.",
     "The answer must be B.", "The best answer is B.",     "Letter B", "B: because it fits", "B, because it fits.",
-    "After some thought, the answer is B.", "We can rule out A and C. The answer is B.", "A is wrong. The answer is B.", "Not A. The answer is B.",
-    "The answer is A. Wait, no. The answer is B.", "**Answer: B**", "**Answer:** B", "### Answer\nB", "Correct answer: B", "Correct choice: B",
+    "After some thought, the answer is B.", "We can rule out A and C. The answer is B.",
+    "A is wrong. The answer is B.", "Not A. The answer is B.",
+    "The answer is A. Wait, no. The answer is B.", "**Answer: B**", "**Answer:** B", "### Answer\nB",
+    "Correct answer: B", "Correct choice: B",
     "Selected answer: B", "I am confident that B is the answer.", "The answer would be B.",
 )  # fmt: skip
 

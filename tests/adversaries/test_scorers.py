@@ -1,4 +1,4 @@
-"""Data sets with scorers of their own (reasoning-gym): what pays for nothing, hedges or a constant is refused by name."""
+"""Data sets with scorers of their own (reasoning-gym): those that pay for nothing, hedges or a constant are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from posttrain.rewards.grading import Submission, grade
 from posttrain.types import Example
 
 # Sets that pay for nothing, for hedges and for constants; sets whose scorer raises; and honest ones.
-SAMPLE = ("complex_arithmetic", "game_of_life_halting", "coin_flip", "boxnet", "chain_sum", "gcd", "prime_factorization",
+SAMPLE = ("complex_arithmetic", "game_of_life_halting", "coin_flip", "boxnet", "chain_sum", "gcd",
+    "prime_factorization",
           "letter_counting", "spell_backward", "propositional_logic")  # fmt: skip
 KEYS = ("accept_exploitable", "accept_code_scorer")
 ALWAYS = ("0", "1", "-1", "nan", "inf", "yes", "no", "True", "False", "A", "B", "0 or 1", "yes or no", "True or False")
@@ -31,8 +32,9 @@ def examples_of(dataset: str, size: int) -> list[Example] | None:
     try:
         return list(find("task", "reasoning_gym", "task").function(dataset=dataset, split="train", size=size).examples)
     except PosttrainError as error:
-        assert any(key in str(error) for key in KEYS), error
-        return None
+        if any(key in str(error) for key in KEYS):
+            return None
+        raise
 
 
 def right(examples: list[Example], answers: list[str]) -> list[tuple[str, Example]]:
@@ -54,7 +56,8 @@ def exploits(dataset: str, size: int, step: int) -> list[str] | None:
         gold, wrong = example.answer, other.answer
         if gold is None or wrong is None or gold == wrong or not gold.strip():
             continue
-        hedges = [f"{gold} or {wrong}", f"{wrong} or {gold}", f"{gold}, {wrong}", f"either {gold} or {wrong}", f"not {gold}",
+        hedges = [f"{gold} or {wrong}", f"{wrong} or {gold}", f"{gold}, {wrong}", f"either {gold} or {wrong}",
+            f"not {gold}",
                   f"{gold} maybe", f"{gold}? No, {wrong}", f"{gold}\n{wrong}"]  # fmt: skip
         paid += [f"{answer!r} for {gold!r}" for answer, _ in right([example], hedges)]
     constants = [*ALWAYS, *grader_answers.constants()[::step], *grader_answers.lists()[::step]]
