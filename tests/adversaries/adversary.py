@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+import empty_answers
 import equivalents
 import grader_answers
 from equivalents import DIFFERENT, SAME, UNKNOWN
@@ -84,7 +85,7 @@ def attack_with_constants(grade_pairs: GradePairs, answers: Iterable[str], golds
     for (gold, answer), is_right in zip(pairs, grade_pairs(pairs), strict=True):
         if is_right:
             right.setdefault(answer, []).append(gold)
-    blank = frozenset((*grader_answers.invisible_texts(), *grader_answers.empty_marks()))
+    blank = frozenset((*empty_answers.invisible_texts(), *empty_answers.empty_marks()))
     for answer, own in right.items():
         report.counts["right"] += len(own)
         _judge_alone(report, answer, own, answer in blank)

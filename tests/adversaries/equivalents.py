@@ -147,7 +147,7 @@ def _read(text: str) -> Meaning:
         return Meaning("text", ways.get(figure[1], "".join(sorted(points_named))))
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return Meaning("formula", text.strip("()"))
-    if re.fullmatch(r"[A-Za-z][A-Za-z' -]+", text) and not re.search(r"\b(?:and|or)\b", text):
+    if re.fullmatch(r"[A-Za-z]{2,}[A-Za-z' -]*", text) and not re.search(r"\b(?:and|or)\b", text):
         return Meaning("text", _letters(text))
     if re.search(r"\d{1,2}:\d\d", text):
         return Meaning("text", _letters(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import empty_answers
 import grader_answers
 import pytest
 
@@ -36,7 +37,7 @@ def test_every_reward_has_its_adversary() -> None:
 def test_an_answer_that_cannot_be_seen_is_not_paid_as_one(name: str) -> None:
     full = pay(name, write("17"))
     assert full == 1.0
-    paid = [answer for answer in grader_answers.invisible_texts() if pay(name, write(answer)) >= full]
+    paid = [answer for answer in empty_answers.invisible_texts() if pay(name, write(answer)) >= full]
     assert paid == []
 
 
@@ -50,7 +51,7 @@ def test_an_answer_that_can_be_seen_is_paid(name: str, answer: str) -> None:
 
 
 def test_only_a_number_is_a_number() -> None:
-    answers = [*grader_answers.invisible_texts(), *grader_answers.empty_marks(), *grader_answers.tricks()]
+    answers = [*empty_answers.invisible_texts(), *empty_answers.empty_marks(), *grader_answers.tricks()]
     paid = [answer for answer in answers if pay("is_number", "", answer.strip() or None)]
     assert [answer for answer in paid if not any(character.isdigit() for character in answer)] == []
     hedged = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import empty_answers
 import equivalents
 import grader_answers
 import pytest
@@ -23,7 +24,7 @@ SAMPLE = 7  # one in so many of the invisible texts goes to the slower graders o
 
 
 def marks() -> list[str]:
-    return grader_answers.invisible_texts()[::SAMPLE] + grader_answers.empty_marks()
+    return empty_answers.invisible_texts()[::SAMPLE] + empty_answers.empty_marks()
 
 
 def check(report: Report, least: int) -> None:
@@ -275,7 +276,7 @@ INSTRUCTIONS = [
 @pytest.mark.parametrize(("instruction", "arguments"), INSTRUCTIONS)
 def test_a_response_of_nothing_follows_no_instruction(instruction: str, arguments: dict[str, object]) -> None:
     meta = {"instruction_id_list": (instruction,), "kwargs": (arguments,)}
-    texts = grader_answers.invisible_texts()
+    texts = empty_answers.invisible_texts()
     ways = [
         *texts,
         *(f"<think> hm </think> <answer> {text} </answer>" for text in texts),

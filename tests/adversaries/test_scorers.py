@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import empty_answers
 import grader_answers
 import pytest
 
@@ -50,7 +51,7 @@ def exploits(dataset: str, size: int, step: int) -> list[str] | None:
     if examples is None:
         return None
     golds = [(example.answer or "").strip() for example in examples]
-    nothing = grader_answers.invisible_texts()[:: 5 * step] + grader_answers.empty_marks()[:: 2 * step]
+    nothing = empty_answers.invisible_texts()[:: 5 * step] + empty_answers.empty_marks()[:: 2 * step]
     paid = [f"{answer!r} for {e.answer!r}" for answer, e in right(examples, nothing) if answer.strip() not in golds]
     for example, other in zip(examples, [*examples[1:], examples[0]], strict=True):
         gold, wrong = example.answer, other.answer

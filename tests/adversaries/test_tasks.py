@@ -7,6 +7,7 @@ import random
 from itertools import islice
 from pathlib import Path
 
+import empty_answers
 import equivalents
 import grader_answers
 import pytest
@@ -58,9 +59,9 @@ def untagged(example: Example, answer: str) -> Submission:
 
 def wrong_answers(example: Example, other: str) -> list[Submission]:
     """Nothing, in its kinds, with and without tags; and, in tags, hedges between a gold and another answer."""
-    nothing = grader_answers.invisible_texts()[::9]
+    nothing = empty_answers.invisible_texts()[::9]
     if example.grader != "ifeval":  # whose responses may be marks
-        nothing += grader_answers.empty_marks()[::3]
+        nothing += empty_answers.empty_marks()[::3]
     hedged: list[str] = []
     for gold in golds_of(example):
         if example.grader == "multiple_choice":
