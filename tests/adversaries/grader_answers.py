@@ -294,7 +294,6 @@ def hedges(gold: str, other: str) -> Iterator[str]:
     yield f"\\begin{{cases}} {gold} \\\\ {other} \\end{{cases}}"
     yield f"{gold} \\text{{ if }} y > 0, {other} \\text{{ otherwise}}"
     yield f"{gold} \\ldots {other}"
-    yield f"{gold} zebra"
     yield f"{gold} \\Rightarrow {other}"
     yield f"\\frac{{{gold}}}{{1}} \\text{{or}} {other}"
 
