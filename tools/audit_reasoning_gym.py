@@ -155,7 +155,9 @@ def write_table(evaluated: dict[str, Evaluated | None], paid: dict[str, Payment]
 
 
 def _write_names(variable: str, names: list[str]) -> str:
-    listed = textwrap.fill(", ".join(f'"{name}"' for name in names), 110, initial_indent="    ", subsequent_indent="     ")
+    listed = textwrap.fill(
+        ", ".join(f'"{name}"' for name in names), 110, initial_indent="    ", subsequent_indent="     "
+    )
     return f"{variable} = frozenset((\n{listed}\n))  # fmt: skip"
 
 
@@ -163,9 +165,7 @@ def _cut(pattern: str) -> str:
     return pattern if len(pattern) <= MAX_SHOWN else pattern[:MAX_SHOWN] + "..."
 
 
-def write_document(
-    evaluated: dict[str, Evaluated | None], paid: dict[str, tuple[list[Payment], list[Asked]]]
-) -> str:
+def write_document(evaluated: dict[str, Evaluated | None], paid: dict[str, tuple[list[Payment], list[Asked]]]) -> str:
     """The results for all data sets as Markdown."""
     refused = [name for name, (best, _) in paid.items() if pays(best[0])]
     code = [name for name, kind in evaluated.items() if kind == "answers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import socket
@@ -69,6 +70,10 @@ def _facts(_: Any) -> list[Any]:
     return [sorted(heavy), hash("one"), os.environ["PYTHONHASHSEED"], os.getsid(0) == os.getpid()]
 
 
+def _surroundings(_: Any) -> list[Any]:
+    return [dict(os.environ), os.listdir("."), [place for place in sys.path if not os.path.isabs(place)]]
+
+
 BEHAVIOURS: dict[str, Any] = {
     "echo": lambda value: value,
     "length": len,
@@ -90,6 +95,9 @@ BEHAVIOURS: dict[str, Any] = {
     "close": _close_everything,
     "nonsense": _write_nonsense,
     "facts": _facts,
+    "surroundings": _surroundings,
+    "read": lambda path: open(path).read(100),
+    "load library": lambda name: ctypes.CDLL(name) and None,
     "system": lambda path: os.system(f"touch {path}"),
     "start": lambda path: subprocess.run(["touch", path], check=False).returncode,
     "open": lambda path: open(path, "w").close(),
@@ -100,3 +108,10 @@ BEHAVIOURS: dict[str, Any] = {
     "exec": lambda text: exec(text),
     "compile": lambda text: compile(text, "<string>", "exec") and None,
 }
+
+
+def answer_as_number(item: list[Any]) -> Any:
+    """``[what to do, a number as text]``."""
+    kind, argument = item
+    number = float(argument)
+    return answer([kind, int(number) if kind in ("allocate", "leave", "recurse") else number])
