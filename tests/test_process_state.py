@@ -42,13 +42,18 @@ def test_what_was_changed_is_named_and_put_back(what: str) -> None:
                 torch.are_deterministic_algorithms_enabled()]  # fmt: skip
 
     before = state()
-    with pytest.warns(UserWarning, match=f"^reward 'r' changed {what}; it was put back$"):
+
+    def change(*, and_fail: bool) -> None:
         with process_kept("reward 'r'"):
             changes()[what]()
+            if and_fail:
+                raise KeyError("its own error stays")
+
+    with pytest.warns(UserWarning, match=f"^reward 'r' changed {what}; it was put back$"):
+        change(and_fail=False)
     assert state() == before
-    with pytest.warns(UserWarning, match=what), pytest.raises(KeyError), process_kept("reward 'r'"):
-        changes()[what]()
-        raise KeyError("its own error stays")
+    with pytest.warns(UserWarning, match=what), pytest.raises(KeyError):
+        change(and_fail=True)
     assert state() == before
 
 
@@ -75,9 +80,11 @@ start = os.getcwd()
 
 def test_a_file_that_is_not_its_own_cannot_be_closed_unseen(tmp_path: Path) -> None:
     ours = (tmp_path / "ours").open("w")
-    with pytest.raises(RewardFailure, match=r"reward 'r' closed .*/ours, which it had not opened"):
-        with process_kept("reward 'r'"):
-            os.close(ours.fileno())
+    with (
+        pytest.raises(RewardFailure, match=r"reward 'r' closed .*/ours, which it had not opened"),
+        process_kept("reward 'r'"),
+    ):
+        os.close(ours.fileno())
     with pytest.raises(OSError, match="Bad file descriptor"):
         ours.close()
 

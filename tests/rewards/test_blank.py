@@ -11,7 +11,8 @@ from posttrain.rewards.format import xml_format
 from posttrain.rewards.grading import Submission, grade
 
 BLANK = [
-    "", " \t\n", "\x00", "\x1b", "\u200b", "\ufeff", "\u00ad", "\u00a0", "\u2028", "\u2029", "\u3000", "\u2060", "\u200e",
+    "", " \t\n", "\x00", "\x1b", "\u200b", "\ufeff", "\u00ad", "\u00a0", "\u2028", "\u2029", "\u3000", "\u2060",
+    "\u200e",
     "\u0301", "\ufe0f", "\u20dd", "\u2800", "\u3164", "\u115f", "\u1160", "\uffa0", "\U000e0041", "\ue000", "\uffff",
     "\ud800", "\ufffd", "\ufffc", "\u180e", "\u034f", " \u200b\x00\ufeff\u3164 ",
 ]  # fmt: skip

@@ -82,7 +82,8 @@ def test_groups_that_leave_out_or_call_everything_are_not_right(text: str) -> No
 
 @pytest.mark.parametrize(
     "end",
-    ["\nNo: the opposite.", "\nNo: the opposite", " No: the opposite.", "\nThe opposite.", "\n\nWait, no.", "\nVice versa.",
+    ["\nNo: the opposite.", "\nNo: the opposite", " No: the opposite.", "\nThe opposite.", "\n\nWait, no.",
+     "\nVice versa.",
      "\nJust kidding.", "\nOr the other way round.", "\nThat is wrong.", "\nAll of this is false.", "\nI lied.",
      "\nNone of this is true.", "\nActually, it's the opposite.", "\nNo, Zoey is a knave.", "\nNo.", "\nNot!",
      "\nHmm, maybe vice versa", "\nSorry, I was wrong.", "\nActually no, Zoey is a knave"],
@@ -96,7 +97,8 @@ def test_a_list_that_is_taken_back_is_not_right(end: str, form: str, stated: str
 @pytest.mark.parametrize(
     "end",
     ["\n\nI hope this helps. No other assignment works.", "\nThe opposite assignment leads to a contradiction.",
-     "\nBob says so. This is false.", "\nActually, this is the only solution.", "\nThat is correct.", "\nNo, Zoey is a knight.",
+     "\nBob says so. This is false.", "\nActually, this is the only solution.", "\nThat is correct.",
+     "\nNo, Zoey is a knight.",
      "\nThis is not so hard.", "\nSorry for the long explanation.", "\nNo contradiction arises.",
      "\nIf Zoey were a knave, this would be wrong."],
 )  # fmt: skip
@@ -202,7 +204,8 @@ def test_reading_stops_above_the_last_lines() -> None:
 
 @pytest.mark.parametrize(
     "text", ["Zoey is " * 10**5, " " * 10**6, "knight " * 10**5, "Zoey" + " " * 10**6 + "knight", "if\n" * 10**5,
-     "Knights: " + "Jack, " * 10**5, "|" * 10**6, "| Jack " * 10**5, "(knights: " * 10**5, "Jack, " * 10**5 + "are knights"],
+     "Knights: " + "Jack, " * 10**5, "|" * 10**6, "| Jack " * 10**5, "(knights: " * 10**5,
+     "Jack, " * 10**5 + "are knights"],
 )  # fmt: skip
 def test_hostile_texts_are_read_at_once(text: str) -> None:
     start = time.process_time()

@@ -26,7 +26,8 @@ def outcomes(kinds: list[str], answer: str | None) -> list[tuple[str, float]]:
 def test_a_scorer_that_raises_or_hangs_is_an_outcome_and_the_others_are_scored() -> None:
     kinds = ["echo", "raise", "spin", "allocate", "fault", "leave", "echo"]
     assert outcomes(kinds, "1") == [
-        ("right", 1.0), ("crash", 0.0), ("timeout", 0.0), ("right", 1.0), ("crash", 0.0), ("crash", 0.0), ("right", 1.0),
+        ("right", 1.0), ("crash", 0.0), ("timeout", 0.0), ("right", 1.0), ("crash", 0.0), ("crash", 0.0),
+        ("right", 1.0),
     ]  # fmt: skip
     assert outcomes(["allocate", "echo"], "99999999999") == [("crash", 0.0), ("right", 99999999999.0)]
     metas = [{"score": scorer(kind)} for kind in kinds]

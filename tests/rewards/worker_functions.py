@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import socket
@@ -96,8 +95,6 @@ BEHAVIOURS: dict[str, Any] = {
     "nonsense": _write_nonsense,
     "facts": _facts,
     "surroundings": _surroundings,
-    "read": lambda path: open(path).read(100),
-    "load library": lambda name: ctypes.CDLL(name) and None,
     "system": lambda path: os.system(f"touch {path}"),
     "start": lambda path: subprocess.run(["touch", path], check=False).returncode,
     "open": lambda path: open(path, "w").close(),

@@ -144,7 +144,7 @@ def test_other_options_and_other_versions_are_tried_at_the_start(monkeypatch: py
         reasoning_gym(dataset="coin_flip", size=1, options={"max_trials": 14})
     assert reasoning_gym(dataset="chain_sum", size=1, options={"min_terms": 3}).examples[0].id
     monkeypatch.setattr(module, "PAID", {})
-    with pytest.raises(UsageError, match="complex_arithmetic .*the constant 'nan' is right on 100%"):
+    with pytest.raises(UsageError, match=r"complex_arithmetic .*the constant 'nan' is right on 100%"):
         reasoning_gym(dataset="complex_arithmetic", size=1)
 
 

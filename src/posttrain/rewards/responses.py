@@ -26,8 +26,8 @@ def final_response(text: str) -> str | None:
 def tagged_response(text: str) -> str | None:
     """``final_response``, or what is between its first ``<answer>`` and the next ``</answer>`` where it has these tags.
 
-    So a prompt template that asks for the tags does not count as part of the response; blank tags are an empty one. Answer tags that are
-    reversed, or of which one is missing, are text.
+    So a prompt template that asks for the tags does not count as part of the response; with nothing between them it
+    is empty. Answer tags that are reversed, or of which one is missing, are text.
     """
     response = final_response(text)
     if response is None:
