@@ -79,8 +79,9 @@ def reasoning_gym(
     processes that can be killed, since some hang or fail on what a model may write.
 
     Before a data set is used, constants, copies, listings and hedges are scored on 40 questions. It is refused if one
-    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on record
-    for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and versions.
+    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on
+    record for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and
+    versions.
 
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``countdown``, ...).
