@@ -108,9 +108,9 @@ def _first_items(items: Sequence[Item]) -> str:
     for item in items[:NUM_ITEMS_SHOWN]:
         parts.append(f"### {item.id}\n\n{quoted(item.question)}\n")
         if item.answer is not None:
-            parts.append(f"gold answer: `{item.answer}`\n")
+            parts.append(f"gold answer: {quoted_inline(item.answer)}\n")
         for sample in item.samples[:1]:
-            found = "no answer found" if sample.extracted is None else f"answer `{sample.extracted}`"
+            found = "no answer found" if sample.extracted is None else f"answer {quoted_inline(sample.extracted)}"
             cut = ", cut off" if sample.finish == "length" else ""
             parts.append(f"{quoted(sample.text)}\n\n{sample.outcome}: {found}, {sample.num_tokens} tokens{cut}\n")
         if not item.samples:
@@ -124,3 +124,11 @@ def quoted(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{shown}\n{fence}"
+
+
+def quoted_inline(text: str) -> str:
+    """The same within a line: no tick in it ends the quotation, no line end the paragraph."""
+    shown = " ".join(text.split()) if "\n" in text else text
+    fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
+    gap = " " if len(fence) > 1 else ""
+    return f"{fence}{gap}{shown}{gap}{fence}"
