@@ -2,6 +2,7 @@
 
     POSTTRAIN_DATA=/path/to/data python benchmarks/grading.py
     POSTTRAIN_DATA=/path/to/data python benchmarks/grading.py --only throughput --repeats 5
+    POSTTRAIN_DATA=/path/to/data python benchmarks/grading.py --only adversary --size smallest
 
 cases       (gold, prediction, expected) facts from the test suites of other graders, beside math-verify's
             ``verify(parse(gold), parse(prediction))`` (as they stand, and put between dollars where they have no
@@ -10,6 +11,10 @@ cases       (gold, prediction, expected) facts from the test suites of other gra
 golds       every gold answer of the GSM8K and MATH test rows against itself and against that of another problem whose
             gold is written differently.
 hostile     the answers of tests/rewards/hostile_answers.py, against each of its gold answers.
+adversary   the answers of tests/adversaries against all golds of the mathematics suites and of GSM8K and SVAMP: those
+            that are right for two golds that an independent table of equivalents calls different, or for one that
+            means another thing; mutated golds and hedges; golds against others of the same digits; the spellings that
+            must stay right; and the best constant answer of tasks without one gold.
 throughput  gradings per second with two workers, of numbers (no worker needed) and of pairs of expressions whose
             values must be computed. CPU rates beside wall rates, since the machine may be shared.
 
@@ -37,16 +42,27 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.rewards.choice import multiple_choice
-from posttrain.rewards.grading import Submission
+from posttrain.rewards.grading import Submission, grade
 from posttrain.rewards.math import COMPARE, math
 from posttrain.rewards.math_reading import Expression, NotUnderstood, read_answer
 from posttrain.rewards.workers import Limits, WorkerPool
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rewards"))
-import hostile_answers
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "rewards"), str(TESTS / "adversaries")]
+import adversary  # noqa: E402
+import grader_answers  # noqa: E402
+import hostile_answers  # noqa: E402
+import real_golds  # noqa: E402
+import right_answers  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "grading.json"
 NUM_WORKERS = 2
+# Of the adversary: golds and constant answers that meet one another (None: all), golds that are mutated and hedged,
+# pairs of golds that look alike, rows of a task without golds.
+SIZES: dict[str, dict[str, int | None]] = {
+    "smallest": {"golds": 12, "constants": 30, "mutated": 4, "near": 50, "rows": 5},
+    "whole": {"golds": None, "constants": 120, "mutated": 1500, "near": 40_000, "rows": 200},
+}
 
 
 def read_rows(*parts: str) -> list[dict[str, Any]]:
@@ -190,6 +206,61 @@ def measure_hostile() -> dict[str, Any]:
     return results
 
 
+def measure_adversary(size: str) -> dict[str, Any]:
+    """Constant answers meet one gold of each kind first; the ones that are most often right, and a sample, meet all."""
+    results: dict[str, Any] = {"size": size}
+    sizes = SIZES[size]
+    for name, tasks in (("math", real_golds.MATH_TASKS), ("numeric", real_golds.NUMBER_TASKS)):
+        rng, started = random.Random(0), time.perf_counter()
+        golds = real_golds.real_golds(tasks)
+        grade_pairs = adversary.with_grader(name)
+        constants = grader_answers.constant_answers()
+        panel = [*real_golds.PANEL, *rng.sample(golds, 10)][: sizes["golds"]]
+        first = constants if size == "whole" else rng.sample(constants, sizes["constants"] or 0)
+        report = adversary.attack_with_constants(grade_pairs, first, panel)
+        suspects = dict.fromkeys(failure.answer for failure in report.failures)
+        chosen = [*list(suspects)[:40], *rng.sample(constants, sizes["constants"] or len(constants))]
+        met = golds if sizes["golds"] is None else rng.sample(golds, sizes["golds"])
+        report.add(adversary.attack_with_constants(grade_pairs, list(dict.fromkeys(chosen)), met))
+        report.add(adversary.attack_with_own(grade_pairs, golds, rng, sizes["mutated"] or len(golds)))
+        report.add(adversary.attack_with_near_golds(grade_pairs, golds, rng, sizes["near"] or 0))
+        pairs = [
+            pair[-2:] for pair in (right_answers.math_pairs() if name == "math" else right_answers.numeric_pairs())
+        ]
+        refused = [pair for pair, right in zip(pairs, grade_pairs(pairs), strict=True) if not right]
+        results[name] = {
+            "distinct_golds": len(golds),
+            "counts": dict(report.counts),
+            "failures_by_reason": dict(Counter(failure.why for failure in report.failures)),
+            "failures": [[one.why, one.answer, list(one.golds)] for one in report.failures[:300]],
+            "undecided": report.undecided[:100],
+            "spellings": len(pairs),
+            "spellings_refused": refused,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        print(f"{name}: {report.summary(8)}; spellings refused: {len(refused)} of {len(pairs)}", flush=True)
+    results["best_constants"] = best_constants(sizes["rows"] or 0)
+    print(f"best constant answers: {results['best_constants']}")
+    return results
+
+
+def best_constants(num_rows: int) -> dict[str, list[Any]]:
+    """Of tasks without one gold: the constant answer that is right most often, and for which share of rows."""
+    found = {}
+    for task in ("ifeval", "knights_and_knaves", "mmlu"):
+        examples = real_golds.load(task).examples[:num_rows]
+        rates: Counter[str] = Counter()
+        answers = grader_answers.constant_answers()
+        submissions = [
+            adversary.submission(a, e.answer, **e.meta) for a in answers[:: 1 + 60 // num_rows] for e in examples
+        ]
+        for submission, verdict in zip(submissions, grade(examples[0].grader, submissions), strict=True):
+            rates[submission.extracted or ""] += verdict.outcome == "right"
+        ((answer, count),) = rates.most_common(1)
+        found[task] = [answer, round(count / len(examples), 4)]
+    return found
+
+
 def symbolic_pairs() -> list[list[Any]]:
     """(gold, given, tolerance) of two expressions that only their values tell apart; half of them are right."""
     latex = []
@@ -248,15 +319,17 @@ def measure_throughput(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = {
+    parts: dict[str, Callable[..., dict[str, Any]]] = {
         "cases": measure_cases,
         "golds": measure_golds,
         "hostile": measure_hostile,
+        "adversary": measure_adversary,
         "throughput": measure_throughput,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(parts), help="one part; nothing is written")
     parser.add_argument("--repeats", type=int, default=5, help="of the throughput")
+    parser.add_argument("--size", choices=list(SIZES), default="whole", help="of the adversary")
     arguments = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     results: dict[str, Any] = {
@@ -269,7 +342,8 @@ def main() -> None:
     for name, measure in parts.items():
         if arguments.only in (None, name):
             print(f"\n== {name}", flush=True)
-            results[name] = measure_throughput(arguments.repeats) if name == "throughput" else measure()
+            given = {"throughput": (arguments.repeats,), "adversary": (arguments.size,)}.get(name, ())
+            results[name] = measure(*given)
     results["load_average_after"] = round(os.getloadavg()[0], 2)
     if arguments.only is None:
         RESULTS.parent.mkdir(exist_ok=True)

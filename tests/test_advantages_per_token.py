@@ -73,8 +73,10 @@ def test_return_to_go_by_hand():
 def test_gae_against_an_independent_reference(discount: float, trace: float):
     for seed in range(4):
         case = random_case(seed)
-        advantages, returns = gae(*case, discount=discount, trace=trace, whiten=False)
+        advantages, returns = gae(*case, discount=discount, trace=trace, whiten=False, bootstrap=True)
         expected = reference(*case, discount, trace)
+        ended = gae(*case, discount=discount, trace=trace, whiten=False)[0]
+        assert torch.allclose(ended, reference(*case[:3], torch.zeros_like(case[3]), discount, trace), atol=1e-12)
         assert torch.allclose(advantages, expected, atol=1e-12)
         assert torch.allclose(returns, torch.where(case[1], expected + case[2], torch.zeros_like(expected)), atol=1e-12)
 
@@ -88,7 +90,8 @@ def test_gae_of_one_is_return_minus_value():
 
 
 def test_gae_of_zero_is_the_td_error():
-    advantages, _ = gae(row([1, 2, 3]), MASK3, row([4, 6, 9]), torch.tensor([5.0], dtype=F64), trace=0.0, whiten=False)
+    final = torch.tensor([5.0], dtype=F64)
+    advantages, _ = gae(row([1, 2, 3]), MASK3, row([4, 6, 9]), final, trace=0.0, whiten=False, bootstrap=True)
     assert advantages[0].tolist() == [0.0, 1 + 6 - 4, 2 + 9 - 6, 3 + 5 - 9]
 
 
@@ -106,8 +109,10 @@ def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(discount: floa
     ended = torch.zeros(len(rewards), dtype=F64)
     cut = ended.clone()
     cut[2] = 0.6
-    a, _ = gae(rewards, mask, values, ended, discount=discount, trace=trace, whiten=False)
-    b, _ = gae(rewards, mask, values, cut, discount=discount, trace=trace, whiten=False)
+    options = {"discount": discount, "trace": trace, "whiten": False}
+    a, _ = gae(rewards, mask, values, ended, **options, bootstrap=True)
+    b, _ = gae(rewards, mask, values, cut, **options, bootstrap=True)
+    assert torch.equal(gae(rewards, mask, values, cut, **options)[0], a)  # not asked for: a cut is an end
     places = [t for t in range(rewards.shape[1]) if mask[2, t]]
     for i, t in enumerate(places):
         steps = len(places) - 1 - i

@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "recipe",
         "recipe_files",
         "randomness",
+        "untrusted",
     ),
     "words": (
         "objectives",
@@ -37,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "render",
     ),
     "machines": ("tasks", "models", "engines", "store"),
-    "procedures": ("rollout", "train", "evals", "interpret"),
+    "procedures": ("rollout", "process_state", "train", "evals", "interpret"),
     "operations": ("runs",),
     "faces": ("cli", "apps"),
 }
@@ -48,7 +49,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("store/",),
     "datasets": ("tasks/",),
     "pyarrow": ("tasks/",),
-    "reasoning_gym": ("tasks/reasoning_gym.py",),
+    "reasoning_gym": ("tasks/reasoning_gym",),
     "rich": ("cli.py", "apps/"),
     "gradio": ("apps/",),
     "matplotlib": ("evals/report",),

@@ -2,8 +2,8 @@
 
 Each word takes one optimizer batch in float64: rewards ``[B, T]`` (what is paid at each token, a KL
 penalty included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and
-final_values ``[B]`` (of the state after the last trained token where the completion was cut off, 0
-where it ended). It returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask.
+final_values ``[B]`` (of the state after the last trained token where the completion was cut off and not
+paid for, 0 where it ended or was paid). It returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask.
 
 Trained tokens need not be contiguous. A step leads from one trained token to the next trained one of
 its row; what lies between (an answer of a tool, say) takes no step and no discount, and pays nothing.
@@ -38,11 +38,12 @@ def gae(
     discount: Share = 1.0,
     trace: Share = 0.95,
     whiten: bool = True,
+    bootstrap: bool = False,
 ) -> tuple[Tokens, Tokens]:
     """Generalized advantage estimation: TD errors, summed with weights that fall off.
 
     ``δ_t = r_t + γ V_{t+1} − V_t`` and ``A_t = δ_t + γ λ A_{t+1}``; the return is ``A_t + V_t`` before
-    whitening. After the last token V is 0, or final_values where the completion was cut off.
+    whitening. After the last token V is 0: an answer that was scored is over, also one that was cut off.
 
     Schulman et al. (2016), "High-dimensional continuous control using generalized advantage
     estimation", eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V, λ = 0
@@ -52,13 +53,17 @@ def gae(
         discount: γ, per trained token.
         trace: λ.
         whiten: advantages with mean 0 and standard deviation 1 over all trained tokens of the batch.
+        bootstrap: an answer that was cut off is not paid its score (its KL penalty it still pays): the value of the
+            state behind it stands for that. For rewards that mean nothing at a cut; with every answer cut off nothing
+            but the critic says what an answer is worth.
 
     Raises:
         ValueError: a reward at a token that is not trained.
     """
     _check(rewards, mask)
     advantages = torch.zeros_like(rewards)
-    following, next_values = torch.zeros_like(final_values), final_values
+    following = torch.zeros_like(final_values)
+    next_values = final_values if bootstrap else following
     for t in range(rewards.shape[1] - 1, -1, -1):
         trained = mask[:, t]
         error = rewards[:, t] + discount * next_values - values[:, t]

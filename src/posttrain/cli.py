@@ -18,7 +18,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from io import TextIOWrapper
 
 from posttrain import __version__
 from posttrain.apps import (
@@ -34,6 +33,7 @@ from posttrain.apps import (
 from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, share
 from posttrain.consent import declare_from_command_line
 from posttrain.errors import PosttrainError, UsageError
+from posttrain.untrusted import guard_output
 
 # Where the body of each command is: module of the package, function taking the namespace.
 BODIES = {
@@ -209,7 +209,17 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
-    parser.add_argument("--port", type=positive, default=7860, help="where 127.0.0.1 serves it (default: 7860)")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=positive, default=7860, help="default: 7860")
+    parser.add_argument(
+        "--token",
+        nargs="?",
+        const="",
+        help="admit only who has it in the link; needed with --host (default: made up)",
+    )
+    parser.add_argument(
+        "--sae", metavar="FOLDER", action="append", default=[], help="a dictionary to steer by, besides those of runs"
+    )
     parser.add_argument("--browser", action="store_true", help="open it in the browser")
 
 
@@ -301,14 +311,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal without Unicode shows "?" instead of failing
-            stream.reconfigure(errors="replace")
+    guard_output()
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of argparse and tracebacks, which would pass for text of strangers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
+    if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
+        importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
         namespace = parse(arguments)
         if namespace.command is None:

@@ -227,7 +227,7 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     prepare_import(path, f"{place}{kind} ")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything; the cause is kept
+    except (Exception, SystemExit) as error:  # a user's module may raise anything; the cause is kept
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({reason})") from error
     for entry in _ENTRIES[kind].values():
@@ -252,7 +252,7 @@ def call(where: str, function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
     except PosttrainError:
         raise
-    except Exception as error:  # a user's function may raise anything; the cause is kept
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
         raise RunFailure(f"{where}: the function raised {type(error).__name__}: {error}") from error
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
+from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.rewards.calling import BoundReward, Result, bind_reward
+from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
 from posttrain.rewards.grading import Verdict
 from posttrain.types import Completion, Example, Rollout
 
@@ -53,7 +54,7 @@ class Grader:
         """Every part of every attempt unweighted, and the weighted sums, in order.
 
         Raises:
-            RewardFailure: a reward raised or returned no finite number.
+            RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
         """
         extracted = [self.template.extract(attempt.text) for attempt in attempts]
         available = [
@@ -72,7 +73,10 @@ class Grader:
             for attempt, found in zip(attempts, extracted, strict=True)
         ]
         ids = [attempt.example.id for attempt in attempts]
-        columns = [(name, weight, reward.grade(available, ids)) for name, weight, reward in self.rewards]
+        columns: list[tuple[str, float, list[Result]]] = []
+        for name, weight, reward in self.rewards:
+            with process_kept(f"reward {name!r}"):
+                columns.append((name, weight, reward.grade(available, ids)))
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
@@ -91,7 +95,7 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
             facts |= found.facts
         if isinstance(found, Verdict) and name == "correct":
             outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
-    return Grade(facts | values, total, extracted, outcome)
+    return Grade(facts | values, check_size(total, f"the weighted sum of the rewards is {total:g}"), extracted, outcome)
 
 
 def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:

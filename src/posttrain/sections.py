@@ -119,6 +119,8 @@ class RolloutSection(Section):
     ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
     the batch has both higher and lower rewards, at most ``max_rounds`` times; ``uniform_by`` names the part
     of the reward that is looked at instead (``correct``), for partial credit makes any two answers differ.
+    ``temperature``: of sampling, and of the log-probabilities of objectives that follow the sampler; likelihoods
+    (``cross_entropy``, preferences) of own samples are taken at 1.
     ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
     again by the trainer. ``select`` says which completions are trained on and in what units (a word;
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
@@ -199,6 +201,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
 
+    ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``, which the update after the last would have.
     ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
     a third more time for an update.
     """
@@ -223,8 +226,8 @@ class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
-    ``drift_prompts``: with so many of the prompts, one answer each is sampled at the training
-    temperature to measure entropy and the KL from the model that the run started with.
+    ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
+    which the objective sees the policy, to measure entropy and the KL from the model that the run started with.
     """
 
     tasks: Words = Field(default_factory=list)

@@ -286,7 +286,7 @@ def test_a_reward_model_chooses_among_the_samples(
     evaluate: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Oracle:
-        def score(self, examples: Any, texts: Any) -> list[float | None]:
+        def score(self, examples: Any, texts: Any, finishes: Any) -> list[float | None]:
             return [float(f" {example.answer}." in text) for example, text in zip(examples, texts, strict=True)]
 
     asked = []

@@ -22,7 +22,8 @@ from posttrain.apps.records_menu import Menu
 from posttrain.cli import main
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, run_names
 from posttrain.runs.notes import read_notes
-from posttrain.train.checkpoint_files import checkpoint_steps, seal
+from posttrain.store.manifest import seal
+from posttrain.train.checkpoint_files import checkpoint_steps
 
 
 def make_run(root: Path, name: str, steps: int) -> None:

@@ -13,6 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.models.load import TINY, load_model, resolve_model_name
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.recipe import AdapterSection, InitSection, ModelSection
+from posttrain.store.manifest import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 TEXTS = ["Eva starts with 19 shells. She finds 12 at the beach."] * 30
@@ -66,6 +67,7 @@ def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
     run = tmp_path / "run"
     for step in ("step-000002", "step-000010"):
         (run / "checkpoints" / step).mkdir(parents=True)
+        seal(run / "checkpoints" / step, int(step[5:]))
     (run / "recipe.yaml").write_text("task: stories\n")
     assert resolve_model_name(str(run)) == str(run / "checkpoints" / "step-000010")
     (run / "checkpoints" / "best").symlink_to("step-000002")

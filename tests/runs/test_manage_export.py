@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.runs import export
 from posttrain.runs.export import export_run
-from posttrain.train.checkpoint_files import seal, step_folder
+from posttrain.store.manifest import seal
+from posttrain.train.checkpoint_files import step_folder
 
 
 @pytest.fixture

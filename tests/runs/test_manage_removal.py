@@ -29,7 +29,8 @@ from posttrain.runs.removal import (
     refuse_live,
     unfinished_deletions,
 )
-from posttrain.train.checkpoint_files import best_step, checkpoint_steps, verify
+from posttrain.store.manifest import verify
+from posttrain.train.checkpoint_files import best_step, checkpoint_steps
 
 
 @contextmanager
@@ -275,6 +276,9 @@ def test_checkpoints_on_which_other_runs_stand_stay(tmp_path: Path) -> None:
     assert plan.kept == stand | {4: "before-its-first-step stands on it", 5: "last"}
 
 
+NOBODY = 2**22 + 1  # above the highest number that Linux gives to a process
+
+
 def test_leftovers_go_too(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     folder = make_run(root, "a") / "checkpoints"
@@ -283,11 +287,17 @@ def test_leftovers_go_too(tmp_path: Path) -> None:
     (folder / ".tmp-step-000004-77").mkdir()
     (folder / ".tmp-step-000004-77" / "model.safetensors").write_bytes(b"x" * 500)
     os.symlink("step-000001", folder / ".tmp-best-77")
+    (root / "a" / f".tmp-status.json-{NOBODY}").write_bytes(b"x" * 7)
+    living = root / "a" / f".tmp-notes.json-{os.getppid()}"
+    living.write_bytes(b"x")
     plan = plan_prune(root, locate(root, "a"), ("3",))
     assert plan.steps == {}
     assert plan.leftovers[".tmp-step-000004-77"] == 500
-    assert set(plan.leftovers) == {".tmp-best-77", ".tmp-step-000004-77", "failed-step-000009"}
+    assert plan.leftovers[f".tmp-status.json-{NOBODY}"] == 7
+    names = {".tmp-best-77", ".tmp-step-000004-77", "failed-step-000009", f".tmp-status.json-{NOBODY}"}
+    assert set(plan.leftovers) == names
     prune(root, plan)
+    assert list((root / "a").glob(".tmp-*")) == [living]
     assert sorted(os.listdir(folder)) == ["step-000001", "step-000002", "step-000003"]
 
 

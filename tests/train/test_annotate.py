@@ -283,14 +283,14 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("trunk", ["separate", "shared"])
-def test_values_and_returns_of_ppo(trunk: str, adapter: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("trunk", "bootstrap"), [("separate", True), ("shared", False)])
+def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[str, Any]) -> None:
     """GAE by its definition, from values and log-probabilities of plain modules."""
     recipe = make_recipe(
         "grpo",
         model=adapter,
         objective={"name": "ppo"},
-        advantage={"name": "gae", "discount": 0.9, "trace": 0.8, "whiten": False},
+        advantage={"name": "gae", "discount": 0.9, "trace": 0.8, "whiten": False, "bootstrap": bootstrap},
         kl_in_reward={"weight": 0.2},
         head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
         rollout={"old_logprobs": "trainer"},
@@ -311,8 +311,9 @@ def test_values_and_returns_of_ppo(trunk: str, adapter: dict[str, Any]) -> None:
         trained = batch.mask[b].nonzero()[:, 0].tolist()
         assert difference(batch.streams["old_values"][b, trained], values) < CLOSE
         rewards = [-float(kl[b, t]) for t in trained]
-        rewards[-1] += rollout.reward
-        following = [*values[1:].tolist(), float(after) if rollout.completion.finish == "length" else 0.0]
+        unpaid = bootstrap and rollout.completion.finish == "length"
+        rewards[-1] += 0.0 if unpaid else rollout.reward
+        following = [*values[1:].tolist(), float(after) if unpaid else 0.0]
         errors = [r + 0.9 * nxt - float(v) for r, nxt, v in zip(rewards, following, values, strict=True)]
         for i, t in enumerate(trained):
             advantage = sum(e * (0.9 * 0.8) ** k for k, e in enumerate(errors[i:]))

@@ -22,6 +22,7 @@ from transformers import (
 
 from posttrain.errors import CheckpointError, StorageError
 from posttrain.models.heads import ScalarHead
+from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.train.checkpoint import (
     Checkpoint,
     best_step,
@@ -35,7 +36,6 @@ from posttrain.train.checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from posttrain.train.checkpoint_files import Unverified, seal, verify
 
 SIZES = {
     "vocab_size": 32,

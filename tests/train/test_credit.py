@@ -62,7 +62,8 @@ def two_answers() -> Batch:
 def credit(word: str, kl: dict[str, Any] | None = None, **options: Any) -> Credit:
     entry = registry.find("advantage", word)
     section = None if kl is None else KLInRewardSection(**kl)
-    return Credit(entry.bind(options), per_token=entry.traits.get("level") == "token", kl=section)
+    per_token, bootstrap = entry.traits.get("level") == "token", bool(options.get("bootstrap"))
+    return Credit(entry.bind(options), per_token=per_token, bootstrap=bootstrap, kl=section)
 
 
 def trained(batch: Batch, name: str = "advantages") -> list[list[float]]:
@@ -151,34 +152,44 @@ GAE = {"discount": 0.5, "trace": 0.5, "whiten": False}
 CRITIC = {"advantages", "returns", "old_values"}
 
 
+ALL_ENDED = ([[-1.5, 0.0], [-0.5]], [[0.5, 1.0], [0.0]])
+
+
 @pytest.mark.parametrize(
-    ("truncated", "advantages", "returns"),
+    ("truncated", "bootstrap", "advantages", "returns"),
     [
         # δ = 0 + 0.5·1 − 2 = −1.5, then 1 + 0.5·0 − 1 = 0; the second answer 0 − 0.5
-        ([False, False], [[-1.5, 0.0], [-0.5]], [[0.5, 1.0], [0.0]]),
-        # cut off: the last δ is 1 + 0.5·4 − 1 = 2, and a quarter of it comes before
-        ([True, False], [[-1.0, 2.0], [-0.5]], [[1.0, 3.0], [0.0]]),
-        ([False, True], [[-1.5, 0.0], [1.5]], [[0.5, 1.0], [2.0]]),
+        ([False, False], False, *ALL_ENDED),
+        ([False, False], True, *ALL_ENDED),
+        # an answer that was scored is over, cut off or not
+        ([True, False], False, *ALL_ENDED),
+        ([True, True], False, *ALL_ENDED),
+        # the value behind the cut instead of the score: the last δ is 0.5·4 − 1 = 1, and a quarter of it comes before
+        ([True, False], True, [[-1.25, 1.0], [-0.5]], [[0.75, 2.0], [0.0]]),
+        ([False, True], True, [[-1.5, 0.0], [1.5]], [[0.5, 1.0], [2.0]]),
     ],
 )
-def test_gae_goes_on_behind_a_truncated_answer_only(truncated: list[bool], advantages: Any, returns: Any) -> None:
+def test_gae_pays_a_truncated_answer_once(
+    truncated: list[bool], bootstrap: bool, advantages: Any, returns: Any
+) -> None:
     batch, annotate = two_answers(), Streams(CRITIC, VALUES, FINAL)
-    found, metrics = credit("gae", **GAE).from_batch(batch, REWARDS, torch.tensor(truncated), annotate)
+    word = credit("gae", bootstrap=bootstrap, **GAE)
+    found, metrics = word.from_batch(batch, REWARDS, torch.tensor(truncated), annotate)
     assert trained(batch) == advantages
     assert found[batch.mask].tolist() == [x for row in advantages for x in row]
     assert trained(batch, "returns") == returns
     assert trained(batch, "old_values") == VALUES
-    assert metrics == {}
+    assert metrics == {"return_mean": pytest.approx(sum(x for row in returns for x in row) / 3)}
     assert annotate.asked == ["values"]
 
 
 def test_gae_with_the_penalty() -> None:
     batch = two_answers()
-    word = credit("gae", {"weight": 0.5}, **GAE)
+    word = credit("gae", {"weight": 0.5}, bootstrap=True, **GAE)
     word.from_batch(batch, REWARDS, torch.tensor([True, False]), Streams(CRITIC, VALUES, FINAL))
-    # δ: −0.25 + 0.5 − 2 = −1.75, then 1 + 0.125 + 2 − 1 = 2.125; −0.25 − 0.5
-    assert trained(batch) == [[-1.75 + 0.25 * 2.125, 2.125], [-0.75]]
-    assert trained(batch, "returns") == [[0.78125, 3.125], [-0.25]]
+    # δ: −0.25 + 0.5 − 2 = −1.75, then 0.125 + 2 − 1 = 1.125, for the penalty is paid also where the score is not
+    assert trained(batch) == [[-1.75 + 0.25 * 1.125, 1.125], [-0.75]]
+    assert trained(batch, "returns") == [[0.53125, 2.125], [-0.25]]
 
 
 def test_whitening_is_over_all_tokens_of_the_batch() -> None:

@@ -35,20 +35,24 @@ def word(judge: str, **options):
     return bind_reward(registry.find("reward", "reward_model"), {"run": judge, **options}, "rewards.0")
 
 
-def values(judge: str, texts: list[str], **options) -> list[float]:
-    given = [{"example": EXAMPLE, "text": text} for text in texts]
+def values(judge: str, texts: list[str], finish: str = "stop", **options) -> list[float]:
+    given = [{"example": EXAMPLE, "text": text, "finish": finish} for text in texts]
     return [found.value for found in word(judge, **options).grade(given, ["e"] * len(texts))]
 
 
 def test_the_reward_is_the_models_score(judge: str) -> None:
     recipe = load_recipe(f"{judge}/recipe.yaml").resolve()
     model = load_reward_model(recipe, Path(judge) / "checkpoints", label="judge")
-    assert values(judge, TEXTS[:2]) == model.score([EXAMPLE] * 2, TEXTS[:2])
-    assert word(judge)({"example": EXAMPLE, "text": TEXTS[0]}) == pytest.approx(values(judge, TEXTS[:2])[0], abs=1e-5)
+    assert values(judge, TEXTS[:2]) == model.score([EXAMPLE] * 2, TEXTS[:2], ["stop"] * 2)
+    assert values(judge, TEXTS[:2], "length") == model.score([EXAMPLE] * 2, TEXTS[:2], ["length"] * 2)
+    assert values(judge, TEXTS[:2], "length") != values(judge, TEXTS[:2])
+    assert word(judge)({"example": EXAMPLE, "text": TEXTS[0], "finish": "stop"}) == pytest.approx(
+        values(judge, TEXTS[:2])[0], abs=1e-5
+    )
 
 
 def test_what_cannot_be_scored_gets_the_lowest_score_and_is_counted(judge: str) -> None:
-    given = [{"example": EXAMPLE, "text": text} for text in TEXTS]
+    given = [{"example": EXAMPLE, "text": text, "finish": "stop"} for text in TEXTS]
     found = word(judge).grade(given, ["e"] * 3)
     assert [dict(one.facts) for one in found] == [{"unscored": 0.0}, {"unscored": 0.0}, {"unscored": 1.0}]
     assert found[2].value == min(found[0].value, found[1].value)

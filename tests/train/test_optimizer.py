@@ -8,10 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.nn import Parameter
+from transformers.pytorch_utils import Conv1D
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, RecipeError
-from posttrain.train.optimizer import adamw, muon, optimizer_tensors, orthogonalize, restore_optimizer
+from posttrain.train.optimizer import (
+    adamw,
+    mark_input_first,
+    muon,
+    optimizer_tensors,
+    orthogonalize,
+    restore_optimizer,
+)
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -110,6 +118,24 @@ def test_muon_step_by_hand() -> None:
         optimizer.step()
     for w, want in zip(weights, expected, strict=True):
         torch.testing.assert_close(w.detach(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_scales_by_what_is_out_also_where_a_layer_keeps_in_first() -> None:
+    """The same linear map as nn.Linear ([out, in]) and as transformers' Conv1D ([in, out]) takes the same step."""
+    g = torch.Generator().manual_seed(3)
+    for num_in, num_out in ((4, 16), (16, 4), (8, 8)):
+        linear, conv = torch.nn.Linear(num_in, num_out), Conv1D(num_out, num_in)
+        gradient = torch.randn(num_out, num_in, generator=g)
+        with torch.no_grad():
+            conv.weight.copy_(linear.weight.T)
+        before = linear.weight.detach().clone()
+        module = torch.nn.ModuleDict({"linear": linear, "conv": conv})
+        mark_input_first(module)
+        linear.weight.grad, conv.weight.grad = gradient.clone(), gradient.T.clone()
+        muon([(n, p) for n, p in module.named_parameters() if p.ndim == 2], 0.02).step()
+        torch.testing.assert_close(conv.weight.detach().T, linear.weight.detach(), rtol=1e-5, atol=1e-6)
+        moved = (linear.weight.detach() - before).norm() / orthogonalize(gradient).norm()
+        assert float(moved) == pytest.approx(0.02 * max(1.0, num_out / num_in) ** 0.5, rel=1e-4)
 
 
 def test_muon_takes_hidden_matrices_only_and_rates_follow_lr_ratio() -> None:

@@ -12,8 +12,9 @@ from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tens
 
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipe import Recipe
+from posttrain.store.manifest import verify
 from posttrain.train import loop
-from posttrain.train.checkpoint_files import checkpoint_steps, verify
+from posttrain.train.checkpoint_files import checkpoint_steps
 from posttrain.train.rollout_source import RolloutSource
 
 EVALUATION = {"every": 2, "n": 3, "max_tokens": 8}

@@ -303,11 +303,24 @@ def test_units_are_selected_whole_with_their_weights() -> None:
 
 def test_learning_rate_by_hand() -> None:
     options = TrainSection(steps=10, lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.2)
-    assert [learning_rate(options, s) for s in (1, 2, 6, 10)] == pytest.approx([0.5, 1.0, 0.6, 0.2])
+    assert [learning_rate(options, s) for s in (1, 2, 3, 7, 10)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.3])
     cosine = options.model_copy(update={"schedule": "cosine"})
-    assert [learning_rate(cosine, s) for s in (1, 2, 6, 10)] == pytest.approx([0.5, 1.0, 0.6, 0.2])
-    assert learning_rate(cosine, 4) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert [learning_rate(cosine, s) for s in (1, 2, 3, 7)] == pytest.approx([0.5, 1.0, 1.0, 0.6])
+    assert learning_rate(cosine, 5) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
     assert learning_rate(TrainSection(lr=3e-4), 50) == 3e-4
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_update_has_a_learning_rate_above_zero(schedule: Any) -> None:
+    for steps in (1, 2, 3, 100):
+        for warmup in (0, 1, steps):
+            options = TrainSection(steps=steps, lr=1.0, warmup_steps=warmup, schedule=schedule)
+            rates = [learning_rate(options, step) for step in range(1, steps + 1)]
+            assert min(rates) > 0
+            assert max(rates) == 1.0
+    # the fall of torch.optim.lr_scheduler.LinearLR and of transformers' schedules: (N − k) / N for k = 0, 1, ...
+    falling = [learning_rate(TrainSection(steps=4, lr=1.0, schedule="linear"), step) for step in range(1, 5)]
+    assert falling == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_clipping_and_refusal_of_non_finite_updates() -> None:

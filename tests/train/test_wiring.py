@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import make_recipe, run, save_perturbed
+import torch
+from small_runs import make_recipe, run, save_perturbed, steps_of
 
 from posttrain.errors import UsageError
-from posttrain.train.setup import prepare
+from posttrain.train.setup import _build_optimizer, prepare
+from posttrain.train.update import accumulate
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 
@@ -87,3 +89,80 @@ def test_groups_are_uniform_by_the_part_that_is_named() -> None:
     by_part = prepare(make_recipe("grpo", rollout=rollout | {"uniform_by": "correct"})).source(1)
     assert by_reward.metrics["accepted_groups"] > 0.5
     assert by_part.metrics["accepted_groups"] < by_reward.metrics["accepted_groups"]
+
+
+DPO = {"objective": {"name": "dpo"}, "advantage": None}
+EXPERTS = {"objective": {"name": "cross_entropy"}, "advantage": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 1.5),
+        (PPO, 1.5),
+        ({"objective": {"name": "on_policy_distillation"}, "advantage": None, "teacher": {"name": "tiny"}}, 1.5),
+        (EXPERTS, 1.0),
+        (DPO, 1.0),
+        ({"objective": {"name": "distillation"}, "advantage": None, "teacher": {"name": "tiny"}}, 1.0),
+    ],
+)
+def test_likelihoods_of_own_samples_are_taken_at_temperature_1(changes: dict[str, Any], expected: float) -> None:
+    """Sampling is at 1.5 here: a policy gradient improves the policy that sampled, a likelihood the model itself."""
+    parts = prepare(make_recipe("grpo", **changes))
+    assert parts.policy.temperature == parts.forward.temperature == expected
+    assert parts.source.sampling.temperature == 1.5
+    if parts.reference is not None:
+        with parts.reference.open() as reference:
+            assert reference.temperature == expected
+
+
+def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
+    recipe = make_recipe("grpo", **EXPERTS, rollout={"temperature": 2.0})
+    parts = prepare(recipe)
+    batch = parts.source(1).batch
+    assert batch is not None
+    loss, metrics = accumulate(parts.forward, parts.objective, parts.aggregate, batch, recipe.train, learns=False)
+    nll = []
+    for b in range(batch.num_rows):
+        ids = batch.tokens[b : b + 1, : int(batch.lengths[b])]
+        with torch.no_grad():
+            table = parts.model(ids).logits[0].double().log_softmax(-1)
+        nll += [-float(table[t - 1, ids[0, t]]) for t in range(ids.shape[1]) if batch.mask[b, t]]
+    assert loss == pytest.approx(sum(nll) / len(nll), abs=1e-5)
+    assert metrics["nll"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_path: Path) -> None:
+    model = tiny_random("gpt2", n_embd=64)
+    _build_optimizer(make_recipe("sft", optimizer="muon"), model, {})
+    marked = {name for name, p in model.named_parameters() if getattr(p, "input_first", False)}
+    assert {name.split(".", 3)[3] for name in marked} == {
+        "attn.c_attn.weight",
+        "attn.c_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    }
+
+
+def test_returns_of_answers_that_are_all_cut_off_are_their_score(tmp_path: Path) -> None:
+    """Every answer is cut off and worth 1: returns that counted the value behind the cut as well grew for ever."""
+    recipe = make_recipe(
+        "grpo",
+        objective={"name": "ppo"},
+        advantage={"name": "gae"},
+        rewards=["small_runs:always_one"],
+        rollout={"prompts": 2, "group": 1, "max_tokens": 2, "temperature": 1.0},
+        head={"lr_ratio": 30_000.0, "init_std": 0.05},
+        train={"steps": 120, "lr": 1e-6},
+    )
+    run(tmp_path, recipe)
+    steps = steps_of(tmp_path)
+    assert {step["truncated"] for step in steps} == {1.0}
+    assert sum(step["return_mean"] for step in steps[-20:]) / 20 == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_run_of_one_step_trains(tmp_path: Path, schedule: str) -> None:
+    run(tmp_path, make_recipe("sft", train={"steps": 1, "lr": 1e-3, "schedule": schedule}))
+    (step,) = steps_of(tmp_path)
+    assert step["lr"] == 1e-3

@@ -27,6 +27,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.recipe import ModelSection
 from posttrain.runs.directory import find_run
 from posttrain.train.setup import build_task, build_template
+from posttrain.untrusted import guard_output
 
 MAX_CONTEXT_TOKENS = 8192
 # A recording above this is begun only with --yes, or after asking.
@@ -142,6 +143,7 @@ def _announce_size(recorder: Recorder, out: Path, yes: bool, announce: Callable[
 
 def _record(recorder: Recorder, out: Path, console: Console, quiet: bool) -> ActivationStore:
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        guard_output()
         bar = progress.add_task("recording", total=None)
         return recorder.write(out, lambda done, total: progress.update(bar, completed=done, total=total))
 

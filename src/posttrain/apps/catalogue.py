@@ -8,11 +8,10 @@ import inspect
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from posttrain import registry
 from posttrain.apps import words
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.errors import UnknownWord, UsageError
 from posttrain.interpret.sae_recipe import load_sae_recipe
 from posttrain.recipe import load_recipe, parse_yaml, recipe_names, recipe_text
@@ -48,13 +47,13 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         table.add_row(Text(name, style="bold"), Text("several"), Text(_what_it_does(description)))
     console = open_console()
     console.print(table)
-    console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME", markup=False)
-    console.print("Run one of a dictionary: posttrain sae train NAME", markup=False)
-    console.print("See what training changed: posttrain sae diff NAME", markup=False)
+    console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME")
+    console.print("Run one of a dictionary: posttrain sae train NAME")
+    console.print("See what training changed: posttrain sae diff NAME")
     if comparison_names():
-        console.print("Run a comparison: posttrain compare compare/NAME", markup=False)
+        console.print("Run a comparison: posttrain compare compare/NAME")
     if study_names():
-        console.print("Run a study: posttrain study study/NAME", markup=False)
+        console.print("Run a study: posttrain study study/NAME")
     return 0
 
 
@@ -109,8 +108,8 @@ def _print_all(console: Console) -> None:
     for kind in words.KINDS:
         _print_kind(console, kind)
     console.print(Text("sections of a recipe", style="bold"))
-    console.print("  " + ", ".join(words.sections()), markup=False)
-    console.print("\nposttrain explain NAME tells more.", markup=False)
+    console.print("  " + ", ".join(words.sections()))
+    console.print("\nposttrain explain NAME tells more.")
 
 
 def _print_kind(console: Console, kind: str) -> None:
@@ -179,7 +178,7 @@ def _print_section(console: Console, name: str, section: type[BaseModel]) -> Non
 
 def _print_options(console: Console, options: list[words.Option], key: str) -> None:
     if not options:
-        console.print("it has no options", markup=False)
+        console.print("it has no options")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("option", "type", "default"):

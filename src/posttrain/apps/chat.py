@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import harmless, open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.conversation import Controls, Conversation, SpokenToken
 from posttrain.apps.sampling import chosen_words, open_sampler
 from posttrain.errors import PosttrainError, UsageError
@@ -55,7 +54,7 @@ class Chat:
         try:
             for token in tokens:
                 count, total = count + 1, total + token.logprob
-                self.console.print(Text(harmless(token.text), style=self._style(token)), end="", soft_wrap=True)
+                self.console.print(Text(token.text, style=self._style(token)), end="", soft_wrap=True)
         except KeyboardInterrupt:  # enough heard: what was said stays said
             tokens.close()  # type: ignore[attr-defined]
         self.console.print()

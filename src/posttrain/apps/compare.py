@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.progress import show_duration
 from posttrain.cli import INTERRUPTED
 from posttrain.evals.compare_results import Comparison

@@ -1,26 +1,47 @@
-"""Where commands print: one console, wide enough for tables when it is no terminal."""
+"""Where commands print: one console, wide enough for tables when it is no terminal, that no foreign text can steer."""
 
 from __future__ import annotations
 
-import re
+import sys
+from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console
+import rich.text
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from posttrain.untrusted import harmless
 
 PIPED_COLUMNS = 120
-# Characters by which a text could steer the terminal that shows it, and those that turn the reading direction.
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def harmless(text: str) -> str:
-    """``text`` with control characters written out (``\\x1b``); line ends and tabs stay.
+class Text(rich.text.Text):
+    """Text with a style: what is foreign in it is written out, so that it is as wide as it was measured."""
 
-    For what models and data say: an escape sequence in it would otherwise reach the terminal.
-    """
-    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    def __init__(self, text: str = "", *args: Any, **options: Any) -> None:
+        super().__init__(harmless(text), *args, **options)
+
+    def append(self, text: rich.text.Text | str, style: Any = None) -> Text:
+        """Add text; returns itself."""
+        super().append(harmless(text) if isinstance(text, str) else text, style)
+        return self
 
 
 class OutputConsole(Console):
-    """A console whose reader may stop early (``posttrain explain | head``) without that being an error."""
+    """A console that takes no string for markup, and writes out what is foreign in anything that it renders.
+
+    Its reader may stop early (``posttrain explain | head``) without that being an error.
+    """
+
+    def render_str(self, text: str, **options: Any) -> rich.text.Text:
+        """Strings as cells, titles and lines: never markup, whatever a table or a bar would do."""
+        return super().render_str(harmless(text), **{**options, "markup": False, "emoji": False})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything; only those of rich's own control codes may hold some."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else harmless(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
 
     def on_broken_pipe(self) -> None:
         """Leave it to ``cli.main``; rich would exit with 1 here."""
@@ -29,5 +50,7 @@ class OutputConsole(Console):
 
 def open_console() -> Console:
     """Standard output. No text is styled by its content; a pipe is as wide as a document."""
-    console = OutputConsole(highlight=False)
-    return console if console.is_terminal else OutputConsole(highlight=False, width=PIPED_COLUMNS)
+    options: dict[str, Any] = {"file": getattr(sys.stdout, "rich_proxied_file", sys.stdout), "highlight": False}
+    options |= {"markup": False, "emoji": False}
+    console = OutputConsole(**options)
+    return console if console.is_terminal else OutputConsole(**options, width=PIPED_COLUMNS)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
-from rich.text import Text
 
 from posttrain import registry
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.sampling import chosen_words
 from posttrain.apps.words import summary
 from posttrain.errors import UsageError
@@ -72,7 +71,7 @@ def _print_tasks(console: Console) -> None:
     for name, entry in registry.entries("task").items():
         table.add_row(Text(name, style="bold"), Text(summary(entry.doc)))
     console.print(table)
-    console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME", markup=False)
+    console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
 
 
 def print_description(console: Console, task: Task, found: Description, unit: str, limit: int | None) -> None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation import measure, print_results
 from posttrain.apps.evaluation_files import write_evaluation
 from posttrain.apps.evaluation_plan import Drawing

@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation_files import (
     RESULTS,
     SUMMARY,
@@ -37,6 +36,7 @@ from posttrain.evals.items import Item
 from posttrain.render import encode_prompt
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task
+from posttrain.untrusted import harmless
 
 MAX_COLUMNS = 400
 MAX_NAMED = 4
@@ -184,7 +184,9 @@ def write_table(plan: Plan, finished: Sequence[Finished]) -> None:
         for row, cell in zip(rows, plan.cells, strict=True)
     }
     pages = {name: str((cell.folder / SUMMARY).relative_to(plan.folder)) for name, cell in folders.items()}
-    replace_file(plan.folder / SUMMARY, write_table_page(rows, notes_on(rows, _dropped(finished)), pages).encode())
+    replace_file(
+        plan.folder / SUMMARY, harmless(write_table_page(rows, notes_on(rows, _dropped(finished)), pages)).encode()
+    )
     cells = [
         {
             "folder": str(cell.folder.relative_to(plan.folder)),

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation import measure, print_table
 from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY, refuse_other
 from posttrain.apps.evaluation_plan import EVALUATIONS, Drawing, drawing_of, slug, words_of
@@ -40,6 +38,7 @@ from posttrain.store.rollouts import prompt_text
 from posttrain.tasks.base import Task
 from posttrain.train.setup import build_task
 from posttrain.types import Rollout
+from posttrain.untrusted import harmless
 
 TOKENS_PER_MICRO = 1 << 14
 
@@ -160,7 +159,9 @@ def _open_judge(name: str | None, arguments: argparse.Namespace) -> Judge | None
     if name is None:
         return None
     model: RewardModel = open_reward_model(name, arguments.runs_dir, device=arguments.device)
-    return lambda rollouts: model.score([r.example for r in rollouts], [r.text for r in rollouts])
+    return lambda rollouts: model.score(
+        [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
+    )
 
 
 def _missing(evaluations: Sequence[Evaluation], contests: Sequence[Contest]) -> list[str]:
@@ -257,7 +258,7 @@ def write_contest(plan: ContestPlan, found: WinRate, notes: Sequence[str], page:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).unlink(missing_ok=True)
     replace_file(folder / ITEMS, b"".join(json.dumps(item).encode() + b"\n" for item in found.items))
-    replace_file(folder / SUMMARY, page.encode())
+    replace_file(folder / SUMMARY, harmless(page).encode())
     content: Mapping[str, Any] = {
         "evaluation": task_label(plan.task),
         "a": plan.a.label,

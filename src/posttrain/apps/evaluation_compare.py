@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import harmless, open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation import print_table, run_plan, show
 from posttrain.apps.evaluation_files import Finished, is_evaluation, read_finished
 from posttrain.apps.evaluation_plan import EVALUATIONS, make_plan, slug
@@ -21,6 +20,7 @@ from posttrain.evals.evaluation_tables import TextTable
 from posttrain.evals.items import Item
 from posttrain.evals.paired import Paired, compare_items, settings_apart, show_p
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import harmless
 
 COMPARISON = "comparison.json"
 MAX_QUESTION_CHARS = 200

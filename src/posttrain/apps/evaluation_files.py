@@ -24,6 +24,7 @@ from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.links import refuse_links
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
+from posttrain.untrusted import harmless
 
 ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
 _SETTINGS, _MARK = "settings", "settings_mark"
@@ -139,7 +140,7 @@ def write_results(folder: Path, evaluation: Evaluation, settings: Mapping[str, A
         "timing": evaluation.timing,
         "environment": environment,
     }
-    replace_file(folder / SUMMARY, write_page(evaluation, settings, environment).encode())
+    replace_file(folder / SUMMARY, harmless(write_page(evaluation, settings, environment)).encode())
     replace_file(folder / RESULTS, json.dumps(content, indent=1).encode() + b"\n")
 
 

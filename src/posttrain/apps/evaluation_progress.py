@@ -8,9 +8,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
+from posttrain.apps.console import Text
 from posttrain.evals.generation import Advance
+from posttrain.untrusted import guard_output
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -90,6 +91,7 @@ class LiveBar(EvaluationProgress):
             self.progress.remove_task(self.bar)
         self.bar = self.progress.add_task(title, total=None, completed=num_known, facts="")
         self.progress.start()
+        guard_output()
 
     def observe(self, advance: Advance) -> None:
         assert self.bar is not None, "a cell was begun"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation import print_table
 from posttrain.apps.evaluation_files import ITEMS, RESULTS, SUMMARY, refuse_other, weights_mark
 from posttrain.apps.evaluation_options import DEFAULT_BATCH
@@ -31,6 +30,7 @@ from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.tasks.base import Task
 from posttrain.train.setup import build_task
+from posttrain.untrusted import harmless
 
 PICTURE = "calibration.png"
 
@@ -125,7 +125,7 @@ def write_scores(folder: Path, label: str, found: RewardEvaluation, settings: Ma
     if found.bins:
         what = "is the chosen answer" if found.view == "pairs" else "turns out right"
         picture = draw_calibration(found.bins, f"{label} on {found.name}", folder / PICTURE, what=what).name
-    replace_file(folder / SUMMARY, write_score_page(label, found, settings, picture).encode())
+    replace_file(folder / SUMMARY, harmless(write_score_page(label, found, settings, picture)).encode())
     content = {
         "evaluation": found.name,
         "measured": found.view,

@@ -24,6 +24,7 @@ from posttrain.interpret.store_index import INDEX
 from posttrain.interpret.training_rows import StoreRows
 from posttrain.models.load import load_tokenizer
 from posttrain.recipe import ModelSection
+from posttrain.untrusted import guard_output
 
 ACTIVATIONS, PAGE = "activations", "features.html"
 
@@ -61,6 +62,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with Progress(console=console, transient=True, disable=arguments.quiet or not console.is_terminal) as progress:
+        guard_output()
         bar = progress.add_task("reading", total=store.num_rows)
         report = describe_features(
             dictionary.to(device),

@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
+from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_PLAIN_LINES = 20
@@ -259,6 +259,7 @@ class LiveProgress(Progress):
         if event == "start":
             self._console.print(Text(start_text(payload), style="dim"))
             self._live.start(refresh=True)
+            guard_output()  # rich has put its own streams there, which would obey escape sequences
             self._open = True
         elif event == "evaluation":
             self._console.print(Text(show_evaluation(payload), style="bold"))
@@ -293,7 +294,9 @@ class LiveProgress(Progress):
                     Text(label, style="dim"), Text(f"{series[-1]:{form}}"), Text(sparkline(series), style="cyan")
                 )
         foot = " — ".join(part for part in (history.rates(), history.phases()) if part)
-        return Panel(Group(head, numbers, Text(foot, style="dim")), title=self._title, title_align="left", expand=False)
+        return Panel(
+            Group(head, numbers, Text(foot, style="dim")), title=Text(self._title), title_align="left", expand=False
+        )
 
 
 def choose_progress(title: str, quiet: bool, console: Console | None = None) -> Progress:

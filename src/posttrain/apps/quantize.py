@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.sampling import (
     ModelSource,
     choose_task,
@@ -46,8 +44,9 @@ from posttrain.models.load import (
 from posttrain.models.scorer import save_scorer
 from posttrain.recipe import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
-from posttrain.store.durable import storage_errors
+from posttrain.store.durable import aside_of, remove_asides, storage_errors
 from posttrain.store.links import refuse_links
+from posttrain.store.manifest import seal
 from posttrain.tasks.base import Task
 from posttrain.train.checkpoint_files import remove_tree, rename_into_place
 from posttrain.train.setup import build_task, context_length
@@ -147,15 +146,15 @@ def _load_original(source: ModelSource, path: str, arguments: argparse.Namespace
 
 def _write(original: Original, out: Path, bits: int) -> None:
     """The quantized model in ``out``, whole or not at all; one that was there is replaced."""
-    aside = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    aside = aside_of(out)
     quantized = load_model(original.section.model_copy(update={"load_bits": bits}), seed=0)
     refuse_links(original.source.run or out)
     with storage_errors("quantized model", out):
-        for leftover in out.parent.glob(f".tmp-{out.name}-*"):
-            remove_tree(leftover)
+        remove_asides(out)
         try:
             aside.mkdir(parents=True)
             _save(quantized, original, aside)
+            seal(aside, 0)
             rename_into_place(aside, out)
         finally:
             remove_tree(aside)

@@ -12,10 +12,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from rich.tree import Tree
 
-from posttrain.apps.console import harmless, open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.progress import BARS, show_evaluation, sparkline
 from posttrain.errors import UsageError
 from posttrain.runs.choosing import Filter, check_states, sort_runs
@@ -32,6 +31,7 @@ from posttrain.runs.listing import (
 from posttrain.runs.places import comparison_names
 from posttrain.runs.removal import unfinished_deletions
 from posttrain.store.metrics import MetricsLog
+from posttrain.untrusted import harmless_json
 
 STYLES = {
     "running": "cyan",
@@ -129,7 +129,7 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
 
 def print_json(content: Any) -> None:
     """Plain data for other programs."""
-    print(json.dumps(content, indent=1, default=str))
+    print(harmless_json(json.dumps(content, indent=1, default=str)))
 
 
 def print_runs(
@@ -262,7 +262,7 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
     table = item.path / "table.md"
     if table.is_file():
         console.print()
-        console.print(Text(harmless(table.read_text(encoding="utf-8", errors="replace").rstrip())), soft_wrap=True)
+        console.print(Text(table.read_text(encoding="utf-8", errors="replace").rstrip()), soft_wrap=True)
     console.print()
     print_runs(console, item.runs, links, item.runs)
     console.print(Text(f"\nsee {item.path / 'report.html'}", style="dim"), soft_wrap=True)
@@ -282,14 +282,14 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         console.print(Text(show_evaluation({"name": item["name"], "step": item["step"], "results": results})))
     for remark in facts["remarks"]:
-        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {harmless(remark['text'])}"), soft_wrap=True)
+        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
     console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
     for label, value in facts:
-        table.add_row(Text(label, style="dim"), Text(harmless(value)))
+        table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
 
 

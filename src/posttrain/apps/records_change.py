@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import harmless, open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.records import describe_link, show_bytes
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.runs.choosing import Filter, check_states
@@ -31,6 +30,7 @@ from posttrain.runs.removal import (
     refuse_live,
     unfinished_deletions,
 )
+from posttrain.untrusted import harmless
 
 # Asks a question that yes or no answers.
 Ask = Callable[[str], bool]
@@ -61,7 +61,7 @@ def run_note(arguments: argparse.Namespace) -> int:
 def print_notes(console: Console, name: str, notes: Notes) -> None:
     """Every remark with its time."""
     for remark in notes.remarks:
-        console.print(Text(f"{remark.time[:16].replace('T', ' ')}  {harmless(remark.text)}"), soft_wrap=True)
+        console.print(Text(f"{remark.time[:16].replace('T', ' ')}  {remark.text}"), soft_wrap=True)
     if not notes.remarks:
         console.print(Text(f"{name}: no remarks"), soft_wrap=True)
 
@@ -141,7 +141,7 @@ def choose_ask(arguments: argparse.Namespace) -> Ask:
     def ask(question: str) -> bool:
         if not sys.stdin.isatty():
             raise UsageError(f"{question} There is no terminal to ask; give --yes. Nothing was changed")
-        return answer_of(input(f"{question} [y/N] "))
+        return answer_of(input(f"{harmless(question)} [y/N] "))
 
     return ask
 

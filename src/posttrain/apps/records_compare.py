@@ -10,15 +10,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from posttrain.apps.console import harmless, open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.progress import SHOWN, show_duration
 from posttrain.apps.records import print_json, show_bytes
 from posttrain.errors import UsageError
 from posttrain.runs.directory import find_run
 from posttrain.runs.places import comparison_names, every_run_name, fits
 from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
+from posttrain.untrusted import harmless
 
 MAX_VALUE_CHARACTERS = 60
 
@@ -83,7 +83,7 @@ def print_side_by_side(console: Console, found: SideBySide, names: Sequence[str]
         console.print()
         table = _table("where it ran", labels)
         for key, values in found.environment.items():
-            table.add_row(Text(key), *(Text(harmless(value)) for value in values))
+            table.add_row(Text(key), *(Text(value) for value in values))
         console.print(table)
     console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
 

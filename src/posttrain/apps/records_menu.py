@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.records import print_comparisons, print_run, print_runs, show_bytes
 from posttrain.apps.records_change import (
     answer_of,

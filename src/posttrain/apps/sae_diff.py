@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.progress import choose_progress, show_duration
 from posttrain.cli import INTERRUPTED
 from posttrain.errors import DataError, RunConflict, RunFailure, UsageError
@@ -23,6 +22,7 @@ from posttrain.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory, check_run_name, flatten, is_live, name_of_recipe, run_names
 from posttrain.sections import ModelSection
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import harmless_json
 
 RECIPE, RESULTS, REPORT = "changes.yaml", "diff.json", "report.html"
 DEFAULT_RUNS = "runs"
@@ -63,7 +63,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     _claim(folder, recipe)
     found = _about(recipe, setting.sections, arguments) | compare(recipe, setting, folder, say)
     found["seconds"]["all"] = round(time.monotonic() - started, 1)
-    replace_file(folder / RESULTS, json.dumps(found, indent=1, ensure_ascii=False).encode() + b"\n")
+    replace_file(folder / RESULTS, harmless_json(json.dumps(found, indent=1, ensure_ascii=False)).encode() + b"\n")
     replace_file(folder / REPORT, render_diff(found).encode())
     if not arguments.quiet:
         for line in findings(found):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.text import Text
 
 from posttrain import registry
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.steering import check_steering, steering_of
 from posttrain.apps.summary import read_run_recipe
 from posttrain.engines.base import Engine, Sampling

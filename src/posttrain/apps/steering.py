@@ -42,9 +42,14 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
             "`posttrain sae train` makes one"
         )
     found = find_run(runs_dir, name)
-    if not (found / DICTIONARY / CONFIG).is_file():
+    if not has_dictionary(found):
         raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` makes one when it ends")
     return DictionaryPlace(found / DICTIONARY, found)
+
+
+def has_dictionary(run: Path) -> bool:
+    """Whether a run has trained one."""
+    return (run / DICTIONARY / CONFIG).is_file()
 
 
 def change_of(changes: Mapping[int, float | None]) -> Change:

@@ -3,55 +3,80 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from posttrain.apps.conversation import Controls
 from posttrain.apps.sampling import find_source, open_sampler, writes_answers
-from posttrain.apps.steering import read_steering
+from posttrain.apps.steering import has_dictionary, read_steering
 from posttrain.apps.studio_chat import NOBODY, Session, Stage
+from posttrain.apps.studio_gate import Gate, choose_token, is_loopback, show_address
 from posttrain.apps.studio_html import COLOURINGS, CSS, draw_conversation, draw_note
-from posttrain.apps.studio_records import TRAINING, Archive
+from posttrain.apps.studio_records import TRAINING, Archive, check_offered
 from posttrain.apps.summary import read_run_recipe
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
 from posttrain.evals.reward_model import RewardModel, load_reward_model
 from posttrain.runs.directory import find_run
 
-HOST = "127.0.0.1"
 ANY_STEP = "any"
 SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
 
 
 def run_studio(arguments: argparse.Namespace) -> int:
-    """Serve the page on 127.0.0.1 until Ctrl-C."""
+    """Serve the page until Ctrl-C, on 127.0.0.1 or where ``--host`` says.
+
+    Raises:
+        UsageError: another host than this machine without ``--token``; a port that cannot be served.
+        MissingExtra: gradio is not installed.
+    """
     started = time.perf_counter()
-    gradio = _import_gradio()
-    page = build_studio(arguments.models, arguments.runs_dir)
-    try:
-        _, address, _ = page.launch(
-            server_name=HOST,
-            server_port=arguments.port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            inbrowser=arguments.browser,
-            css=CSS,
-            theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-            footer_links=[],
+    host, token = arguments.host, choose_token(arguments.token)
+    if not host or (token is None and not is_loopback(host)):
+        raise UsageError(
+            f"--host {host!r}: others than this machine could read every run; add --token, or leave --host out"
         )
-    except OSError as error:
-        raise UsageError(f"port {arguments.port} cannot be served ({error}); give another one with --port") from error
-    print(f"studio: {address}  (ready in {time.perf_counter() - started:.1f} s; Ctrl-C ends it)", flush=True)
+    gradio = _import_gradio()
+    page = build_studio(arguments.models, arguments.runs_dir, arguments.sae)
+    link = show_address(host, arguments.port) + ("" if token is None else f"?token={token}")
+
+    def announce() -> None:
+        print(f"studio: {link}  (ready in {time.perf_counter() - started:.1f} s; Ctrl-C ends it)", flush=True)
+        if arguments.browser:
+            webbrowser.open(link)
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        while True:
-            time.sleep(3600)
-    except KeyboardInterrupt:
-        page.close(verbose=False)
-        return 0
+        door = socket.create_server((host, arguments.port), family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
+        where = f"--host {host}, port {arguments.port}"
+        raise UsageError(f"{where}: cannot be served ({error}); give others with --host and --port") from error
+    with door, suppress(KeyboardInterrupt):
+        asyncio.run(_serve(Gate(mount(gradio, page), host, arguments.port, token), door, announce))
+    return 0
+
+
+async def _serve(gate: Gate, door: socket.socket, announce: Callable[[], None]) -> None:
+    import uvicorn
+
+    # No proxy is asked who the visitor is, and no line of a log holds the token.
+    config = uvicorn.Config(
+        gate, log_level="warning", access_log=False, proxy_headers=False, ws="none", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[door]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    if server.started:
+        announce()
+    await serving
 
 
 def _import_gradio() -> Any:
@@ -64,8 +89,22 @@ def _import_gradio() -> Any:
     return gradio
 
 
-def build_studio(models: Sequence[str], runs_dir: str | Path) -> Any:
+def mount(gradio: Any, page: Any) -> Any:
+    """The page as an ASGI application without the parts of Gradio that it has no use for."""
+    import fastapi
+
+    application = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    closed = {"run_history": False, "ssr_mode": False, "enable_monitoring": False, "mcp_server": False, "pwa": False}
+    plain = {"footer_links": [], "show_error": False, "max_file_size": 0, "css": CSS, "theme": theme}
+    return gradio.mount_gradio_app(application, page, "/", **closed, **plain)
+
+
+def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequence[str] = ()) -> Any:
     """The page as a Gradio application that is not served yet.
+
+    It offers ``models``, ``tiny``, the runs below ``runs_dir`` and ``dictionaries``; no other name is opened, whatever
+    a request says.
 
     Raises:
         MissingExtra: gradio is not installed.
@@ -74,18 +113,25 @@ def build_studio(models: Sequence[str], runs_dir: str | Path) -> Any:
     archive = Archive(runs_dir)
     policies, judges = sort_runs(archive)
     speakers = list(dict.fromkeys([*models, *policies, "tiny"]))
-    stage = Stage(lambda name: open_sampler(name, runs_dir), lambda name: open_judge(name, runs_dir))
+    known = [name for name in archive.names() if has_dictionary(archive.folder(name))]
+    dictionaries = list(dict.fromkeys([*dictionaries, *known]))
+    stage = Stage(
+        lambda name: open_sampler(check_offered(name, speakers, "model"), runs_dir),
+        lambda name: open_judge(check_offered(name, judges, "reward model"), runs_dir),
+    )
     for name in models:
         stage.model(name)  # what was asked for is there when the page opens, or refused at once
     with gradio.Blocks(title="posttrain studio", analytics_enabled=False) as page:
         gradio.Markdown("# posttrain studio")
         with gradio.Tab("Chat"):
-            _build_chat(gradio, stage, speakers, list(models), judges, runs_dir)
+            _build_chat(gradio, stage, speakers, list(models), judges, dictionaries, runs_dir)
         with gradio.Tab("Runs"):
             _build_runs(gradio, archive)
         with gradio.Tab("Rollouts"):
             _build_rollouts(gradio, archive)
-    return page
+    for listener in page.fns.values():
+        listener.api_visibility = "private"
+    return page.queue(api_open=False)
 
 
 def sort_runs(archive: Archive) -> tuple[list[str], list[str]]:
@@ -114,14 +160,20 @@ def open_judge(name: str, runs_dir: str | Path) -> RewardModel:
 
 
 def _build_chat(
-    gradio: Any, stage: Stage, speakers: list[str], models: list[str], judges: list[str], runs_dir: str | Path
+    gradio: Any,
+    stage: Stage,
+    speakers: list[str],
+    models: list[str],
+    judges: list[str],
+    dictionaries: list[str],
+    runs_dir: str | Path,
 ) -> None:
     first = models[0] if models else speakers[0]
     second = models[1] if len(models) > 1 else NOBODY
     session = gradio.State(Session())
     with gradio.Row():
-        left = gradio.Dropdown(speakers, value=first, label="model", allow_custom_value=True)
-        right = gradio.Dropdown([NOBODY, *speakers], value=second, label="beside it", allow_custom_value=True)
+        left = gradio.Dropdown(speakers, value=first, label="model")
+        right = gradio.Dropdown([NOBODY, *speakers], value=second, label="beside it")
         judge = gradio.Dropdown([NOBODY, *judges], value=NOBODY, label="judged by the reward model")
         colouring = gradio.Radio(list(COLOURINGS), value=COLOURINGS[0], label="colours show")
     with gradio.Row():
@@ -140,7 +192,8 @@ def _build_chat(
             max_tokens = gradio.Number(value=0, precision=0, minimum=0, label="longest reply (0: as in training)")
             seed = gradio.Number(value=0, precision=0, minimum=0, label="seed")
     with gradio.Accordion("steered by features of a dictionary", open=False), gradio.Row():
-        folder = gradio.Textbox(label="dictionary: a run of `sae train`, or a folder", elem_id="sae")
+        first_dictionary = dictionaries[0] if dictionaries else NOBODY
+        folder = gradio.Dropdown([NOBODY, *dictionaries], value=first_dictionary, label="dictionary", elem_id="sae")
         changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
         steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
 
@@ -152,20 +205,21 @@ def _build_chat(
         controls = Controls(warmth, nucleus, int(best) or None, int(longest) or None, int(number))
 
         def steer(side: int, model: Any) -> Any:
-            return read_steering(what or "", where or "", model, runs_dir) if side in SIDES[who] else None
+            if side not in SIDES[who]:
+                return None
+            chosen = "" if where == NOBODY else check_offered(where, dictionaries, "dictionary")
+            return read_steering(what or "", chosen, model, runs_dir)
 
-        try:
+        with _shown(gradio):
             for drawn in stage.answer(own, asked, [name, other], controls, instruction or "", scorer, colours, steer):
                 yield own, *_two(drawn), ""
-        except PosttrainError as error:
-            raise gradio.Error(str(error), duration=None, print_exception=False) from error
 
     inputs = [session, question, left, right, judge, colouring, system, temperature, top_p, top_k, max_tokens, seed]
     inputs += [folder, changes, steered]
     outputs = [session, *pages, question]
     send.click(answer, inputs, outputs)
     question.submit(answer, inputs, outputs)
-    stop.click(_stop, session, None, queue=False)
+    stop.click(_stop, session, None)
     clear.click(lambda: (Session(), *_two([])), None, [session, *pages])
     colouring.change(lambda own, colours: _two([s.draw(colours) for s in own.speakers]), [session, colouring], pages)
 
@@ -263,8 +317,8 @@ def _number(text: str, name: str) -> float | None:
 
 @contextmanager
 def _shown(gradio: Any) -> Iterator[None]:
-    """What is wrong with a record is shown on the page."""
+    """What is wrong is shown on the page, which takes the message for HTML."""
     try:
         yield
     except PosttrainError as error:
-        raise gradio.Error(str(error), duration=None, print_exception=False) from error
+        raise gradio.Error(escape(str(error)), duration=None, print_exception=False) from error

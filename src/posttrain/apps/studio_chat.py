@@ -148,4 +148,4 @@ class Stage:
                 opening = speaker.conversation.sampler.grader.template.opening
                 text = opening + "".join(token.text for token in speaker.tokens)
                 asked = Example("chat", tuple(speaker.history))
-                speaker.score = self._judges[judge].score([asked], [text])[0]
+                speaker.score = self._judges[judge].score([asked], [text], [speaker.tokens[-1].finish])[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.apps.studio_html import draw_curves, draw_note, draw_rollouts, draw_table
 from posttrain.errors import UsageError
-from posttrain.runs.directory import RunDirectory, find_run, run_names
+from posttrain.runs.directory import run_names
 from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -21,6 +21,17 @@ MAX_GROUPS = 40
 MAX_HITS = 8 * MAX_GROUPS
 
 
+def check_offered(name: Any, offered: Sequence[str], kind: str) -> str:
+    """The name, if the page offers it: a request is not bound to what a menu shows.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not isinstance(name, str) or name not in offered:
+        raise UsageError(f"{name!r}: this page offers no {kind} of that name; start the studio with it")
+    return name
+
+
 class Archive:
     """The runs below one folder, as the pages show them. Nothing is written."""
 
@@ -30,6 +41,14 @@ class Archive:
     def names(self) -> list[str]:
         """The runs by name."""
         return run_names(self.runs_dir)
+
+    def folder(self, run: str) -> Path:
+        """The directory of a run that is offered; a path to any other place is none.
+
+        Raises:
+            UsageError: no run of that name.
+        """
+        return self.runs_dir / check_offered(run, self.names(), "run")
 
     def metrics(self, runs: Sequence[str]) -> list[str]:
         """The metrics that any of the runs has."""
@@ -54,13 +73,13 @@ class Archive:
 
     def recipe_text(self, run: str) -> str:
         """The resolved recipe of a run, as it is stored."""
-        return (find_run(self.runs_dir, run) / "recipe.yaml").read_text(encoding="utf-8")
+        return (self.folder(run) / "recipe.yaml").read_text(encoding="utf-8")
 
     def draw_differences(self, runs: Sequence[str]) -> str:
         """The keys in which the recipes of two or more runs differ, and how their evaluations ended."""
         if len(runs) < 2:
             return draw_note("choose two or more runs to see in what their recipes differ")
-        both = put_side_by_side([find_run(self.runs_dir, run) for run in runs])
+        both = put_side_by_side([self.folder(run) for run in runs])
         rows = [[key, *(_show(value) for value in values)] for key, values in both.recipe.items()]
         for name, results in both.last.items():
             cells = ["–" if r is None else f"{r['accuracy']:.1%}" for r in results]
@@ -95,10 +114,10 @@ class Archive:
         return draw_rollouts([group for found in groups for group in found], text, note)
 
     def _log(self, run: str) -> list[Any]:
-        return list(MetricsLog(RunDirectory(find_run(self.runs_dir, run)).folder / "metrics.jsonl").read())
+        return list(MetricsLog(self.folder(run) / "metrics.jsonl").read())
 
     def _store(self, run: str) -> RolloutStore:
-        path = find_run(self.runs_dir, run) / "rollouts.db"
+        path = self.folder(run) / "rollouts.db"
         if not path.is_file():
             raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
         return RolloutStore(path, read_only=True)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from posttrain.apps.console import open_console
+from posttrain.apps.console import Text, open_console
 from posttrain.apps.evaluation import print_table
 from posttrain.apps.progress import show_duration
 from posttrain.cli import INTERRUPTED

@@ -6,12 +6,14 @@ import argparse
 
 from posttrain.apps.progress import Progress, choose_progress, show_duration
 from posttrain.cli import INTERRUPTED
-from posttrain.recipe import load_recipe
+from posttrain.recipe import Recipe, load_recipe
+from posttrain.registry import find
 
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
+    refuse_tasks(recipe)
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
@@ -38,6 +40,18 @@ def run_train(arguments: argparse.Namespace) -> int:
         if writes_answers(recipe):
             print(f"ask it: posttrain generate {result.folder}")
     return 0 if result.reason == "finished" else INTERRUPTED
+
+
+def refuse_tasks(recipe: Recipe) -> None:
+    """Refuse tasks of which it is on record that they cannot be used so; nothing is read for that.
+
+    Raises:
+        UsageError: a task with a trait ``refuse``, which raised.
+    """
+    for word in (recipe.task, *recipe.eval.tasks):
+        refuse = find("task", word.name).traits.get("refuse")
+        if refuse is not None:
+            refuse(**word.options)
 
 
 def _print_end(progress: Progress, step: int) -> None:

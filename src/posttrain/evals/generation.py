@@ -22,7 +22,9 @@ SCORES_AT_A_TIME = 256
 class Scorer(Protocol):
     """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
 
-    def score(self, examples: Sequence[Example], texts: Sequence[str]) -> Sequence[float | None]: ...
+    def score(
+        self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]
+    ) -> Sequence[float | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +188,12 @@ class _Session:
     def score(self, scorer: Scorer) -> None:
         """Have every answer scored, those of known items too."""
         self._lap()
-        owners = [(i, sample.text) for i, item in enumerate(self.items) for sample in item.samples]
+        owners = [(i, sample) for i, item in enumerate(self.items) for sample in item.samples]
         scores: list[list[float | None]] = [[] for _ in self.items]
         for span in _spans(len(owners), SCORES_AT_A_TIME):
             part = owners[span]
-            found = scorer.score([self.examples[i] for i, _ in part], [text for _, text in part])
+            texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
+            found = scorer.score([self.examples[i] for i, _ in part], texts, finishes)
             for (i, _), value in zip(part, found, strict=True):
                 scores[i].append(value)
             self._tell("scoring", part[-1][0] + 1)

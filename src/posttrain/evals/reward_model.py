@@ -25,9 +25,9 @@ from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.recipe import Recipe
 from posttrain.render import Piece, Template, encode_prompt, end_id
 from posttrain.render.encoding import encode_pieces
+from posttrain.store.manifest import Unverified, verify
 from posttrain.train.assemble import forward_with_head
 from posttrain.train.checkpoint import best_step, checkpoint_steps, restore_companions, step_folder
-from posttrain.train.checkpoint_files import Unverified, verify
 from posttrain.train.rows import Row, Shape, rows_of
 from posttrain.train.setup import build_template, context_length
 from posttrain.types import Example, Response, Sample, collate
@@ -65,27 +65,33 @@ class RewardModel:
     def unscored(self) -> str:
         """Why a score is None, in words."""
         long = f"longer than the model's {self.max_tokens} tokens"
-        return f"{long}, or without steps" if self.kind == "process" else long
+        return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
 
-    def score(self, examples: Sequence[Example], texts: Sequence[str]) -> list[float | None]:
+    def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
         """One number for each text as the answer to its example's messages; higher is better.
 
         ``texts`` are what a policy wrote, with or without the template's opening (``Rollout.text`` has it). The
         template's own tags in it are tags, as in the answers that were trained on; nothing else in it can become a
         special token. A process model is asked about the reasoning alone, cut into steps (``split_steps``).
 
+        Args:
+            finishes: how each text ended: ``stop``, or ``length`` of one that was cut off. That one gets no end token
+                and is scored where it stops: it is not shown to the model as an answer that was meant to end there.
+
         Returns:
             The head's score (``preference``, ``outcome``) or the steps' probabilities combined (``process``). None for
-            a text that cannot be scored: longer than ``max_tokens``, or without any step.
+            a text that cannot be scored: longer than ``max_tokens``, without any step, or cut off before any token.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
             return [self.combined(found) for found in self.score_steps(examples, steps)]
         rows: list[Row | str] = []
-        for example, text in zip(examples, texts, strict=True):
+        for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages)
             answer = encode_pieces(self.tokenizer, written_pieces(self.template, text))
-            rows.append(Row([*prompt, *answer, end_id(self.tokenizer, self.template)], len(prompt)))
+            if finish != "length":
+                answer = [*answer, end_id(self.tokenizer, self.template)]
+            rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
         return [found if found is None else float(found[-1]) for found in self.read(rows)]
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:

@@ -26,17 +26,15 @@ from posttrain.interpret.measures import Quality, in_batches, measure
 from posttrain.interpret.sae_recipe import SaeRecipe
 from posttrain.interpret.training_rows import RowBatches, Rows, sample_rows, split_rows
 from posttrain.store.durable import storage_errors
+from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.checkpoint_files import (
     ASIDE,
-    Unverified,
     checkpoint_steps,
     prune_checkpoints,
     rename_into_place,
-    seal,
     set_aside_steps,
     step_folder,
-    verify,
 )
 from posttrain.train.files import Observer
 

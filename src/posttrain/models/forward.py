@@ -1,6 +1,6 @@
 """From a batch to per-token log-probabilities and scores: packed, prompts shared, head in chunks.
 
-Log-probabilities and entropies are fp32 whatever the weights are, at the sampling temperature,
+Log-probabilities and entropies are fp32 whatever the weights are, at the temperature that they are asked for,
 and only at trained positions; ``[tokens, V]`` never exists whole when it would be large.
 """
 

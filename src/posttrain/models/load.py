@@ -25,6 +25,7 @@ from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
+from posttrain.store.manifest import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 BASE_BITS = "base_quantization.json"
@@ -45,10 +46,12 @@ class LoadedModel:
 def resolve_model_name(name: str) -> str:
     """The folder or hub name that ``name`` stands for.
 
-    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest.
+    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. Whoever reads the weights
+    of a run comes through here, so this is where a checkpoint is compared with its manifest.
 
     Raises:
         UsageError: a run without a checkpoint, or a path that does not exist.
+        DataError: a checkpoint with a damaged file.
     """
     if name == "tiny":
         return str(TINY)
@@ -56,13 +59,16 @@ def resolve_model_name(name: str) -> str:
         raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
     path = Path(name).expanduser()
     if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
-        return str(_checkpoint_of(path))
+        checkpoint = _checkpoint_of(path)
+        refuse_damaged(checkpoint)
+        return str(checkpoint)
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
                 "give a run directory, or a model in the Hugging Face layout"
             )
+        refuse_damaged(path)
         return str(path)
     looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     if looks_local:
@@ -366,10 +372,10 @@ def _checkpoint_of(run: Path) -> Path:
         if not best.resolve().is_relative_to((run / "checkpoints").resolve()):
             raise UsageError(f"model.name: {best} leads out of the run, to {best.resolve()}; name that folder itself")
         return best.resolve()
-    steps = sorted((run / "checkpoints").glob("step-*"))
+    steps = [item for item in (run / "checkpoints").iterdir() if STEP_FOLDER.fullmatch(item.name)]
     if not steps:
         raise UsageError(f"model.name: the run {run} has no checkpoint yet")
-    return steps[-1]
+    return max(steps, key=lambda item: int(item.name.removeprefix("step-")))
 
 
 def _device(name: str) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.rewards.answers import last_number
+from posttrain.rewards.answers import last_boxed, last_number
+from posttrain.rewards.blank import is_blank
 
 
 def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:
@@ -23,9 +24,16 @@ def _first_complete(text: str, tag: str) -> str | None:
     while (end := text.find(closing, start)) >= 0:
         begin = text.rfind(opening, start, end)
         if begin >= 0:
-            return text[begin + len(opening) : end].strip() or None
+            answer = text[begin + len(opening) : end].strip()
+            return None if is_blank(answer) else answer
         start = end + len(closing)
     return None
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
+    answer = last_boxed(text)
+    return None if answer is None or is_blank(answer) else answer
 
 
 def chat_answer(text: str) -> str | None:

@@ -10,10 +10,11 @@ from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
-from posttrain.render.extraction import chat_answer, tagged_answer
+from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
 from posttrain.render.template import Template
 from posttrain.render.turns import chat_pieces, check_messages
 from posttrain.rewards.answers import last_boxed, last_number
+from posttrain.rewards.blank import is_blank
 from posttrain.types import Example, Message
 
 R1_ZERO_PREAMBLE = (
@@ -109,7 +110,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
             return [_theirs(example.solution)]
         return [_theirs(example.solution), _ours("\n\\boxed{"), _theirs(answer), _ours("}")]
 
-    return Template("boxed", "", (), prompt, response, last_boxed, chat=chat, own_start=chat)
+    return Template("boxed", "", (), prompt, response, boxed_answer, chat=chat, own_start=chat)
 
 
 @register("template")
@@ -186,7 +187,7 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
     def response(example: Example) -> list[Piece]:
         return [_ours(" "), _theirs(example.solution or _answer_of(example))]
 
-    return Template("dialogue", "", (), prompt, response, lambda text: text.strip() or None)
+    return Template("dialogue", "", (), prompt, response, lambda text: None if is_blank(text) else text.strip())
 
 
 @register("template")

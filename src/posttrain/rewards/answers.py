@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from posttrain.rewards.units import SCALES, SHORT_UNITS, canonical_unit, is_known_unit, is_unit, singular
+
 MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
 MAX_EXPONENT = 400
 
@@ -36,34 +38,6 @@ _SPACE = re.compile(r"\s+")
 _GROUPING = re.compile(r",\s*\\!\s*")  # 1,\!000
 
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound"}
-_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-# Words that make a number part of something larger: what they follow is no plain quantity.
-CONNECTIVES = frozenset(
-    ("and", "or", "to", "plus", "minus", "times", "over", "pi", "half", "halves", "third", "thirds", "quarter",
-     "quarters", "fourth", "fourths", "fifth", "fifths", "tenth", "tenths", "point", "squared", "cubed", "mod",
-     "modulo", "choose", "factorial", "sqrt", "not", "is", "equals")
-)  # fmt: skip
-# Shorter than three letters and yet a unit: other short words may be variables (5x, 3ab), which are not dropped.
-_SHORT_UNITS = frozenset(
-    ("cm", "mm", "km", "kg", "mg", "ml", "cl", "dl", "mi", "ft", "in", "lb", "oz", "hr", "am", "pm", "°")
-)  # fmt: skip
-# Units by name. Behind a number without a space only these are units: anything else may be variables (2abc).
-KNOWN_UNITS = _SHORT_UNITS | frozenset(
-    ("m", "g", "s", "h", "l", "k", "%", "cc", "mph", "kph", "sec", "min", "yd", "usd", "km/h", "m/s", "th", "pct",
-     "square", "cubic", "sq", "cu", "per", "percent", "dollar", "cent", "euro", "pound", "degree", "deg", "unit",
-     "foot", "feet", "inch", "inche", "mile", "yard", "meter", "metre", "centimeter", "centimetre", "millimeter",
-     "kilometer", "kilometre", "gram", "kilogram", "liter", "litre", "milliliter", "ounce", "ton", "acre", "gallon",
-     "hour", "minute", "second", "day", "week", "month", "year", "people", "person", "point", "million", "billion")
-)  # fmt: skip
-# Spellings of one unit.
-_UNIT_NAMES = {
-    "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "kg": "kilogram", "g": "gram",
-    "mg": "milligram", "ml": "milliliter", "l": "liter", "mi": "mile", "ft": "foot", "feet": "foot", "in": "inch",
-    "inche": "inch", "lb": "pound", "oz": "ounce", "hr": "hour", "h": "hour", "min": "minute", "sec": "second",
-    "s": "second", "yd": "yard", "deg": "°", "degree": "°", "usd": "dollar", "metre": "meter",
-    "centimetre": "centimeter", "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter",
-    "sq": "square", "cu": "cubic", "mph": "mile per hour", "people": "person", "men": "man", "women": "woman",
-}  # fmt: skip
 # How LaTeX and typists dress a number.
 _DRESS = (
     ("\u2212", "-"), ("\u00a0", " "), ("\u202f", " "), ("\\$", "$"), ("\\%", "%"), ("\\!", ""), ("\\,", ""),
@@ -153,38 +127,16 @@ def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quant
     words = match[1].replace(".", " ").split()
     if not rest[0].isspace() and rest[0] != "°" and not is_known_unit(words[0]):
         return None
-    if any(word.lower() in CONNECTIVES for word in words):
+    while words and singular(words[0]) in SCALES:
+        value *= SCALES[singular(words.pop(0))]
+    if words and not is_unit(" ".join(words), value):
         return None
-    while words and words[0].lower() in _SCALES:
-        value *= _SCALES[words.pop(0).lower()]
-    unit = " ".join(_singular(word) for word in words)
+    unit = " ".join(singular(word) for word in words)
     if power := match[2] or {"²": "2", "³": "3"}.get(match[3]):
         unit = f"{unit}^{power}"
     if currency and unit and unit != currency:
         unit = f"{currency} {unit}"
     return Quantity(value, unit=unit or currency, marked=marked)
-
-
-def is_known_unit(word: str) -> bool:
-    """Whether the word is the name of a common unit."""
-    return word.lower() in KNOWN_UNITS or _singular(word) in KNOWN_UNITS
-
-
-def canonical_unit(unit: str) -> str:
-    """One name for the spellings of a unit: ``sq ft``, ``square feet`` and ``ft^2`` are ``foot^2``."""
-    base, _, power = unit.partition("^")
-    words = " ".join(
-        _UNIT_NAMES.get(_singular(word), _singular(word)) for word in base.replace(".", " ").split()
-    ).split()
-    for name, exponent in (("square", "2"), ("cubic", "3")):
-        if len(words) > 1 and words[0] == name and not power:
-            words, power = words[1:], exponent
-    return " ".join(words) + (f"^{power}" if power else "")
-
-
-def _singular(word: str) -> str:
-    lowered = word.lower() if len(word) > 1 else word
-    return lowered[:-1] if lowered.endswith("s") and len(lowered) > 2 else lowered
 
 
 def same_quantity(gold: Quantity, given: Quantity, tolerance: float = 0.0) -> bool:
@@ -198,7 +150,7 @@ def same_quantity(gold: Quantity, given: Quantity, tolerance: float = 0.0) -> bo
             return False
     elif (stated := gold.unit or given.unit) and not (gold.marked or given.marked):
         symbol = stated.partition("^")[0]
-        if len(symbol) < 3 and symbol not in _SHORT_UNITS:
+        if len(symbol) < 3 and symbol not in SHORT_UNITS:
             return False
     limit = Fraction(tolerance)
     return any(abs(x - y) <= limit for x in _readings(gold, given) for y in _readings(given, gold))

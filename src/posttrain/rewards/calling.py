@@ -37,6 +37,7 @@ AVAILABLE: dict[str, str] = {
 
 
 Result = float | Verdict | Measured
+MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class BoundReward:
             example_ids: named in the message when the reward fails.
 
         Raises:
-            RewardFailure: the function raised, or returned no finite number.
+            RewardFailure: the function raised, ended the program, or returned no finite number up to ``MAX_REWARD``.
         """
         if self.batched:
             where = example_ids[0] if len(set(example_ids)) == 1 else ""
@@ -86,7 +87,7 @@ class BoundReward:
             return self.function(**given)
         except PosttrainError:
             raise  # it says already what is wrong and what would work
-        except Exception as error:  # a user's function may raise anything; the cause is kept
+        except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
             raise RewardFailure(
                 f"{self._place(example_id)}: the function raised {type(error).__name__}: {error}"
             ) from error
@@ -152,12 +153,11 @@ def _asked(name: str, function: Callable[..., Any], where: str) -> tuple[str, ..
 
 
 def _check_result(value: Any, place: str) -> Result:
-    if isinstance(value, Verdict):
-        return value
-    if isinstance(value, Measured):
-        _check_number(value.value, place)
-        return value
-    return _check_number(value, place)
+    if not isinstance(value, Verdict | Measured):
+        return _check_number(value, place)
+    for number in (value.value, *value.facts.values()):
+        _check_number(number, place)
+    return value
 
 
 def _check_number(value: Any, place: str) -> float:
@@ -169,7 +169,20 @@ def _check_number(value: Any, place: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is not finite")
-    return number
+    return check_size(number, f"{place}: the function returned {_shown(value)}")
+
+
+def check_size(reward: float, place: str) -> float:
+    """The reward itself.
+
+    Raises:
+        RewardFailure: it is beyond ``MAX_REWARD``.
+    """
+    if not abs(reward) <= MAX_REWARD:
+        raise RewardFailure(
+            f"{place}; rewards are averaged and squared, so that beyond {MAX_REWARD:g} nothing can be learned from them"
+        )
+    return reward
 
 
 def _shown(value: Any) -> str:

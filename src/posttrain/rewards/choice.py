@@ -25,20 +25,33 @@ _IS = r"(?:\*\*|__)?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then
 _HEAD = re.compile(
     r"(?i:\banswer(?:\s+choice|\s+to\s+(?:the|this)\s+(?:question|problem))?" + _IS + "|"
     r"\b(?:correct|right|best)\s+(?:option|choice|one|letter|statement)" + _IS + "|"
-    r"\b(?:choose|choosing|pick|picking|select|selecting|go\s+with|going\s+with)\b)"
+    r"\b(?:my|the|final)\s+(?:(?:own|final|best)\s+)?(?:choice|pick|selection|guess)" + _IS + "|"
+    r"\b(?:choose|choosing|pick|picking|select|selecting|go\s+with|going\s+with)\b|"
+    r"答案(?:应该|应当|应|就)?(?:是|为|选)?\s?[:：]?|(?<![不没能要果若可])选择?\s?[:：]?)"
 )
 # A letter that is part of something longer (D-glucose, C++, F(x), A = 2) is none.
 _ALONE = r"(?![A-Za-z0-9'’#(]|[-_][A-Za-z0-9{]|\s*[=+^<>])"
-_LETTER = re.compile(_FILLER + r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-J])" + _ALONE + ")")
+_CJK = r"[\u3400-\u9fff]"  # B细胞 are cells
+_LETTER = re.compile(_FILLER + rf"(?:[(\[（]\s*([A-Ja-j])\s*[)\]）]|([A-J])(?!(?![因由]){_CJK})" + _ALONE + ")")
+# Behind a colon a small letter is meant as one, if the line ends with it.
+_SMALL_LETTER = re.compile(r"[\s*_`$\"'“‘]{0,12}([a-j])(?=[.*_`$\"'”’]{0,6}\s*(?:\n|$))")
 _JUDGED = re.compile(
     r"(?:(?i:option|choice|answer)\s{1,3})?(?:\*\*)?(?:[(\[]([A-J])[)\]]|(?<![A-Za-z0-9'’])([A-J]))(?:\*\*)?\s{1,3}"
     r"(?i:is|would be|must be|has to be)\s{1,3}(?i:(?:clearly|therefore|thus|definitely)\s{1,3})?"
-    r"(?i:the\s{1,3})?(?i:only\s{1,3})?(?i:correct|right|best)\b"
+    r"(?:(?i:the\s{1,3})?(?i:only\s{1,3})?(?i:correct|right|best)\b"
     r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?i:answer|option|choice|one|because|since|as)\b)"
+    r"|(?i:(?:the|my)\s{1,3}(?:(?:only|final|own)\s{1,3}){0,2}(?:answer|choice|pick|selection))\b"
+    r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?i:because|since|as|here)\b))"
+)
+# Behind a choice that was judged right: another one, as in ", or maybe C" and ". Or is it C?"
+_OR_ANOTHER = re.compile(
+    r"[\s.,;!*]*(?i:or|maybe|perhaps|possibly|but|although|though|unless)\b[\s(,]*"
+    r"(?:(?i:or|maybe|perhaps|possibly|also|even|either|could|might|may|it|be|is|its|it['’]s|option|choice|answer|the)\b[\s(:,]*){0,8}"
+    r"[(\[]?([A-J])(?![A-Za-z0-9'’])(?!\s+(?i:is|was|are|were|would|seems?|looks?|has|can|cannot|may|might|does|did)\b)"
 )
 # What takes back a statement that follows it.
 _DENIED = re.compile(
-    r"(?:(?i:\b(?:not|never)|n['’]t)\s{1,3}(?:(?i:think|believe|say|mean|agree|sure|certain|true|clear|that|whether|if|the|"
+    r"(?:(?i:\b(?:not|never|doubt\w*)|n['’]t)\s{1,3}(?:(?i:think|believe|say|mean|agree|sure|certain|true|clear|that|whether|if|the|"
     r"correct|final|right|best)\s{1,3}){0,5}"
     r"|(?i:\b(?:if|whether|suppose|supposing|assume|assuming))\s{1,3}(?:(?i:that|the|correct|final|right|best)\s{1,3}){0,3}"
     r"|(?i:\b(?:or|nor|and))\s{1,3}(?:(?i:option|choice)\s{1,3})?[(\[]?)$"
@@ -47,10 +60,11 @@ _DENIED_CHARS = 80
 _TAIL_CHARS = 2_000
 # Behind a letter: a further letter makes it a hedge, where a word joins the two or nothing stands between them.
 _HEDGE = re.compile(
-    r"[\s.,;:/|&+()\]}*_\"'’”$-]*"
+    r"[\s.,;:!?/|&+()\]}*_\"'’”$-]*"
     r"(?:(?:(?i:or|and|maybe|perhaps|possibly|also|even|either|but|could|might|may|it|be|is|option|choice|answer|the)\b"
     r"[\s(:,]*){1,8}[(\[]?([A-J])(?![A-Za-z0-9'’])"
-    r"|[(\[]?([A-J])(?=\s*(?:[.,;:/|&+)\]}]|$|\n|(?i:or|and)\b)))"
+    r"|[(\[]?([A-J])(?=\s*(?:[.,;:!?/|&+)\]}]|$|\n|(?i:or|and)\b))"
+    r"|[），。；]*(?:、|或者?|和|与|及|还是|也?可能是?)\s*[（]?([A-J])(?![A-Za-z0-9'’]))"
 )
 _LISTED = re.compile(r"\s([A-J])\)\s")  # a further label on the same line
 _NEXT_WORD = re.compile(r"[ \t]+([A-Za-z][A-Za-z’']*)")
@@ -60,7 +74,7 @@ _REASONS = frozenset(
 _SHORT = re.compile(
     r"(?i:(?:therefore|thus|hence|so)\b[,:]?\s*)?"
     r"(?i:(?:the\s+)?(?:correct\s+|final\s+)?(?:option|choice|answer|letter)\s*:?\s*)?"
-    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;\n]|\s+(?:[-–—]\s|\()))[.):,;]?"
+    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;!\n。]|\s+(?:[-–—]\s|\()))[.):,;!。]?"
 )
 _LABEL = re.compile(r"\W*(?:(?i:option|choice)\s+)?[(\[]?([A-J](?=[)\].:])|[a-j](?=[)\]]))")
 _SEPARATOR = re.compile(r"^[\s.):,;\]]*(?:[-–—]\s+)?")
@@ -74,15 +88,18 @@ _CONCLUSION = re.compile(
     r"(?:\s{1,3}that)?)[,:]?\s{1,3}){0,4}"
     r"(?P<verb>(?i:it(?:['’]s|\s{1,3}(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be))))\s{1,3}"
     r"(?:(?i:actually|really|clearly|therefore|thus|then|indeed|option|choice|letter)\s{1,3}){0,3}"
-    r"|(?:(?i:so|thus|hence|therefore|rather|actually)[,:]?|(?i:no)[,:])\s{1,3}(?:(?i:option|choice|letter)\s{1,3})?"
+    r"|(?:(?i:so|thus|hence|therefore|rather|actually|definitely|clearly|i(?:['’]d|\s{1,3}would)?\s{1,3}(?:think|believe|guess|say))"
+    r"[,:]?|(?i:no)[,:])\s{1,3}(?:(?i:option|choice|letter)\s{1,3})?"
     r")[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!,;\n]|$))"
 )
 _CLOSING = " \t\n.!*_`$\"'”’"
 # A sentence that takes back the one in front of it. "No, because" and "Wait for it" may be the texts of choices.
 _TAKEN_BACK = re.compile(
-    r"(?:^|[.!?;\n])[\s*_]{0,4}(?:(?:oh|but|ah|well|ok|okay)\b[,.]?\s{1,3}){0,2}(?:"
+    r"(?:^|[.!?;\n。！？；，])[\s*_]{0,4}(?:(?:oh|but|ah|well|ok|okay)\b[,.]?\s{1,3}){0,2}(?:"
     r"wait\b(?=\s{0,3}(?:[,.!:;…–—-]|$|no\b))|no\b[,.!]?\s{0,3}(?=$|wait\b|sorry\b|actually\b|that\b|it\b|i\b)|hmm|"
     r"actually\b|sorry\b|correction\b|scratch\s{1,3}that\b|never\s?mind\b|on\s{1,3}second\s{1,3}thoughts?\b|"
+    r"no\b[,.!]?\s{0,3}(?=[(\[]?(?-i:[A-J])[)\]]?\s{0,3}(?:[.,?!;]|$|or\b|maybe\b|perhaps\b))|"
+    r"不(?:对|是)?\s?(?:[,，。!！]|$)|等等|错了|更正|"
     r"i\s{1,3}(?:was|am)\s{1,3}(?:wrong|mistaken)\b|i\s{1,3}take\s{1,3}(?:that|it|this)\s{1,3}back\b|"
     r"(?:that|this|it)(?:['’]s|\s{1,3}(?:is|was))\s{1,3}(?:wrong|incorrect|false|a\s{1,3}mistake|not\s{1,3}(?:right|correct|true))\b"
     r"(?!\s{1,3}(?:to|that)\b))",
@@ -97,7 +114,7 @@ def multiple_choice(submission: Submission) -> Verdict:
 
     The answer is read in the answer tags or the last box, else in the response behind the thinking: as a letter
     (``B``, ``(B)``, ``B.``, ``B) text``, ``\\text{B}``, ``Option B``), as the full text of a choice, or in a sentence
-    (``the answer is (B)``, ``Answer: B``, ``option B is correct``; at the end also ``It is B`` and ``So B``), of which
+    (``the answer is (B)``, ``answer: b``, ``my choice is B``, ``B is the answer``, ``答案是B``; at the end also ``It is B`` and ``So B``), of which
     the last counts. Letters are A to J, capitals save in brackets. No answer: ``A or B``, ``A B C D``, a letter that
     is a word (``A cat``), a label with another choice's text, an answer that is taken back (``B. Wait, no.``), and
     thinking that never ends.
@@ -152,13 +169,15 @@ def _last_statement(text: str, choices: Sequence[str]) -> tuple[int, str] | None
     found: list[tuple[int, str]] = []
     for head in deque(_HEAD.finditer(text), maxlen=MAX_STATEMENTS):
         tail = text[head.end() : head.end() + _TAIL_CHARS].lstrip()
-        if not _is_denied(text, head.start()) and (read := _read_tail(tail, choices)):
+        if not _is_denied(text, head.start()) and (read := _read_tail(tail, choices, head[0])):
             found.append((head.start(), read))
     for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
         if not _is_denied(text, match.start()):
             following = text[match.end() : match.end() + _TAIL_CHARS]
-            taken_back = _TAKEN_BACK.search(_SEPARATOR.sub("", following))
-            found.append((match.start(), _HEDGED if taken_back else match[1] or match[2]))
+            letter = match[1] or match[2]
+            another = _OR_ANOTHER.match(following)
+            doubted = _TAKEN_BACK.search(_SEPARATOR.sub("", following)) or (another and another[1] != letter)
+            found.append((match.start(), _HEDGED if doubted else letter))
     return max([*found, *_conclusions(text, max(found, default=None))], default=None)
 
 
@@ -178,14 +197,15 @@ def _is_denied(text: str, start: int) -> bool:
     return _DENIED.search(text[max(0, start - _DENIED_CHARS) : start]) is not None
 
 
-def _read_tail(tail: str, choices: Sequence[str]) -> str | None:
-    """What "the answer is" is followed by: a choice's text, or a letter that no other word claims."""
+def _read_tail(tail: str, choices: Sequence[str], head: str) -> str | None:
+    """What "the answer is" (``head``) is followed by: a choice's text, or a letter that no other word claims."""
     line = tail.partition("\n")[0]
     if by_text := _letter_of_text(line, choices) or _letter_of_text(re.split(r"[.;!]\s", line)[0], choices):
         return by_text
     match = _LETTER.match(tail)
     if match is None:
-        return None
+        small = _SMALL_LETTER.match(tail) if head.endswith((":", "：")) else None
+        return small and _letter_with(small[1].upper(), tail[small.end() :], choices)
     letter = (match[1] or match[2]).upper()
     following = tail[match.end() :]
     word = None if match[1] else _NEXT_WORD.match(following)
@@ -224,7 +244,7 @@ def _is_word(letter: str, label: str, following: str, choices: Sequence[str]) ->
 def _read_opening(line: str, choices: Sequence[str]) -> str | None:
     """The answer with which a response begins: ``B``, or ``Answer: B``."""
     head = _HEAD.match(line.lstrip(" *_"))
-    return _read_short(line, choices) or (_read_tail(line.lstrip(" *_")[head.end() :], choices) if head else None)
+    return _read_short(line, choices) or (_read_tail(line.lstrip(" *_")[head.end() :], choices, head[0]) if head else None)
 
 
 def _read_line(line: str, lines: Sequence[str], choices: Sequence[str]) -> str | None:

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.rewards.blank import is_blank
 
 
 @register("reward")
@@ -22,7 +23,7 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
     """1 if the text is exactly one reasoning block followed by exactly one answer block, else 0.
 
     ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks
-    stands once, and the answer is not blank. The reasoning may be empty: whether working pays is
+    stands once, and something can be seen in the answer (``rewards.blank``). The reasoning may be empty: whether working pays is
     for the accuracy reward to teach. Text before, between or after the blocks, repeated or reversed
     tags give 0.
 
@@ -38,7 +39,7 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
     _, _, rest = rest.partition(close_r)
     between, _, rest = rest.partition(open_a)
     answer, closed, after = rest.partition(close_a)
-    if not closed or not answer.strip():
+    if not closed or is_blank(answer):
         return 0.0
     return 0.0 if before.strip() or between.strip() or after.strip() else 1.0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.registry import register
 from posttrain.rewards import instructions_content, instructions_shape
+from posttrain.rewards.blank import is_blank
 from posttrain.rewards.grading import Submission, Verdict
 from posttrain.rewards.instruction_table import INSTRUCTIONS, read_arguments
 from posttrain.rewards.responses import tagged_response
@@ -39,7 +40,7 @@ def ifeval(submission: Submission) -> Verdict:
         return Verdict("ungraded", facts=NOTHING)
     arguments = submission.meta.get("kwargs") or [{}] * len(identifiers)
     response = tagged_response(submission.text)
-    if response is None or not response.strip():
+    if response is None or is_blank(response):
         return Verdict("no_answer", facts=NOTHING)
     strict = follow(identifiers, arguments, [response])
     loose = follow(identifiers, arguments, loose_variants(response))
@@ -60,7 +61,7 @@ def follow(
         UnknownWord: no such instruction.
         RecipeError: an instruction whose arguments do not fit.
     """
-    written = [variant for variant in dict.fromkeys(variants) if variant.strip()]
+    written = [variant for variant in dict.fromkeys(variants) if not is_blank(variant)]
     followed = []
     for identifier, given in zip(identifiers, arguments, strict=True):
         options = read_arguments(identifier, given)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from posttrain.registry import register
 from posttrain.rewards.grading import Submission, Verdict
+from posttrain.rewards.knights_lists import name_pattern, spell_out
 from posttrain.rewards.responses import answer_region
 
 MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
@@ -19,7 +20,7 @@ _DRESS = re.compile(r"[*_`$#{}]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[,;!]"
 # or the other role denied ("not a knave").
 _CLAIM = (
     r"\s{0,3}(?:(is\s{1,3}not\b|isn['’]t\b|can(?:not|['’]t)\s{1,3}be\b)|(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be)\b|"
-    r"->|[:=(→–—-])?\s{0,3}(?:(?:definitely|therefore|thus|also|clearly)\s{1,3})?(?:(?:an?|the)\s{1,3})?(knight|knave)\b"
+    r"->|[:=(→|–—-])?\s{0,3}(?:(?:definitely|therefore|thus|also|clearly)\s{1,3})?(?:(?:an?|the)\s{1,3})?(knight|knave)\b"
     r"((?:\s{0,3}[/,]\s{0,3}|\s{1,3}(?:or|and|and/or)\s{1,3})(?:(?:an?|the|also|maybe|possibly)\s{1,3}){0,3}"
     r"(?:knight|knave)\b)?"
     r"(?:[\s,;]{0,3}(?:and\s{1,3})?\bnot\s{1,3}(?:(?:an?|the)\s{1,3})?(?!\3)(?:knight|knave)\b)?"
@@ -29,6 +30,27 @@ _SUPPOSED = r"if|unless|whether|either|would|could|might|suppos\w*|assum\w*|says
 _DENIED = (
     r"not|\w{1,9}n['’]t|cannot|never|no(?!\.\s?\d)|none|neither|nor|doubt\w*|false\w*|untrue|wrong\w*|mistake\w*|incorrect\w*|"
     r"contradict\w*|impossible|absurd|unlikely|hardly|den(?:y|ies|ied)|refut\w*|reject\w*|disprov\w*|rule[sd]?\s{1,3}out"
+)
+# Sentences that take back the list above them: "Wait, no.", "No: the opposite.", "Just kidding."
+_TAKEN_BACK = re.compile(
+    r"(?:^|[.!?;\n])[\s*_(]{0,4}(?:(?:oh|but|ah|well|ok|okay|or|and|so|rather|in fact|actually|no)\b[,.:;!–—-]{0,3}\s{1,3}){0,3}(?:"
+    r"wait\b(?=\s{0,3}(?:[,.!:;…–—-]|$|no\b))|no\b[,.!:]{0,3}+\s{0,3}+(?=[.!]?\s{0,3}$|wait\b|sorry\b|that['’]s|it['’]s)|not[.!]{0,3}\s{0,3}$|hmm|"
+    r"sorry\b(?=\s{0,3}(?:[,.!:;]|$))|correction\b|scratch\s{1,3}that\b|never\s?mind\b|on\s{1,3}second\s{1,3}thoughts?\b|"
+    r"i\s{1,3}(?:was|am)\s{1,3}(?:wrong|mistaken|joking)\b|i\s{1,3}lied\b|(?:just\s{1,3})?kidding\b|"
+    r"i\s{1,3}take\s{1,3}(?:that|it|this|all)\b.{0,20}\bback\b|"
+    r"(?:(?:it|that)(?:['’]s|\s{1,3}is)\s{1,3})?(?:(?:exactly|quite|just|rather|maybe|perhaps)\s{1,3})?(?:vice\s{1,3}versa|"
+    r"the\s{1,3}(?:opposite|reverse|contrary|other\s{1,3}way\s{1,3}(?:a?round)))(?:\s{1,3}(?:is|holds|applies|was)\b[^.!?\n]{0,30})?"
+    r"\s{0,3}(?:[.!;)]|$))",
+    re.IGNORECASE,
+)
+# The line right below the list, where it is nothing else: in an explanation it may judge what somebody says.
+_JUDGED = re.compile(
+    r"\W{0,8}(?:(?:oh|but|ah|well|no|and|or)\b\W{1,4}){0,2}(?:"
+    r"(?:(?:all|everything|most)\s{1,3}(?:of\s{1,3})?)?(?:(?:that|this|it|these|those|the\s{1,3}(?:above|list))(?:\s{1,3}above)?)?"
+    r"(?:['’]s|\s{1,3}(?:is|was|are))\s{1,3}(?:all\s{1,3})?"
+    r"(?:wrong|incorrect|false|a\s{1,3}(?:mistake|lie|joke)|not\s{1,3}(?:right|correct|true))"
+    r"|(?:none|nothing)\s{1,3}of\s{1,3}(?:that|this|it|these|the\s{1,3}above)\s{1,3}is\s{1,3}(?:right|correct|true))\W{0,8}",
+    re.IGNORECASE,
 )
 _STATES_NOTHING = re.compile(rf"\b(?:{_SUPPOSED}|{_DENIED})\b", re.IGNORECASE)
 
@@ -42,7 +64,8 @@ def knights_and_knaves(submission: Submission) -> Verdict:
     that a name with two roles is wrong. Without these, the last lines of the response that state roles are read:
     upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose, report
     or deny ("if Zoey is a knight", "Zoey says", "it is false that") state nothing at all. A statement may be
-    repeated; a missing name, both roles, and "a knight or a knave" are wrong.
+    repeated; a missing name, both roles, and "a knight or a knave" are wrong, and a list that is taken back below
+    ("No: the opposite.") is no answer. Groups ("Knights: Zoey, Bob; knave: Jack") and Markdown tables are read, too.
 
     ``meta``: ``names``, and ``solution``, of which True is a knight. The fact ``people_right`` is the share of
     names that were called what they are.
@@ -75,20 +98,33 @@ def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str,
     pattern = _claims_about(tuple(names))
     known = {name.casefold(): name for name in names}
     roles: dict[str, bool | None] = {}
-    for line in reversed(_DRESS.sub("", text).splitlines()):
+    doubts: list[tuple[str, ...]] = []  # what "No, Zoey is a knave" says below the list
+    below = ""  # the line read before, with words on it
+    for line in reversed(spell_out(_DRESS.sub("", text), names)):
         # the words count beside the statements alone: a name may be such a word, and "is not a knave" is a statement
-        found = [] if _STATES_NOTHING.search(pattern.sub(" ", line)) else pattern.findall(line)
+        beside = pattern.sub(" ", line)
+        claims = pattern.findall(line)
+        if not roles and _TAKEN_BACK.search(beside):
+            if not claims:
+                return {}
+            doubts.extend(claims)
+            continue
+        found = [] if _STATES_NOTHING.search(beside) else claims
+        if found and not roles and _JUDGED.fullmatch(below):
+            return {}
         ends = not found and bool(roles) and (bool(line.strip()) or len(roles) == len(names))
         if ends and not all_lines:
             break
+        below = line if line.strip() else below
         for name, denied, role, second in found:
             is_knight = (role.casefold() == "knight") != bool(denied)
             key = known[name.casefold()]
             agrees = not second and roles.get(key, is_knight) is is_knight
             roles[key] = is_knight if agrees else None
-    return roles
+    kept = all(roles.get(known[name.casefold()]) is ((role.casefold() == "knight") != bool(d)) for name, d, role, _ in doubts)
+    return roles if kept else {}
 
 
 @lru_cache(maxsize=256)  # a puzzle is graded many times in a row
 def _claims_about(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w)({'|'.join(re.escape(name) for name in names)})(?!\w){_CLAIM}", re.IGNORECASE)
+    return re.compile(f"({name_pattern(names)}){_CLAIM}", re.IGNORECASE)

@@ -7,11 +7,14 @@ name (``x = 3`` and ``3``), the parentheses of a list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
-from posttrain.rewards.answers import Quantity, canonical_unit, same_quantity, without_spaces
+from posttrain.rewards.answers import Quantity, same_quantity, without_spaces
 from posttrain.rewards.math_notation import unify
 from posttrain.rewards.math_reading import (
     BasedNumber,
@@ -28,9 +31,12 @@ from posttrain.rewards.math_reading import (
     undress,
 )
 from posttrain.rewards.math_relations import Statement, resolve
-from posttrain.rewards.math_values import parse_latex, rational, same_ratio, same_value
+from posttrain.rewards.math_values import constant_ratio, is_near, parse_latex, rational, same_value
+from posttrain.rewards.units import canonical_unit
 
-_EMPTY = ("\\emptyset", "\\{\\}", "")
+_UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
+_PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
 def compare_answers(item: Sequence[Any]) -> bool:
@@ -73,7 +79,7 @@ class Comparison:
         if isinstance(gold, BasedNumber) or isinstance(given, BasedNumber):
             return gold == given
         if isinstance(gold, Words) or isinstance(given, Words):
-            return _letters(gold) == _letters(given) != ""
+            return "" not in (_letters(gold), _letters(given)) and _letters(gold) == _letters(given)
         if isinstance(gold, Number) and isinstance(given, Number):
             return self.same_number(gold.quantity, given.quantity)
         return _same_expression(gold, given)
@@ -95,7 +101,7 @@ class Comparison:
         if not (isinstance(gold, Collection) and isinstance(given, Collection)):
             return self._same_single(gold, given)
         kinds = (gold.opening, given.opening)
-        if set(kinds) <= {"", "{"}:
+        if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
             if kinds == ("", "") and _names_differ(gold, given):
                 return self._same_ordered(gold.items, given.items)
             return self._same_unordered(gold.items, given.items)
@@ -107,15 +113,18 @@ class Comparison:
         return brackets and self._same_ordered(gold.items, given.items)
 
     def _same_single(self, gold: Form, given: Form) -> bool:
-        """A collection and something else: a set of one value is that value, 1:2 is 1/2."""
+        """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
         collection, other = (gold, given) if isinstance(gold, Collection) else (given, gold)
         assert isinstance(collection, Collection)
         if collection.opening == ":" and len(collection.items) == 2:
             whole = isinstance(other, Number) and other.quantity.value.denominator == 1
             return not whole and _same_expression(gold, given)
         if collection.opening == "{" and len(collection.items) <= 1:
-            return self.same(collection.items[0], other) if collection.items else _letters(other) in _EMPTY
-        return False
+            return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
+        first, *others = collection.items
+        if collection.opening or not any(one != first for one in others):
+            return False
+        return self.same(first, other) and all(self.same(first, one) for one in others)
 
     def _same_relation(self, gold: Form, given: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
@@ -123,8 +132,24 @@ class Comparison:
         said = [one.said if one is not None else form for one, form in ((left, gold), (right, given))]
         names = [one.name for one in (left, right) if one is not None and one.name]
         if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
-            return True
+            return all(self._holds(one) for one in (left, right) if one is not None)
         return left is not None and right is not None and self._same_chain(left, right)
+
+    def _holds(self, statement: Statement) -> bool:
+        """Whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may round the one before it.
+
+        What has no known value (words, digits with a base, other units, an integral) does not count against it.
+        """
+        if set(statement.operators) != {"="}:
+            return True
+        for one, other in pairwise(statement.sides):
+            if not (_has_value(one) and _has_value(other)):
+                continue
+            forms = read_form(one), read_form(other)
+            units = {canonical_unit(_unit_of(form)) for form in forms} - {""}
+            if len(units) < 2 and not self.same(*forms) and not _rounds(one, other):
+                return False
+        return True
 
     def _same_chain(self, gold: Statement, given: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
@@ -133,8 +158,8 @@ class Comparison:
         pairs = list(zip(gold.sides, given.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
-        sign = same_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, given)))
-        return sign > 0 or (sign < 0 and gold.operators[0] in ("=", "!="))
+        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, given)))
+        return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
 
 
 def _is_set(form: Form) -> bool:
@@ -165,10 +190,34 @@ def _names(collection: Collection) -> set[str]:
     return {name for item in collection.items if isinstance(item, Relation) and (name := resolve(item).name)}
 
 
+def _is_empty_set(form: Form) -> bool:
+    return isinstance(form, Expression) and form.latex.strip() == "\\emptyset" and not form.unit
+
+
+def _has_value(side: str) -> bool:
+    """Whether a side of an equation is a constant that can be evaluated soon."""
+    if _UNCHECKED.search(side):
+        return False
+    try:
+        form = read_form(side)
+        return isinstance(form, Number) or not _value_of(form).free_symbols
+    except NotUnderstood:
+        return False
+
+
+def _rounds(exact: str, rounded: str) -> bool:
+    """Whether the second is a decimal that the first rounds to: 0.33 and 1/3."""
+    decimal = _DECIMAL.fullmatch(rounded.replace(" ", ""))
+    if decimal is None:
+        return False
+    half = Fraction(1, 2 * 10 ** len(decimal[1]))
+    return is_near(_value_of(read_form(exact)), rational(Fraction(decimal[0])), half)
+
+
 def _letters(form: Form) -> str:
     """A form in words or letters, without blanks; empty for everything else."""
     if isinstance(form, Words):
-        return "".join(character for character in form.text if character.isalnum())
+        return _PUNCTUATION.sub("", form.text)
     return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
 
 

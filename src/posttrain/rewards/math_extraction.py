@@ -7,8 +7,9 @@ linear in the length of the text.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from posttrain.rewards.answers import Box, find_boxes, last_boxed, last_number
+from posttrain.rewards.answers import Box, find_boxes, last_boxed, last_number, parse_quantity
 from posttrain.rewards.responses import final_response
 
 MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
@@ -84,7 +85,7 @@ def _read_tags(response: str, extracted: str | None) -> str | None:
     if not answer:
         return None
     if (boxes := read_boxes(answer)) is not None:
-        return boxes[0] or None
+        return boxes.joined or None
     introduced = _INTRODUCTION.match(answer)
     return answer[introduced.end() :].strip() or None if introduced else answer
 
@@ -94,7 +95,8 @@ def read_solution(text: str) -> str | None:
     tail = text[-MAX_TAIL_CHARS:]
     boxes = read_boxes(text)
     if boxes is not None:
-        return _read_phrase(_FINAL, text[boxes[1] :][-MAX_TAIL_CHARS:]) or boxes[0] or None
+        final = _read_phrase(_FINAL, text[boxes.end :][-MAX_TAIL_CHARS:])
+        return (final if final is not None and _states_value(final) else boxes.joined) or None
     stated = _read_phrase(_PHRASE, tail)
     if stated is not None:
         return stated
@@ -104,8 +106,24 @@ def read_solution(text: str) -> str | None:
     return _last_value(_HOPE.sub(" ", tail)) or whole[-MAX_TAIL_CHARS:]
 
 
-def read_boxes(text: str) -> tuple[str, int] | None:
-    """The last box, with those before it that "and" or a comma joins to it, and where it ends; None without any."""
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """The contents of boxes that make one answer, and where the last of them ends."""
+
+    contents: tuple[str, ...]
+    end: int
+
+    @property
+    def joined(self) -> str:
+        """The answer: the contents with commas between them."""
+        return ", ".join(self.contents)
+
+
+def read_boxes(text: str) -> Boxes | None:
+    """The last box, with those before it that "and" or a comma joins to it; None without any.
+
+    Of boxes with the same number or text one is kept.
+    """
     boxes = find_boxes(text)
     if not boxes:
         return None
@@ -113,7 +131,9 @@ def read_boxes(text: str) -> tuple[str, int] | None:
     while first and _joined(text, boxes[first - 1], boxes[first]):
         first -= 1
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
-    return ", ".join(dict.fromkeys(contents)), boxes[-1].end + 1
+    if len(contents) > 1:
+        contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
+    return Boxes(tuple(contents), boxes[-1].end + 1)
 
 
 def _joined(text: str, one: Box, other: Box) -> bool:
@@ -128,6 +148,11 @@ def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
         if found and (answer := _read_statement(part[found[-1].end() :])) is not None:
             return answer
     return None
+
+
+def _states_value(statement: str) -> bool:
+    """Whether a statement is no mere prose ("positive, because ...")."""
+    return any(character.isdigit() or character == "\\" for character in statement) or not _WORD.search(statement)
 
 
 def _read_statement(text: str) -> str | None:

@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.rewards.answers import CONNECTIVES, Quantity, is_known_unit, parse_quantity
+from posttrain.rewards.answers import Quantity, parse_quantity
 from posttrain.rewards.math_notation import unify
+from posttrain.rewards.units import is_known_unit, is_unit
 
 MAX_DEPTH = 30
 MAX_ITEMS = 64
@@ -19,8 +20,11 @@ _TOKENS = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+|\\
 _LEVELS = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in", "\\approx": "~"}
 _SEPARATORS = (",", ";", "and", "or", "\\text{and}", "\\text{or}", "\\text{, and}", "\\text{, or}", "\\text{,}")
-_MATRIX = re.compile(r"\\begin\{([bp]?matrix)\}([\s\S]*)\\end\{\1\}")
+_MATRIX = re.compile(r"\\begin\{([bp]?matrix|cases)\}([\s\S]*)\\end\{\1\}")
+_CONDITION = re.compile(r"(?<![\\A-Za-z])(?:if|for|when|where|whenever|is)(?![A-Za-z])", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'/-]*")
+_CALCULATION = re.compile(r"(?<![A-Za-z]{4})[-/](?![A-Za-z]{4})")  # x-y and a/b are no words; x-axis is
 _TEXT_ONLY = re.compile(r"\\text\{([^{}]*)\}\.?")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*_\{(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve)\}?\}")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
@@ -77,7 +81,7 @@ class Collection:
     """Several values.
 
     ``opening`` and ``closing``: the brackets of a tuple or an interval, ``{`` and ``}`` of a set, ``:`` of a ratio,
-    empty of a bare list.
+    empty of a bare list, ``cases`` of pairs (value, condition).
     """
 
     opening: str
@@ -210,16 +214,18 @@ def _read_simple(text: str, depth: int) -> Form | None:
         if "," in inner or _CLOCK.fullmatch(inner):
             return read_form(inner, depth + 1)
         return Words(" ".join(inner.casefold().split()))
-    if _WORDS.fullmatch(text) and len(text) > 2 and not set(text.split()) & {"and", "or"}:
-        return Words(" ".join(text.casefold().split()))
-    return None
+    if len(text) <= 2 or not _WORDS.fullmatch(text) or _CALCULATION.search(text) or set(text.split()) & {"and", "or"}:
+        return None
+    return Words(" ".join(text.casefold().split()))
 
 
 def _read_list(items: list[str], text: str, depth: int) -> Form:
     """A bare list; ``n = 1, 2, 3`` is a relation with a list on its right."""
+    if not items:
+        raise NotUnderstood("separators alone")
     if len(items) == 1:
         return read_form(items[0], depth + 1)
-    sides, operators = split(items[0], _RELATIONS) if items else ([], [])
+    sides, operators = split(items[0], _RELATIONS)
     if operators == ["="] and not any(split(item, _RELATIONS)[1] for item in items[1:]):
         return Relation((sides[0], text.partition("=")[2].strip()), ("=",))
     forms = tuple(read_form(item, depth + 1) for item in items)
@@ -250,7 +256,9 @@ def _read_bracketed(text: str, depth: int) -> Form | None:
         raise NotUnderstood("a brace and a bracket")
     inner = text[len(opening) : -len(closing)].strip()
     if opening == "\\{":
-        items, _ = split(inner, _SEPARATORS)
+        items, separators = split(inner, _SEPARATORS)
+        if separators and not any(items):
+            raise NotUnderstood("separators alone")
         return Collection("{", "}", _flatten([read_form(item, depth + 1) for item in items if item]))
     items, separators = split(inner, (",", ";"))
     if not separators:
@@ -261,11 +269,27 @@ def _read_bracketed(text: str, depth: int) -> Form | None:
 
 
 def _read_matrix(text: str, depth: int) -> Form | None:
+    """A matrix; of ``cases`` with a condition each the pairs, of other ``cases`` the list."""
     match = _MATRIX.fullmatch(text)
     if match is None or "\\begin{" in match[2]:
         return None
-    rows = [row for row in split(match[2], ("\\\\",))[0] if row]
-    return Matrix(tuple(tuple(read_form(cell, depth + 1) for cell in split(row, ("&",))[0]) for row in rows), text)
+    rows = [split(row, ("&",))[0] for row in split(match[2], ("\\\\",))[0] if row]
+    if not rows:
+        raise NotUnderstood("an environment without rows")
+    if match[1] != "cases":
+        return Matrix(tuple(tuple(read_form(cell, depth + 1) for cell in row) for row in rows), text)
+    cells = [[form for cell in row if (form := _read_cell(cell, depth)) is not None] for row in rows]
+    if {len(row) for row in cells} == {1}:
+        return Collection("", "", tuple(row[0] for row in cells))
+    return Collection("cases", "cases", tuple(Collection("(", ")", tuple(row)) for row in cells))
+
+
+def _read_cell(text: str, depth: int) -> Form | None:
+    """A value or a condition, without the words that introduce a condition. None of an empty cell."""
+    bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
+    if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:
+        return Words(" ".join(bare.casefold().split()))
+    return read_form(bare, depth + 1) if bare else None
 
 
 def _read_expression(text: str, depth: int) -> Form:
@@ -291,7 +315,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     if (match := _DEGREES.search(text)) and not _ANGLE_FUNCTION.search(text):
         return "°", text[: match.start()]
     match = _UNIT_TEXT.search(text)
-    known = match is not None and not {word.lower() for word in match[1].split()} & CONNECTIVES
+    known = match is not None and is_unit(match[1])
     if match is None and (match := _UNIT_WORDS.search(text)):
         known = all(is_known_unit(word) for word in re.split(r"[ /-]", match[1]))
     if match is None or not known or not match.start():

@@ -19,6 +19,7 @@ _SUBSCRIPT = re.compile(r"_\{[^{}]*\}|_\w|\\prime|\^\{-1\}")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|rho|sigma|omega|angle)")
 _ARGUMENTS = re.compile(r"(?<=[A-Za-z}])\s*\([^()]*\)")
 _NAME = re.compile(r"[A-Za-z(){}|,:/ \[\]]+")
+_NEGATION = re.compile(r"(?<![A-Za-z])(?:not|no|non|never|neither|none)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _BOUND = re.compile(r"\\(?:lim|sum|int|prod)(?![A-Za-z])|\\begin\{[vV]matrix\}")
 _FLIPPED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
@@ -61,7 +62,8 @@ def resolve(relation: Relation) -> Statement:
         elif _BOUND.search(sides[0]) or all(map(_is_constant, sides)):
             said = read_form(sides[-1])
     elif operators == ("in",):
-        name, said = plain_name(sides[0]), read_form(sides[1])
+        if is_name(sides[0]):
+            name, said = plain_name(sides[0]), read_form(sides[1])
     else:
         name, said = _read_inequality(sides, operators)
     return Statement(name, said, sides, operators)
@@ -75,6 +77,8 @@ def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[s
     place = operators.index("~")
     if place < len(operators) - 1:
         raise NotUnderstood("an approximation in the middle")
+    if not sides[-1]:
+        raise NotUnderstood("an empty side")
     if place == 0 and (is_name(sides[0]) or not sides[0]):
         return tuple(side for side in sides[:2] if side), ("=",)
     return sides[: place + 1], operators[:place]
@@ -84,6 +88,8 @@ def is_name(text: str) -> bool:
     """``x``, ``f(x)``, ``x_{1}``, ``AB``, ``\\angle ABC``, ``(p,q)``, ``\\frac{NO}{BO}``: letters, no calculation."""
     bare = _ARGUMENTS.sub("", _SUBSCRIPT.sub("", text))
     rest = _COMMAND.sub("", bare)
+    if _NEGATION.search(rest):
+        return False
     has_letter = re.search(r"[A-Za-z]", rest) or _GREEK.search(bare)
     return has_letter is not None and (not rest or _NAME.fullmatch(rest) is not None)
 

@@ -1,15 +1,15 @@
-"""Whether two mathematical expressions have the same value. The only place where sympy works.
+"""Whether two mathematical expressions have the same value. Here and in ``math_points`` sympy works.
 
-LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it
-gives is compared by number: both sides are evaluated at the same points, exactly enough to tell integers of thousands
-of digits apart. Expressions that differ are so refuted at the first point; simplification, which may take for ever,
-is not needed. Runs in the worker processes of ``rewards.math``, because even reading and evaluating may hang.
+LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
+compared by number: both sides are evaluated at the same points (``math_points``), exactly enough to tell integers of
+thousands of digits apart. Expressions that differ are so refuted at the first point; simplification, which may take for
+ever, is not needed. Runs in the worker processes of ``rewards.math``, because even reading and evaluating may hang.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -22,23 +22,19 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 
 from posttrain.rewards.answers import parse_quantity
+from posttrain.rewards.math_points import CLOSE_DIGITS, DIGITS, PointComparison, number_at
 from posttrain.rewards.math_reading import NotUnderstood
 
-DIGITS = 60  # of an evaluation; more for large numbers
-CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
 MAX_MAGNITUDE = 5000  # digits before the decimal point of the largest number that is compared
-MAX_CANCELLED_DIGITS = 400
-BITS_PER_DIGIT = 3  # a little less than log2(10)
 MAX_LATEX_CHARS = 1000
 MAX_NESTING = 10  # of brackets: reading takes time that grows with their depth, evaluating even doubles with each
 MAX_POWERS = 2  # a^{b^c} is a number that can be compared, a^{b^{c^d}} is none; likewise for subscripts
-NUM_POINTS = 4  # that must agree
 _CONFIG = ConversionConfig(lowercase_symbols=False)
 # Two numbers with nothing between them are no product; a^b^c, n!! and many bars are read differently by everyone.
 _AMBIGUOUS = re.compile(r"\d\s+\d|\^\{[^{}]*\}\s*\^|!\s*\)*\s*!|(?:\|[^|]*){13}")
+_ANGLE = re.compile(r"\\angle\s*\{?\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z])\s*\}?")
 _BRACKETS = re.compile(r"\\.|[\^_]\{|[{}()\[\]]")
 _OPERATIONS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89)
 
 
 def rational(value: Fraction) -> Any:
@@ -96,7 +92,7 @@ def parse_latex(latex: str) -> Any:
     if len(latex) > MAX_LATEX_CHARS or _AMBIGUOUS.search(latex) or _is_too_deep(latex):
         raise NotUnderstood("too long, too deep, or ambiguous")
     try:
-        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(latex)
+        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, latex))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # the parser raises plain Exception for what it does not know
@@ -104,6 +100,12 @@ def parse_latex(latex: str) -> Any:
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
     return _as_variables(parsed)
+
+
+def _as_symbol(angle: re.Match[str]) -> str:
+    """One symbol for ``\\angle ABC`` and ``\\angle CBA``; as a product ``\\angle BAC`` would be the same."""
+    one, other = sorted((angle[1], angle[3]))
+    return rf"\varpi_{{{one}{angle[2]}{other}}} "
 
 
 def _is_too_deep(latex: str) -> bool:
@@ -141,8 +143,8 @@ def same_value(left: Any, right: Any) -> bool:
         raise NotUnderstood(type(error).__name__) from error
 
 
-def same_ratio(left: Any, right: Any) -> int:
-    """The sign of left / right where that is one and the same real number everywhere, else 0.
+def constant_ratio(left: Any, right: Any) -> Any | None:
+    """left / right as a complex number of mpmath's where that is the same everywhere, else None.
 
     The equations ``left = 0`` and ``right = 0`` are then the same. Both must have the same variables, at least one.
 
@@ -155,6 +157,25 @@ def same_ratio(left: Any, right: Any) -> int:
         raise
     except Exception as error:  # sympy raises what it likes on what it cannot do
         raise NotUnderstood(type(error).__name__) from error
+
+
+def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
+    """Whether two constants differ by at most ``tolerance``.
+
+    Raises:
+        NotUnderstood: sympy cannot work with them.
+    """
+    try:
+        values = [number_at(_evaluated(side), {}, DIGITS) for side in (left, right)]
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # sympy raises what it likes on what it cannot do
+        raise NotUnderstood(type(error).__name__) from error
+    if values[0] is None or values[1] is None:
+        return False
+    with mpmath.workdps(DIGITS):
+        limit = mpmath.mpf(tolerance.numerator) / tolerance.denominator
+        return bool(abs(values[0] - values[1]) <= limit + mpmath.mpf(10) ** -CLOSE_DIGITS)
 
 
 def _evaluated(parsed: Any) -> Any:
@@ -175,81 +196,31 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _same_at_points(left: Any, right: Any) -> bool:
-    """Agreement at ``NUM_POINTS`` points where both are defined; a difference at any of them decides.
-
-    Points where both are real come first, because that is what school mathematics means: √x·√x = x.
-    """
+    """Agreement at all points that count, and at enough of them; see ``math_points``."""
     names = sorted(left.free_symbols | right.free_symbols, key=str)
-    with_imaginary_unit = left.has(sympy.I) or right.has(sympy.I)
-    num_real = num_complex = 0
-    for point in _points(names):
-        values = _number(left, point, DIGITS), _number(right, point, DIGITS)
-        if values[0] is None or values[1] is None:
-            continue
-        real = [not value.imag for value in values]
-        if real[0] != real[1] and not with_imaginary_unit and names:
-            continue  # outside of the domain of one of them
-        if not _close(left, right, values, point):
+    comparison = PointComparison(left, right, names)
+    for point, values in comparison:
+        if not _close(comparison.left, comparison.right, values, point):
             return False
-        num_real, num_complex = num_real + all(real), num_complex + (not all(real))
-        if not names or num_real >= NUM_POINTS or (with_imaginary_unit and num_real + num_complex >= NUM_POINTS):
-            return True
-    return num_real >= 2 or num_complex >= NUM_POINTS
+    return comparison.is_decided
 
 
-def _constant_ratio(left: Any, right: Any) -> int:
+def _constant_ratio(left: Any, right: Any) -> Any | None:
     if left.free_symbols != right.free_symbols or not left.free_symbols:
-        return 0
+        return None
+    comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
     first: Any = None
-    agreed = 0
-    for point in _points(sorted(left.free_symbols, key=str)):
-        values = _number(left, point, DIGITS), _number(right, point, DIGITS)
+    for _, values in comparison:
         if not values[0] or not values[1]:
-            continue  # not defined, or zero
+            return None  # one holds where the other does not
         with mpmath.workdps(DIGITS):
             ratio = values[0] / values[1]
-            if ratio.imag or (first is not None and abs(ratio / first - 1) > mpmath.mpf(10) ** -CLOSE_DIGITS):
-                return 0
-        first, agreed = ratio, agreed + 1
-    return int(mpmath.sign(first.real)) if agreed >= NUM_POINTS else 0
-
-
-def _points(names: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    """Values of the variables: between 0 and 1, above 1, below 0, mixed, whole numbers (for n in an exponent)."""
-    for number in range(3 * NUM_POINTS if names else 1):
-        yield {name: _coordinate(number, place) for place, name in enumerate(names)}
-
-
-def _coordinate(number: int, place: int) -> Any:
-    """The value of variable ``place`` at point ``number``."""
-    kind = number % 6
-    low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
-    if kind == 5:
-        return sympy.Integer(2 + number + place)
-    value = sympy.Rational(low, high) if kind in (0, 2) else sympy.Rational(high, low)
-    return -value if kind in (2, 3) or (kind == 4 and place % 2) else value
-
-
-def _number(expression: Any, point: dict[Any, Any], digits: int) -> Any:
-    """The complex number at a point, as mpmath's. None where it is not defined, or cancels too far to be known.
-
-    What cancels to less than 10^-50, and further than 400 digits show, is 0.
-    """
-    value = expression.evalf(digits, subs=point, maxn=digits + MAX_CANCELLED_DIGITS)
-    if not value.is_number or not value.is_finite:
-        return None
-    parts = []
-    with mpmath.workdps(digits):
-        for part in value.as_real_imag():
-            if not (part.is_Float or part.is_Rational):
+            if first is not None and abs(ratio / first - 1) > mpmath.mpf(10) ** -CLOSE_DIGITS:
                 return None
-            number = part._to_mpmath(mpmath.mp.prec)
-            if part.is_Float and part._prec < CLOSE_DIGITS * BITS_PER_DIGIT:  # lost to cancellation
-                if abs(number) > mpmath.mpf(10) ** -CLOSE_DIGITS:
-                    return None
-                number = mpmath.mpf(0)
-            parts.append(number)
-        return mpmath.mpc(*parts)
+            if abs(ratio.imag) <= abs(ratio.real) * mpmath.mpf(10) ** -CLOSE_DIGITS:
+                ratio = mpmath.mpc(ratio.real)
+        first = ratio
+    return first if comparison.is_decided else None
 
 
 def _close(left: Any, right: Any, values: Sequence[Any], point: dict[Any, Any]) -> bool:
@@ -261,7 +232,7 @@ def _close(left: Any, right: Any, values: Sequence[Any], point: dict[Any, Any]) 
         return False
     if magnitude <= DIGITS - CLOSE_DIGITS:
         return True
-    again = [_number(side, point, DIGITS + magnitude) for side in (left, right)]
+    again = [number_at(side, point, DIGITS + magnitude) for side in (left, right)]
     return again[0] is not None and again[1] is not None and _agree(again, 0)
 
 

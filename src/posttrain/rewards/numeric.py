@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.rewards.answers import parse_quantity, same_answer, same_text
+from posttrain.rewards.blank import is_blank
 from posttrain.rewards.grading import Submission, Verdict
+
+_INTRODUCTION = re.compile(
+    r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
+    re.IGNORECASE,
+)
 
 
 @register("grader")
@@ -16,7 +23,7 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
-    words, ``a/b``, mixed numbers; see ``rewards.answers``). A gold answer that is no number is compared as
+    words, ``a/b``, mixed numbers; see ``rewards.answers``), maybe behind "the answer is". A gold answer that is no number is compared as
     text. Fast, and linear in the length of the text.
 
     Args:
@@ -24,9 +31,11 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """
     if submission.answer is None:
         return Verdict("ungraded")
-    if submission.extracted is None:
+    if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
-    return Verdict("right" if same_answer(submission.answer, submission.extracted, tolerance) else "wrong")
+    introduced = _INTRODUCTION.match(submission.extracted)
+    stated = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
+    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in stated) else "wrong")
 
 
 @register("grader")
@@ -37,7 +46,7 @@ def exact(submission: Submission) -> Verdict:
     """
     if submission.answer is None:
         return Verdict("ungraded")
-    if submission.extracted is None:
+    if submission.extracted is None or is_blank(submission.extracted):
         return Verdict("no_answer")
     return Verdict("right" if same_text(submission.answer, submission.extracted) else "wrong")
 

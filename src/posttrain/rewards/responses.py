@@ -7,6 +7,7 @@ of the text.
 from __future__ import annotations
 
 from posttrain.rewards.answers import last_boxed, last_number
+from posttrain.rewards.blank import is_blank
 from posttrain.rewards.grading import Submission
 
 _THINKING = ("think", "reasoning")
@@ -47,10 +48,11 @@ def answer_region(submission: Submission) -> tuple[str, bool] | None:
         marked = submission.extracted
     if marked is not None:
         return marked, True
-    return (response, False) if response.strip() else None
+    return None if is_blank(response) else (response, False)
 
 
 def _between_tags(response: str) -> str | None:
     _, opened, rest = response.partition("<answer>")
     inner, closed, _ = rest.partition("</answer>")
-    return inner.rpartition("<answer>")[2].strip() or None if opened and closed else None
+    answer = inner.rpartition("<answer>")[2].strip()
+    return None if is_blank(answer) or not (opened and closed) else answer

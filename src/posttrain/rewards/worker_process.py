@@ -3,8 +3,7 @@
 This module is all that the process imports besides the function's own module, so it must stay light. It is
 started by ``workers`` in a fresh interpreter. Messages are JSON with a length in front, both ways.
 
-From the parent: first the settings (``target``, ``cpu_seconds``, ``wall_seconds``, ``memory_bytes``), then any
-number of ``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
+From the parent: first the settings (``target`` and what ``workers.Limits`` holds), then any number of ``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
 ``{"number": n, "value": ...}`` or ``{"number": n, "crash": reason}``; ``"last": true`` says that the process ends
 with this answer.
 """
@@ -24,6 +23,7 @@ from typing import Any
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
 MAX_REASON_CHARS = 300
 HEADER = struct.Struct(">I")
+STATM = "/proc/self/statm"
 
 # Modules of Python that compile text of their own while other modules are imported.
 _COMPILERS = frozenset(
@@ -31,7 +31,7 @@ _COMPILERS = frozenset(
      "importlib._bootstrap_external")
 )  # fmt: skip
 _REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "tempfile.", "pty.", "ftplib.", "http.", "urllib.", "smtplib.",
-            "webbrowser.", "sqlite3.", "pickle.", "code.__new__")  # fmt: skip
+            "webbrowser.", "sqlite3.", "pickle.", "ctypes.", "code.__new__")  # fmt: skip
 _PERMITTED = ("os.listdir", "os.scandir")  # an import looks for its file
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -52,7 +52,7 @@ def main() -> None:
     except (ImportError, AttributeError) as error:
         _send(results, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
-    _refuse_effects()
+    _refuse_effects(settings["compiles"])
     size = _address_space()
     _send(results, {"ready": True})
     while (items := _receive(requests)) is not None:
@@ -132,26 +132,32 @@ def _limit_memory(num_bytes: int | None) -> None:
 def _address_space() -> int:
     """Bytes of address space of this process; 0 where the system does not say (there is no memory limit then)."""
     try:
-        with open("/proc/self/statm", "rb") as file:
+        with open(STATM, "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
     except FileNotFoundError:
         return 0
 
 
-def _refuse_effects() -> None:
+def _refuse_effects(compiles: bool) -> None:
     """From here on nothing is executed as code that was not a file before, and nothing is written or started.
 
     Answers are data. They are read by a grammar and never evaluated; this holds the line once more, also for what
-    a library might do with them. It is no sandbox against machine code.
+    a library might do with them. Where the function ``compiles`` text, what it runs still has none of these effects,
+    and reads no files but those that an import could. It is no sandbox against machine code.
     """
+    readable = tuple(os.path.realpath(place) + os.sep for place in (*sys.path, sys.prefix, sys.base_prefix))
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
-            if sys._getframe(1).f_globals.get("__name__") not in _COMPILERS:
+            if not compiles and sys._getframe(1).f_globals.get("__name__") not in _COMPILERS:
                 raise PermissionError("a worker compiles no text")
         elif event == "open":
             if _opens_to_write(arguments):
                 raise PermissionError("a worker writes no files")
+            path = arguments[0]
+            if compiles and isinstance(path, str | bytes) and path != STATM:
+                if not os.path.realpath(os.fsdecode(path)).startswith(readable):
+                    raise PermissionError("a worker reads no files but Python's")
         elif event.startswith(_REFUSED) and event not in _PERMITTED:
             raise PermissionError(f"a worker does no {event}")
 

@@ -1,7 +1,8 @@
 """A pool of worker processes that can be killed: for functions that may hang, or eat all memory, on some inputs.
 
 A worker is a fresh interpreter (no fork, so no threads, locks or device state of the parent come along) that
-imports one function and answers items, one by one. Items and results are JSON over pipes; nothing is pickled.
+imports one function and answers items, one by one. Items and results are JSON over pipes; nothing is pickled. It has
+none of the parent's environment, where keys and passwords may stand, and an empty folder of its own to be in.
 
 Limits. What counts is the CPU time that a worker spends on an item, measured by the kernel in the worker
 (``ITIMER_PROF``). Its signal keeps its default action, so that the kernel ends the process even in the middle of a
@@ -21,9 +22,11 @@ import atexit
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -41,6 +44,10 @@ MAX_ATTEMPTS = 2
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 READ_BYTES = 65536
+# All that a worker sees of the environment. Hashes are seeded alike: the order in which a set is walked is then no
+# source of different verdicts. Where the loader's names are set, the interpreter may not start without them.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_FOR_THE_LOADER = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONHOME")
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rewards.worker_process import main; main()"
 )
@@ -52,11 +59,13 @@ class Limits:
 
     ``cpu_seconds``: computing time. ``wall_seconds``: elapsed time; keep it far above the first, or the load of the
     machine decides. ``memory_bytes``: growth of the address space (Linux; elsewhere there is no such limit).
+    ``compiles``: whether the function may turn text into code (``eval``); all other effects stay refused.
     """
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 60.0
     memory_bytes: int = 512 * 2**20
+    compiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +241,17 @@ class _Worker:
     """One process with its pipes and the items that were given to it and not answered yet."""
 
     def __init__(self, target: str, limits: Limits) -> None:
-        # Hashes seeded alike: the order in which a set is walked is then no source of different verdicts.
-        environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            self.folder = tempfile.mkdtemp(prefix="posttrain-worker-")
+        except OSError as error:
+            raise RunFailure(f"a worker process needs an empty folder, and none can be made: {error}") from None
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps(sys.path)],
+            [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            cwd=self.folder,
+            env=_ENVIRONMENT | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
             start_new_session=True,  # Ctrl-C in the terminal is not sent to it
         )
         assert self.process.stdin is not None
@@ -309,6 +321,7 @@ class _Worker:
         if "number" not in answer:
             self.ready, self.failure = "ready" in answer, str(answer.get("failed", ""))
             self.deadline = None
+            self._remove_folder()  # the process stays in it: nothing can be put there, and nothing is left behind
             return True
         if not self.given or self.given[0] != answer["number"] or not {"value", "crash"} & set(answer):
             return False
@@ -333,11 +346,15 @@ class _Worker:
     def end(self) -> int:
         """Wait for its end and close the pipes; the exit code, negative for a signal."""
         self.let_go()
+        self._remove_folder()
         try:
             return self.process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:  # it closed its pipe and runs on
             self.process.kill()
             return self.process.wait()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def let_go(self) -> None:
         """Close the pipes."""

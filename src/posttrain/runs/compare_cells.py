@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +19,11 @@ from typing import Any, Literal
 from posttrain.consent import consent_options
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.evals.report_panels import evaluation_points
+from posttrain.runs.children import Child, end_children, start_child, threads_per_child
 from posttrain.runs.compare import Cell, Plan
-from posttrain.runs.directory import RunDirectory, is_live, lock_run
+from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.launch import stop_on_signals
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import remove_leftovers, replace_file, storage_errors
 from posttrain.store.links import refuse_links
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
@@ -34,7 +34,6 @@ Standing = Literal["new", "unfinished", "finished"]
 POLL_SECONDS = 0.5
 INTERRUPTED = 130
 NUM_CONFLICTS_SHOWN = 3
-PATIENCE_SECONDS = 10.0
 MIN_SHARE_DONE = 0.03
 
 
@@ -53,10 +52,7 @@ class _Work:
     """A cell in progress."""
 
     cell: Cell
-    process: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
-    started: float
+    child: Child
     first_step: int
     num_evaluations: int
     metrics_bytes: int = -1
@@ -121,6 +117,7 @@ def prepare_folder(plan: Plan) -> None:
                 f"{folder}: this folder holds something else than a comparison. Nothing was changed; "
                 "choose another name with --run NAME"
             )
+    refuse_live_folder(folder)
     standings(plan)
     refuse_links(folder)
     with storage_errors("comparison", folder):
@@ -131,11 +128,13 @@ def standings(plan: Plan) -> dict[str, Standing]:
     """Where the start and each cell stand, by name.
 
     Raises:
-        RunConflict: some belong to another recipe or process; the message says what differs.
+        RunConflict: some belong to another recipe, or to a process that does not end; the message says which.
     """
     found: dict[str, Standing] = {}
     conflicts = []
-    for cell in [*([plan.start] if plan.start is not None else []), *plan.cells]:
+    cells = [*([plan.start] if plan.start is not None else []), *plan.cells]
+    working = wait_for_end(cell.folder for cell in cells)
+    for cell in cells:
         run = RunDirectory(cell.folder)
         if not run.recipe_path.is_file():
             found[cell.name] = "new"
@@ -144,8 +143,6 @@ def standings(plan: Plan) -> dict[str, Standing]:
         if changed:
             shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
             conflicts.append(f"{cell.folder}: made by another recipe; it differs in {shown}")
-        elif is_live(cell.folder):
-            conflicts.append(f"{cell.folder}: another process is working in it; wait for it or stop it")
         status = run.read_status()
         found[cell.name] = "finished" if status is not None and status.state == "finished" else "unfinished"
     made = [name for name, standing in found.items() if standing != "new" and name != "start"]
@@ -154,14 +151,28 @@ def standings(plan: Plan) -> dict[str, Standing]:
             f"{plan.start.folder}: the start is gone or new, and {len(made)} cells were trained from an earlier one; "
             f"they are not comparable with what would follow: {', '.join(made[:3])}"
         )
-    if conflicts:
-        more = len(conflicts) - NUM_CONFLICTS_SHOWN
-        tail = f"\nand {more} more." if more > 0 else ""
-        raise RunConflict(
-            "\n".join(conflicts[:NUM_CONFLICTS_SHOWN])
-            + f"{tail}\nNothing was changed. Compare under another name with --run NAME, or delete these runs first"
-        )
+    refuse_conflicts(working, conflicts, "Compare under another name with --run NAME", "runs")
     return found
+
+
+def refuse_conflicts(working: Mapping[Path, str], conflicts: Sequence[str], otherwise: str, parts: str) -> None:
+    """Refuse what is at work in ``working`` (by folder, the process), or else is in conflict.
+
+    ``otherwise`` says what would work instead; ``parts`` what would have to be deleted.
+
+    Raises:
+        RunConflict: there is any of it. Nobody is told to delete what is at work.
+    """
+    busy = [f"{folder}: another process is working in it ({process})" for folder, process in working.items()]
+    problems = busy or conflicts
+    if not problems:
+        return
+    more = len(problems) - NUM_CONFLICTS_SHOWN
+    shown = "\n".join(problems[:NUM_CONFLICTS_SHOWN]) + (f"\nand {more} more." if more > 0 else "")
+    remedy = "Wait for it or stop it; the same command then goes on. Or: " if busy else ""
+    raise RunConflict(
+        f"{shown}\nNothing was changed. {remedy}{otherwise}{'' if busy else f', or delete these {parts} first'}"
+    )
 
 
 def run_cells(
@@ -185,9 +196,10 @@ def run_cells(
     prepare_folder(plan)
     with lock_run(plan.folder):
         standing = standings(plan)
+        remove_leftovers(plan.folder)
         todo = [cell for cell in plan.cells if standing[cell.name] != "finished"]
         num_jobs = min(jobs, len(plan.cells)) if jobs is not None else default_jobs(plan, len(plan.cells))
-        num_threads = max(1, num_cores() // num_jobs)
+        num_threads = threads_per_child(max(1, num_cores() // num_jobs))
         replace_file(plan.folder / "compare.yaml", plan.to_yaml().encode())
         counts = {"num_cells": len(plan.cells), "num_finished": len(plan.cells) - len(todo)}
         observer("plan", counts | {"num_jobs": num_jobs, "num_threads": num_threads})
@@ -231,32 +243,21 @@ class _Runner:
         self.interrupted = True
         queue.clear()
         for work in self.working:
-            work.process.send_signal(signal.SIGINT)
+            work.child.interrupt()
         self.observer("stop", {"num_working": len(self.working)})
 
     def _begin(self, cell: Cell, num_threads: int) -> _Work:
         path = recipe_file(cell)
         replace_file(path, cell.recipe.to_yaml().encode(), durable=False)
         resume = (cell.folder / "recipe.yaml").is_file()
-        log = path.with_suffix(".log")
-        threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
-        with storage_errors("the log of a cell", log), log.open("ab") as output:
-            start = output.tell()
-            process = subprocess.Popen(
-                self.command(cell, resume),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **threads},
-                process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
-            )
+        child = start_child(self.command(cell, resume), path.with_suffix(".log"), "a cell", num_threads)
         evaluated = len(evaluation_points(MetricsLog(cell.folder / "metrics.jsonl").read())) if resume else 0
         self.observer("begin", {"cell": cell, "resumed": resume})
-        return _Work(cell, process, log, start, time.monotonic(), _step_of(cell), evaluated)
+        return _Work(cell, child, _step_of(cell), evaluated)
 
     def _look(self) -> None:
         for work in list(self.working):
-            code = work.process.poll()
+            code = work.child.poll()
             self._tell_evaluations(work)
             if code is not None:
                 self.working.remove(work)
@@ -285,24 +286,16 @@ class _Runner:
         if code == 0:
             status = RunDirectory(work.cell.folder).read_status()
             accuracy = status.accuracy if status is not None else None
-            facts = {"cell": work.cell, "seconds": time.monotonic() - work.started, "accuracy": accuracy}
+            facts = {"cell": work.cell, "seconds": time.monotonic() - work.child.started, "accuracy": accuracy}
             self.observer("end", facts | {"remaining": self._remaining()})
         elif not self.interrupted:
-            message = last_error(work.log, work.log_start, code)
+            message = last_error(work.child.log, work.child.log_start, code)
             self.failures[work.cell.name] = message
-            self.observer("failure", {"cell": work.cell, "message": message, "log": work.log})
+            self.observer("failure", {"cell": work.cell, "message": message, "log": work.child.log})
 
     def _abandon(self) -> None:
         """On the way out by an error or a second signal: end what still runs."""
-        for work in self.working:
-            work.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        for work in self.working:
-            try:
-                work.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                work.process.kill()
-                work.process.wait()
+        end_children(work.child for work in self.working)
         self.working.clear()
 
 

@@ -24,6 +24,7 @@ from posttrain.runs.compare_cells import Outcome
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
+from posttrain.untrusted import harmless
 
 
 def collect_results(plan: Plan, outcome: Outcome, command: str) -> Comparison:
@@ -134,7 +135,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """
     content = json.dumps(to_data(comparison), indent=1, allow_nan=False)
     replace_file(folder / "results.json", content.encode() + b"\n", durable=False)
-    replace_file(folder / "table.md", to_markdown(comparison).encode(), durable=False)
+    replace_file(folder / "table.md", harmless(to_markdown(comparison)).encode(), durable=False)
     picture = None
     if any(cell.curve for row in comparison.rows for cell in row.finished):
         picture = draw_comparison(comparison, folder / "comparison.png")

@@ -7,15 +7,13 @@ writes the rest (``train/files.py``). Readers need no lock and import no torch.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +27,14 @@ from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.links import refuse_links
+from posttrain.store.locks import Held, hold, holder
+from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _LOCK = ".lock"
 _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast where libyaml is there
-_HELD: set[int] = set()  # descriptors of the locks that this process holds
-_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 20, 0.05
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,58 +111,48 @@ def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
     """
     if not to_delete:
         refuse_links(folder)
-    with storage_errors("the run's lock", folder):
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    _HELD.add(descriptor)
-    try:
-        for attempt in range(_LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt + 1 == _LOCK_ATTEMPTS:  # is_live holds the lock for an instant: hence the attempts
-                    holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
-                    raise RunConflict(
-                        f"{folder}: another process is working in this run ({holder}). "
-                        "Wait for it, stop it, or choose another name with --run NAME"
-                    ) from None
-                time.sleep(_LOCK_PAUSE_SECONDS)
-        if os.fstat(descriptor).st_nlink == 1:  # a second name may be any file of the user's
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with ExitStack() as stack:
+        try:
+            with storage_errors("the run's lock", folder):
+                stack.enter_context(hold(folder / _LOCK))
+        except Held as held:
+            raise _in_use(folder, str(held)) from None
         yield
-    finally:
-        _HELD.discard(descriptor)
-        os.close(descriptor)
 
 
-def _let_go_in_child() -> None:
-    """A forked worker that outlives a killed run must not keep its lock."""
-    for descriptor in _HELD:
-        os.close(descriptor)
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+def _in_use(folder: Path, process: str) -> RunConflict:
+    return RunConflict(
+        f"{folder}: another process is working in this run ({process}). "
+        "Wait for it, stop it, or choose another name with --run NAME"
+    )
 
 
 def is_live(folder: Path) -> bool:
     """Whether some process holds the run's lock at this moment."""
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a link, which is no lock of ours
-            return False
-        raise
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return holder(folder / _LOCK) is not None
+
+
+def refuse_live_folder(folder: Path) -> None:
+    """Raises RunConflict, with the process, if one holds the lock of ``folder`` at this moment."""
+    process = holder(folder / _LOCK)
+    if process is not None:
+        raise _in_use(folder, process)
+
+
+def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
+    """Those folders in which a process still works after ``PATIENCE_SECONDS`` in all, with which that is.
+
+    A process whose parent was killed ends by itself, but not before it is given up by device and disk.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    working: dict[Path, str] = {}
+    for folder in folders:
+        while (process := holder(folder / _LOCK)) is not None:
+            if time.monotonic() > deadline:
+                working[folder] = process
+                break
+            time.sleep(0.05)
+    return working
 
 
 class RunDirectory:
@@ -271,7 +260,7 @@ class RunDirectory:
         """
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
-            file.write(f"{stamp}Z {text}\n")
+            file.write(f"{stamp}Z {harmless(text)}\n")
 
 
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:

@@ -22,16 +22,14 @@ from posttrain.evals.markdown import code, paragraph, plain
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
-from posttrain.store.durable import storage_errors, sync_folder
+from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
+from posttrain.store.manifest import MANIFEST, Unverified, verify
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.checkpoint_files import (
-    MANIFEST,
-    Unverified,
     best_step,
     checkpoint_steps,
     remove_tree,
     step_folder,
-    verify,
 )
 
 Weights = Literal["best", "last", "none"]
@@ -73,10 +71,10 @@ def export_run(
     step = choose_step(run, weights)
     is_archive = goal.name.endswith(ARCHIVES)
     name = run.name if is_archive else goal.name
-    aside = goal.parent / f".tmp-export-{goal.name}-{os.getpid()}"
+    aside = aside_of(goal)
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
-        remove_tree(aside)
+        remove_asides(goal)
         try:
             content = aside / name
             content.mkdir(parents=True)
@@ -176,7 +174,7 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
         for name in names:  # a manifest of unknown origin may name anything
             inside = not Path(name).is_absolute() and (source / name).resolve() == source.resolve() / name
             if not inside:
-                raise Unverified(f"{name} leads out of the checkpoint")
+                raise Unverified(name, "leads out of the checkpoint")
     except Unverified as reason:
         raise CheckpointError(
             f"{source}: {reason}; damaged weights are not exported. Choose another checkpoint with --weights, "

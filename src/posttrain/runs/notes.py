@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.locks import Held, hold
+from posttrain.untrusted import harmless_json
 
 NOTES = "notes.json"
+_PATIENCE_SECONDS = 10.0
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -98,21 +99,21 @@ def clear_remarks(folder: str | Path) -> Notes:
 
 def _write(folder: str | Path, notes: Notes) -> Notes:
     content = {"tags": list(notes.tags), "remarks": [asdict(remark) for remark in notes.remarks]}
-    replace_file(Path(folder) / NOTES, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    replace_file(
+        Path(folder) / NOTES, harmless_json(json.dumps(content, indent=1, ensure_ascii=False)).encode() + b"\n"
+    )
     return notes
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One change after the other; not the run's lock, for a run that is training may be tagged as well."""
-    with storage_errors(NOTES, folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            os.close(descriptor)
-            raise
-    try:
+            with storage_errors(NOTES, folder):
+                stack.enter_context(hold(folder, _PATIENCE_SECONDS))
+        except Held as held:
+            raise RunConflict(
+                f"{folder / NOTES}: another process is changing it ({held}). Nothing was changed"
+            ) from None
         yield
-    finally:
-        os.close(descriptor)

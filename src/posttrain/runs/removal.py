@@ -20,7 +20,7 @@ from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.family import Link, find_links, steps_in_use
 from posttrain.runs.listing import disk_bytes
 from posttrain.runs.places import Place, comparison_of, runs_of
-from posttrain.store.durable import sync_folder
+from posttrain.store.durable import find_leftovers, remove_leftovers, sync_folder
 from posttrain.train.checkpoint_files import ASIDE, BEST, best_step, checkpoint_steps, remove_tree, step_folder
 
 DELETING = ".deleting-"
@@ -152,7 +152,9 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     }
     going = {step: disk_bytes(step_folder(folder, step)) for step in steps if step not in kept}
     left = [*folder.glob(f"{ASIDE}*"), *folder.glob(_FAILED)] if folder.is_dir() else []
-    return Prune(run, going, {item.name: _size(item) for item in sorted(left)}, dict(sorted(kept.items())))
+    leftovers = {item.name: _size(item) for item in sorted(left)}
+    leftovers |= {str(item.relative_to(run.path)): _size(item) for item in find_leftovers(run.path)}
+    return Prune(run, going, leftovers, dict(sorted(kept.items())))
 
 
 def prune(root: str | Path, plan: Prune) -> None:
@@ -178,6 +180,7 @@ def prune(root: str | Path, plan: Prune) -> None:
                 shutil.rmtree(item)
             else:
                 item.unlink(missing_ok=True)
+        remove_leftovers(plan.run.path)
 
 
 @contextmanager

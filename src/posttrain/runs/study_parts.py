@@ -7,9 +7,6 @@ unfinished ones go on from where they were, and a part that fails stops only tho
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +17,12 @@ from typing import Literal
 from posttrain.consent import consent_options
 from posttrain.errors import PosttrainError, RunConflict
 from posttrain.evals.study_steps import write_labelled
-from posttrain.runs.compare_cells import last_error, num_cores, recipe_file, train_command
-from posttrain.runs.directory import RunDirectory, is_live, lock_run
+from posttrain.runs.children import Child, end_children, start_child
+from posttrain.runs.compare_cells import last_error, num_cores, recipe_file, refuse_conflicts, train_command
+from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.launch import stop_on_signals
 from posttrain.runs.study import STUDY_FILE, Choosing, Labelling, Part, StudyPlan, Training
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import remove_leftovers, replace_file, storage_errors
 from posttrain.store.links import refuse_links
 from posttrain.train.files import Observer
 from posttrain.train.setup import build_task, build_template
@@ -33,8 +31,6 @@ Command = Callable[[Part, bool], list[str]]
 Standing = Literal["new", "unfinished", "finished"]
 POLL_SECONDS = 0.3
 TELL_SECONDS = 20.0
-PATIENCE_SECONDS = 10.0
-NUM_CONFLICTS_SHOWN = 3
 ITEMS, RESULTS = "items.jsonl", "results.json"  # of an evaluation; the latter is written last
 
 
@@ -50,10 +46,7 @@ class StudyOutcome:
 @dataclass
 class _Work:
     part: Part
-    process: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
-    started: float
+    child: Child
 
 
 @dataclass
@@ -108,6 +101,7 @@ def standings(plan: StudyPlan) -> dict[str, Standing]:
     """
     found: dict[str, Standing] = {}
     conflicts: list[str] = []
+    working = wait_for_end(folder_of(part) for part in plan.parts)
     for part in plan.parts:
         found[part.name], problem = _stand_of_run(part) if isinstance(part, Training) else _stand_of_choosing(part)
         conflicts += [problem] if problem else []
@@ -115,13 +109,7 @@ def standings(plan: StudyPlan) -> dict[str, Standing]:
         lost = [name for name in part.needs if found[name] != "finished"]
         if lost and found[part.name] != "new":
             conflicts.append(f"{folder_of(part)}: made from an earlier {lost[0]}, which is gone or not finished")
-    if conflicts:
-        more = len(conflicts) - NUM_CONFLICTS_SHOWN
-        tail = f"\nand {more} more." if more > 0 else ""
-        raise RunConflict(
-            "\n".join(conflicts[:NUM_CONFLICTS_SHOWN])
-            + f"{tail}\nNothing was changed. Study under another name with --run NAME, or delete these parts first"
-        )
+    refuse_conflicts(working, conflicts, "Study under another name with --run NAME", "parts")
     return found
 
 
@@ -134,8 +122,6 @@ def _stand_of_run(part: Training) -> tuple[Standing, str | None]:
     if changed:
         shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
         problem = f"{part.cell.folder}: made by another recipe; it differs in {shown}"
-    elif is_live(part.cell.folder):
-        problem = f"{part.cell.folder}: another process is working in it; wait for it or stop it"
     status = run.read_status()
     return "finished" if status is not None and status.state == "finished" else "unfinished", problem
 
@@ -180,6 +166,7 @@ def prepare_folder(plan: StudyPlan) -> None:
                 f"{folder}: this folder holds something else than a study. Nothing was changed; choose another name "
                 "with --run NAME"
             )
+    refuse_live_folder(folder)
     standings(plan)
     refuse_links(folder)
     with storage_errors("study", folder):
@@ -207,6 +194,7 @@ def run_parts(
     prepare_folder(plan)
     with lock_run(plan.folder):
         standing = standings(plan)
+        remove_leftovers(plan.folder)
         num_jobs = jobs if jobs is not None else 1 if _trains_on_gpu(plan) else num_cores()
         replace_file(plan.folder / STUDY_FILE, plan.to_yaml().encode())
         done = {name for name, stand in standing.items() if stand == "finished"}
@@ -262,7 +250,7 @@ class _Runner:
         self.interrupted = True
         self.board.waiting.clear()
         for work in self.board.working:
-            work.process.send_signal(signal.SIGINT)
+            work.child.interrupt()
         self.observer("stop", {"num_working": len(self.board.working)})
 
     def _begin(self, part: Part) -> _Work:
@@ -275,46 +263,28 @@ class _Runner:
             content = json.dumps(list(part.words), indent=1) + "\n"
         replace_file(path, content.encode(), durable=False)
         log = path.with_name(f"{part.name}.log")
-        threads = {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
-        with storage_errors("the log of a part", log), log.open("ab") as output:
-            start = output.tell()
-            process = subprocess.Popen(
-                self.command(part, resume),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **threads},
-                process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
-            )
+        child = start_child(self.command(part, resume), log, "a part", self.num_threads)
         self.observer("begin", {"part": part, "resumed": resume})
-        return _Work(part, process, log, start, time.monotonic())
+        return _Work(part, child)
 
     def _look(self) -> None:
         for work in list(self.board.working):
-            code = work.process.poll()
+            code = work.child.poll()
             if code is None:
                 continue
             self.board.working.remove(work)
-            message = last_error(work.log, work.log_start, code) if code != 0 else _complete(work.part)
+            message = last_error(work.child.log, work.child.log_start, code) if code != 0 else _complete(work.part)
             if message is None and _is_finished(work.part):
                 self.board.done.add(work.part.name)
-                self.observer("end", {"part": work.part, "seconds": time.monotonic() - work.started})
+                self.observer("end", {"part": work.part, "seconds": time.monotonic() - work.child.started})
             elif not self.interrupted:
                 message = message or "its process ended well, and yet it is not finished"
                 self.board.failures[work.part.name] = message
-                self.observer("failure", {"part": work.part, "message": message, "log": work.log})
+                self.observer("failure", {"part": work.part, "message": message, "log": work.child.log})
 
     def _abandon(self) -> None:
         """On the way out by an error or a second signal: end what still runs."""
-        for work in self.board.working:
-            work.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        for work in self.board.working:
-            try:
-                work.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                work.process.kill()
-                work.process.wait()
+        end_children(work.child for work in self.board.working)
         self.board.working.clear()
 
 

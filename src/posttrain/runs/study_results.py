@@ -19,6 +19,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.study import Kind, StudyPlan
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
+from posttrain.untrusted import harmless
 
 ITEMS, PICTURE = "items.jsonl", "study.png"
 Draw = Callable[[str, Path], Path]
@@ -161,7 +162,7 @@ def write_study(found: StudyFound, folder: Path) -> Path:
         StorageError: the disk is full or not writable.
     """
     replace_file(folder / "results.json", to_json(found.report).encode() + b"\n", durable=False)
-    replace_file(folder / "table.md", to_page(found.report).encode(), durable=False)
+    replace_file(folder / "table.md", harmless(to_page(found.report)).encode(), durable=False)
     picture = found.draw(found.report.title, folder / PICTURE)
     report = folder / "report.html"
     replace_file(report, render_study(found.report, picture.read_bytes()).encode(), durable=False)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posttrain.errors import StorageError
+from posttrain.store.locks import is_alive
 
+ASIDE = ".tmp-"  # what is written aside is called so, until it gets its name
+CHECKPOINTS = "checkpoints"  # a folder that keeps its own order: ``train/checkpoint_files.py``
+_ASIDE_NAME = re.compile(r"\.tmp-.+-([0-9]{1,9})", re.DOTALL)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,8 +77,10 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     Raises:
         StorageError: the disk is full or the place not writable; ``path`` is unchanged.
     """
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    aside = aside_of(path)
     with storage_errors(path.name, path):
+        if durable:
+            remove_asides(path)
         try:
             aside.unlink(missing_ok=True)
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:  # follows no link
@@ -85,3 +93,54 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
             aside.unlink(missing_ok=True)
         if durable:
             sync_folder(path.parent)
+
+
+def aside_of(path: Path) -> Path:
+    """Where this process writes what will be ``path``: beside it, so that a rename puts it in place."""
+    return path.with_name(f"{ASIDE}{path.name}-{os.getpid()}")
+
+
+def remove_asides(path: Path) -> None:
+    """Remove what killed processes had begun to write for ``path``, a file or a folder."""
+    for item in path.parent.glob(f"{ASIDE}{glob.escape(path.name)}-*"):
+        if _is_left(item.name):
+            _remove(item)
+
+
+def find_leftovers(folder: Path) -> list[Path]:
+    """The files that killed writes left in ``folder`` and in the folders in it.
+
+    What a living process writes at this moment is none; nor is what lies in folders of checkpoints.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
+        found += [Path(place, name) for name in sorted(files) if _is_left(name)]
+    return found
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove what ``find_leftovers`` finds; returns the paths, relative to ``folder``.
+
+    Raises:
+        StorageError: the folder is not writable.
+    """
+    found = find_leftovers(folder)
+    with storage_errors("what killed writes left behind", folder):
+        for path in found:
+            _remove(path)
+    return [str(path.relative_to(folder)) for path in found]
+
+
+def _is_left(name: str) -> bool:
+    """Whether a name is that of something written aside by a process that writes it no longer."""
+    match = _ASIDE_NAME.fullmatch(name)
+    return match is not None and (int(match[1]) == os.getpid() or not is_alive(int(match[1])))
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):  # its process was there, and gave it its name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Annotated, Any
 
@@ -9,10 +10,14 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.rewards.answers import last_boxed
+from posttrain.rewards.math_extraction import read_boxes
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
+
+# "Enter only one of the foci, not both."
+_ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
 
 
 @register("task", held_out="validation")
@@ -27,7 +32,9 @@ def math(
 
     Keys: ``problem``; ``solution`` (optional); ``answer`` (optional: otherwise the last ``\\boxed{}`` of the
     solution); ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither an
-    answer nor a box are dropped and counted.
+    answer nor a box are dropped and counted. Where the solution ends in several boxes ("\\boxed{2} and \\boxed{1}")
+    and ``answer`` is no more than the last of them, all of them are the answer; where the problem asks for only one,
+    each of them is right (``meta["answers"]``).
 
     Args:
         split: ``validation`` is a part of the training rows chosen by a hash of the problem, and
@@ -61,16 +68,23 @@ def read_example(row: Row, split: str, name: str = "math") -> Example:
         DataError: the problem is missing, or a key has the wrong type or is empty.
     """
     solution = row.text("solution").strip() if row.has("solution") else None
-    answer = row.answer("answer").strip() if row.has("answer") else last_boxed(solution or "") or None
+    problem = row.text("problem").strip()
+    boxed = last_boxed(solution or "") or None
+    answer = row.answer("answer").strip() if row.has("answer") else boxed
     meta: dict[str, Any] = {}
+    grader = "math"
+    if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
+        if len(boxes.contents) > 1 and _ASKS_FOR_ONE.search(problem):
+            meta["answers"], grader = (boxes.joined, *boxes.contents), "any_answer"
+        answer = boxes.joined
     if row.has("level"):
         meta["level"] = _read_level(row)
     subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
     if subject is not None:
         meta["subject"] = subject
-    problem = Message("user", row.text("problem").strip())
     place = f"{name}/{split}/{row.line}"
-    return Example(place, (problem,), answer=answer, solution=solution, meta=meta, grader="math")
+    message = Message("user", problem)
+    return Example(place, (message,), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
 def _read_level(row: Row) -> int | None:

@@ -18,6 +18,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward import ActorCritic, Forward, state_values
 from posttrain.objectives.primitives import log_ratio
+from posttrain.recipe import Recipe
 from posttrain.registry import Entry
 from posttrain.train.micro import split_rows
 from posttrain.train.reference import Reference
@@ -53,6 +54,20 @@ def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool) ->
             f"objective {entry.name!r} needs {from_rollouts}, which come from rollouts; give 'rollout', not 'data'"
         )
     return frozenset(needs)
+
+
+def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
+    """The temperature at which the trainer takes log-probabilities: that of sampling, for a policy gradient.
+
+    There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
+    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples):
+    it raises the probability of given tokens under the model as it will be used, at temperature 1. At the sampling
+    temperature it would fit p^(1/T) to them, and leave a model that is less or more sure than its data.
+    """
+    if recipe.rollout is None:
+        return 1.0
+    follows_sampler = bool(needs & set(FROM_ROLLOUTS)) or recipe.correction is not None
+    return recipe.rollout.temperature if follows_sampler else 1.0
 
 
 @dataclass(slots=True)

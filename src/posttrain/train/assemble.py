@@ -249,7 +249,8 @@ def _build_credit(recipe: Recipe, needs: frozenset[str]) -> Credit:
         )
     _check_horizon(recipe)
     bound = entry.bind(recipe.advantage.options, "advantage")
-    return Credit(bound, per_token=per_token, kl=recipe.kl_in_reward)
+    bootstrap = bool(recipe.advantage.options.get("bootstrap", False))
+    return Credit(bound, per_token=per_token, bootstrap=bootstrap, kl=recipe.kl_in_reward)
 
 
 def _check_horizon(recipe: Recipe) -> None:

@@ -28,9 +28,9 @@ from posttrain.errors import CheckpointError
 from posttrain.models.load import note_base_bits
 from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
 from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.train.checkpoint_files import (
     ASIDE,
-    Unverified,
     best_step,
     checkpoint_steps,
     clean_leftovers,
@@ -38,10 +38,8 @@ from posttrain.train.checkpoint_files import (
     prune_checkpoints,
     remove_tree,
     rename_into_place,
-    seal,
     set_aside_steps,
     step_folder,
-    verify,
 )
 
 __all__ = [

@@ -1,81 +1,22 @@
-"""The folders of a run's checkpoints: their names, their manifests, and moving them about safely.
+"""The folders of a run's checkpoints: their names, and moving them about safely; ``store/manifest.py`` verifies them.
 
-The manifest holds the size and SHA-256 of every file, so that a flipped byte shows. No torch here,
-so that listing runs stays quick.
+No torch here, so that listing runs stays quick.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from posttrain.store.durable import storage_errors, sync_file, sync_folder
+from posttrain.store.durable import storage_errors, sync_folder
+from posttrain.store.manifest import STEP_FOLDER
 
-MANIFEST = "manifest.json"
 BEST = "best"
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
 ASIDE = ".tmp-"
 _REPLACED = ".tmp-replaced-"
 _FAILED = "failed-"
-
-
-class Unverified(Exception):
-    """A folder differs from its manifest; the text says where."""
-
-
-def seal(path: Path, step: int) -> None:
-    """Write the manifest of a finished folder and wait until all of it is on the disk."""
-    names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
-    files = {name: {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)} for name in names}
-    (path / MANIFEST).write_bytes(_manifest_bytes(step, files))
-    for name in [*names, MANIFEST]:
-        sync_file(path / name)
-    for inner in {path, *(item for item in path.rglob("*") if item.is_dir())}:
-        sync_folder(inner)
-
-
-def verify(path: Path, step: int) -> dict[str, Any]:
-    """The manifest's entries by relative file name, all of them checked.
-
-    Raises:
-        Unverified: a file is missing or differs, or the manifest is of another step or damaged.
-    """
-    if not (path / MANIFEST).is_file():
-        raise Unverified(f"{MANIFEST} is missing")
-    content = (path / MANIFEST).read_bytes()
-    try:
-        manifest = json.loads(content)
-        files, stated = dict(manifest["files"]), int(manifest["step"])
-        expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Unverified(f"{MANIFEST} is damaged ({error})") from None
-    if content != _manifest_bytes(stated, files) or stated != step:
-        raise Unverified(f"{MANIFEST} is damaged")
-    for name, size, digest in expected:
-        file = path / name
-        if not file.is_file():
-            raise Unverified(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise Unverified(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        if _digest(file) != digest:
-            raise Unverified(f"{name} differs from its SHA-256 in the manifest")
-    return files
-
-
-def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
-    # one spelling only, so that a flipped byte anywhere in the manifest shows
-    return (json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_folder(folder: str | Path, step: int) -> Path:
@@ -88,14 +29,14 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
     root = Path(folder)
     if not root.is_dir():
         return []
-    matches = (_STEP_FOLDER.fullmatch(item.name) for item in root.iterdir() if item.is_dir() and not item.is_symlink())
+    matches = (STEP_FOLDER.fullmatch(item.name) for item in root.iterdir() if item.is_dir() and not item.is_symlink())
     return sorted(int(match[1]) for match in matches if match)
 
 
 def best_step(folder: str | Path) -> int | None:
     """The step that ``best`` points to, or None."""
     link = Path(folder) / BEST
-    match = _STEP_FOLDER.fullmatch(os.readlink(link)) if link.is_symlink() else None
+    match = STEP_FOLDER.fullmatch(os.readlink(link)) if link.is_symlink() else None
     return int(match[1]) if match and link.is_dir() else None
 
 

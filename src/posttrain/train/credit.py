@@ -42,12 +42,14 @@ class Credit:
     """How a recipe turns rewards into advantages.
 
     advantage: the word, or None where the objective reads no advantages. per_token: it takes rewards
-    and values per token. kl: the penalty in the reward; ``kl_weight`` is its weight now, which adapts
-    where there is a target.
+    and values per token. bootstrap: an answer that was cut off is worth the value behind it instead of its
+    score; never both, for that would count the future twice, and returns would grow without bound. kl: the
+    penalty in the reward; ``kl_weight`` is its weight now, which adapts where there is a target.
     """
 
     advantage: Callable[..., Any] | None
     per_token: bool = False
+    bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0
 
@@ -81,20 +83,22 @@ class Credit:
             found = call_advantage(self.advantage, tuple(rewards.shape), 1, adjusted)
             advantages = torch.where(batch.mask, found.reshape(-1, 1), torch.zeros_like(penalty))
         else:
-            paid = pay_at_the_end(rewards.reshape(-1), batch.mask) - penalty
+            unpaid = truncated & self.bootstrap
+            scores = torch.where(unpaid, 0.0, rewards.reshape(-1))
+            paid = pay_at_the_end(scores, batch.mask) - penalty
             values = torch.zeros_like(paid)
-            final = torch.zeros(batch.num_rows, dtype=paid.dtype)
+            final = torch.zeros_like(scores)
             if "old_values" in annotate.needs:
-                found_values, found_final = annotate.values(batch)
-                batch.streams["old_values"] = found_values
-                values = found_values.to(paid.dtype)
-                # an answer that ended has no future; one that was cut off would have gone on
-                final = torch.where(truncated, found_final.to(paid.dtype), final)
+                old_values, values_behind = annotate.values(batch)
+                batch.streams["old_values"] = old_values
+                values = old_values.to(paid.dtype)
+                final = torch.where(unpaid, values_behind.to(paid.dtype), final)
             advantages, returns = call_advantage(
                 self.advantage, tuple(batch.mask.shape), 2, paid, batch.mask, values, final
             )
             if "returns" in annotate.needs:
                 batch.streams["returns"] = returns.to(torch.float32)
+                metrics["return_mean"] = float(returns[batch.mask].mean())
         batch.streams["advantages"] = advantages.to(torch.float32)
         return advantages, metrics
 

@@ -50,6 +50,7 @@ def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", bits
 def reward_model(
     example: Sequence[Example],
     text: Sequence[str],
+    finish: Sequence[str],
     *,
     run: str,
     normalize: bool = False,
@@ -60,8 +61,9 @@ def reward_model(
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
     ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
-    model the steps' probabilities combined. An answer that cannot be scored (longer than the model's
-    context) gets the lowest score of the batch, and is counted as ``unscored``.
+    model the steps' probabilities combined. An answer that was cut off is scored as one, without an end token. An
+    answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
+    counted as ``unscored``.
 
     Args:
         run: the folder of its run; the best checkpoint is used.
@@ -79,7 +81,7 @@ def reward_model(
     """
     model = replace(open_run(run, bits), combine=combine)
     scale = held_out_scale(run, combine, bits) if normalize else Scale()
-    found = model.score(example, text)
+    found = model.score(example, text, finish)
     known = [score for score in found if score is not None]
     lowest = min(known, default=0.0)
     limit = math.inf if clip is None else clip

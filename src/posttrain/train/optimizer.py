@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import CheckpointError
 from posttrain.registry import register
@@ -72,8 +73,8 @@ def muon(
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, orthogonalised.
 
     For each hidden matrix W [out, in]: m = μ m + (1 − μ) g;  u = μ m + (1 − μ) g (Nesterov);
-    W ← W − lr (weight_decay W + √max(1, out/in) · NS(u)), where NS, ``ns_steps`` steps of a
-    quintic Newton–Schulz iteration, replaces the singular values of u by values near 1.
+    W ← W − lr (weight_decay W + √max(1, out/in) · NS(u)), also where a layer keeps W as [in, out] (GPT-2's).
+    NS, ``ns_steps`` steps of a quintic Newton–Schulz iteration, replaces the singular values of u by values near 1.
     Embeddings, the output head, norms and biases follow AdamW at ``lr * adamw_lr_ratio``.
 
     The iteration runs in fp32 (the original uses bf16), over all matrices of one shape at once.
@@ -85,6 +86,16 @@ def muon(
     groups = _groups(matrices, lr, weight_decay, lr_ratio=1.0, orthogonal=True, **settings)
     groups += _groups(others, lr * adamw_lr_ratio, weight_decay, lr_ratio=adamw_lr_ratio, orthogonal=False, **settings)
     return Muon(groups)
+
+
+def mark_input_first(module: torch.nn.Module) -> None:
+    """Mark the weights that transformers keeps as [in, out] (its Conv1D): shapes alone do not tell.
+
+    A property of the tensor, since an optimizer sees nothing else; copies of a module have to be marked again.
+    """
+    for layer in module.modules():
+        if isinstance(layer, Conv1D):
+            layer.weight.input_first = True
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -145,8 +156,9 @@ class Muon(Optimizer):
                 state["momentum"].lerp_(parameter.grad, 1 - mu)
                 updates.append(parameter.grad.lerp(state["momentum"], mu))
             directions = orthogonalize(torch.stack(updates), group["ns_steps"])
-            scale = max(1.0, shape[0] / shape[1]) ** 0.5
             for parameter, direction in zip(members, directions, strict=True):
+                num_in, num_out = shape if getattr(parameter, "input_first", False) else reversed(shape)
+                scale = max(1.0, num_out / num_in) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(direction, alpha=-group["lr"] * scale)
 

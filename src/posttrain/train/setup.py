@@ -28,7 +28,7 @@ from posttrain.registry import Entry
 from posttrain.render import Template, end_id, stop_ids
 from posttrain.rollout import Grader, build_grader
 from posttrain.tasks.base import Task
-from posttrain.train.annotate import TEACHER_STREAMS, needed_streams
+from posttrain.train.annotate import TEACHER_STREAMS, needed_streams, scoring_temperature
 from posttrain.train.assemble import (
     OWN_TEACHER,
     add_companions,
@@ -37,6 +37,7 @@ from posttrain.train.assemble import (
     forward_with_head,
     supervised_shape,
 )
+from posttrain.train.optimizer import mark_input_first
 from posttrain.train.reference import Reference
 from posttrain.train.rollout_source import RolloutSource
 from posttrain.train.sources import SupervisedSource
@@ -129,7 +130,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     _check_words(recipe, entry, needs, level, aggregation)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
-    policy = Forward(model, recipe.rollout.temperature if recipe.rollout is not None else 1.0)
+    policy = Forward(model, scoring_temperature(recipe, needs))
     forward, companions = forward_with_head(recipe, entry, policy)
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(recipe, model, tokenizer)
@@ -247,6 +248,8 @@ def _build_optimizer(
     recipe: Recipe, model: Any, companions: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """The trained parameters by name, those of heads and critics included, and their optimizer."""
+    for module in (model, *companions.values()):
+        mark_input_first(module)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     _check_precision(named)
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")

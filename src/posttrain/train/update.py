@@ -73,14 +73,15 @@ def _derive(means: dict[str, float]) -> dict[str, float]:
 def learning_rate(options: TrainSection, step: int) -> float:
     """The learning rate of update number ``step`` (1-based): linear warm-up, then the schedule.
 
-    ``linear`` and ``cosine`` fall from ``lr`` to ``lr * min_lr_ratio`` at the last step.
+    ``linear`` and ``cosine`` fall from ``lr``, at the first update behind the warm-up, towards ``lr * min_lr_ratio``,
+    which the update after the last one would have: no update is made at a rate of 0.
     """
     if step <= options.warmup_steps:
         return options.lr * step / options.warmup_steps
     if options.schedule == "constant":
         return options.lr
     span = max(1, options.steps - options.warmup_steps)
-    done = min(1.0, (step - options.warmup_steps) / span)
+    done = min(1.0, (step - 1 - options.warmup_steps) / span)
     shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * shape)
 

@@ -1,0 +1,224 @@
+"""Damaged weights are refused by whoever reads them, and a second look does not hash again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.errors import DataError
+from posttrain.models.load import TINY, resolve_model_name
+from posttrain.store import manifest, remembered
+from posttrain.store.manifest import seal, verify
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of the embedded model with checkpoints of the steps 1 and 2; the working directory is its home."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    for step in (1, 2):
+        shutil.copytree(TINY, folder / "checkpoints" / f"step-{step:06d}")
+        seal(folder / "checkpoints" / f"step-{step:06d}", step)
+    recipe = {"task": {"name": "stories"}, "data": {}, "objective": {"name": "cross_entropy"}}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def flip_byte(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+READERS = {
+    "generate": ["generate", "runs/a"],
+    "evaluate": ["evaluate", "runs/a", "--task", "stories", "--n", "2"],
+    "activations": ["activations", "runs/a", "--task", "stories", "--layer", "1", "--yes"],
+    "train": ["train", "tiny/sft", "--model.name", "runs/a"],
+    "teacher": ["train", "distillation/on-policy-distillation", "--model.name", "tiny", "--teacher.name", "runs/a"],
+    "chat": ["chat", "runs/a"],
+    "serve-command": ["serve-command", "runs/a/checkpoints/step-000002"],
+    "data": ["data", "show", "stories", "--n", "2", "--model", "runs/a"],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_refuses_damaged_weights_and_names_a_checkpoint_that_verifies(
+    run: Path, reader: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_byte(run / "checkpoints" / "step-000002" / "model.safetensors", -100)
+    before = sorted(path.name for path in run.parent.iterdir())
+    assert main(READERS[reader]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step-000002/model.safetensors: differs from its SHA-256 in the manifest" in said
+    assert "step 1 verifies: name runs/a/checkpoints/step-000001 instead" in said
+    assert sorted(path.name for path in run.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "manifest.json"])
+def test_every_file_of_a_checkpoint_counts(run: Path, name: str) -> None:
+    flip_byte(run / "checkpoints" / "step-000002" / name, 5)
+    with pytest.raises(DataError, match=rf"step-000002/{name}: .* damaged"):
+        resolve_model_name("runs/a")
+    (run / "checkpoints" / "step-000002" / name).unlink()
+    with pytest.raises(DataError, match=rf"step-000002/{name}: is missing"):
+        resolve_model_name("runs/a")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "model-2.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_would_be_loaded_and_came_later_is_refused(run: Path, name: str) -> None:
+    (run / "checkpoints" / "step-000002" / name).write_text("{}")
+    with pytest.raises(DataError, match=rf"step-000002/{name}: is not in the manifest; it came later"):
+        resolve_model_name("runs/a")
+
+
+def test_a_manifest_that_leads_out_is_refused(run: Path, tmp_path: Path) -> None:
+    folder = run / "checkpoints" / "step-000002"
+    (tmp_path / "secret").write_text("x")
+    name = os.path.relpath(tmp_path / "secret", folder)
+    files = {name: {"bytes": 1, "sha256": "0" * 64}}
+    (folder / "manifest.json").write_bytes(manifest._manifest_bytes(2, files))
+    with pytest.raises(DataError, match="leads out of the checkpoint"):
+        resolve_model_name("runs/a")
+
+
+def test_no_checkpoint_verifies(run: Path) -> None:
+    for step in (1, 2):
+        flip_byte(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors", -100)
+    with pytest.raises(DataError, match="restore it from a copy, or train again; no other checkpoint there verifies"):
+        resolve_model_name("runs/a")
+
+
+def test_a_copied_checkpoint_is_still_verified_and_a_plain_model_is_not(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step-000001", tmp_path / "mine")
+    assert resolve_model_name(str(tmp_path / "mine")) == str(tmp_path / "mine")
+    flip_byte(tmp_path / "mine" / "model.safetensors", -100)
+    with pytest.raises(DataError, match=r"model\.safetensors: differs"):
+        resolve_model_name(str(tmp_path / "mine"))
+    for content in ('{"files": []}', "not JSON", None):  # another program's manifest, or none at all
+        if content is None:
+            (tmp_path / "mine" / "manifest.json").unlink()
+        else:
+            (tmp_path / "mine" / "manifest.json").write_text(content)
+        assert resolve_model_name(str(tmp_path / "mine")) == str(tmp_path / "mine")
+
+
+def test_steps_above_six_digits_are_ordered_as_numbers(run: Path) -> None:
+    for step in (999_999, 1_000_000):
+        shutil.copytree(TINY, run / "checkpoints" / f"step-{step:06d}")
+        seal(run / "checkpoints" / f"step-{step:06d}", step)
+    assert resolve_model_name(str(run)).endswith("step-1000000")
+
+
+@pytest.fixture
+def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were hashed. Every file counts as large, none as just changed."""
+    names: list[str] = []
+    real = manifest._digest
+
+    def note(path: Path) -> str:
+        names.append(path.name)
+        return real(path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(manifest, "_digest", note)
+    monkeypatch.setattr(manifest, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(remembered, "SETTLED_SECONDS", 0.0)
+    forget(monkeypatch)
+    return names
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process: only what is on the disk is known."""
+    monkeypatch.setattr(manifest, "_kept", remembered.Remembered("digests"))
+
+
+def make_sealed(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"w" * 100)
+    seal(folder, 1)
+    time.sleep(0.02)  # longer than the clock of the file system ticks
+    return folder
+
+
+def test_an_unchanged_file_is_hashed_once_also_by_the_next_process(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_sealed(tmp_path / "m")
+    hashed.clear()
+    verify(folder, 1)
+    verify(folder, 1)
+    forget(monkeypatch)
+    verify(folder, 1)
+    assert hashed == ["model.safetensors"]
+
+
+def test_same_size_and_time_but_another_content_is_hashed_again(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_sealed(tmp_path / "m")
+    verify(folder, 1)
+    file = folder / "model.safetensors"
+    times = os.stat(file)
+    flip_byte(file, 50)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(manifest.Unverified, match="differs from its SHA-256"):
+        verify(folder, 1)
+    file.write_bytes(b"w" * 100)
+    aside = tmp_path / "other"  # another file of the same size and time under the name
+    aside.write_bytes(b"v" * 100)
+    os.utime(aside, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.replace(aside, file)
+    forget(monkeypatch)
+    with pytest.raises(manifest.Unverified, match="differs from its SHA-256"):
+        verify(folder, 1)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
+def test_a_damaged_memory_counts_as_none(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    folder = make_sealed(tmp_path / "m")
+    hashed.clear()
+    verify(folder, 1)
+    (place,) = (tmp_path / "cache").rglob("*.json")
+    content = place.read_bytes()
+    place.write_bytes(
+        {"cut": content[:-9], "flipped": content[:-20] + b"0" + content[-19:], "empty": b""}.get(damage, b"[]\n")
+    )
+    forget(monkeypatch)
+    verify(folder, 1)
+    assert hashed == ["model.safetensors"] * 2
+    forget(monkeypatch)
+    verify(folder, 1)  # it was written anew
+    assert hashed == ["model.safetensors"] * 2
+
+
+def test_without_a_place_for_the_memory_it_is_hashed_each_time(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_sealed(tmp_path / "m")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    hashed.clear()
+    verify(folder, 1)
+    forget(monkeypatch)
+    verify(folder, 1)
+    assert hashed == ["model.safetensors"] * 2
+
+
+def test_what_was_just_changed_is_not_remembered(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_sealed(tmp_path / "m")
+    monkeypatch.setattr(remembered, "SETTLED_SECONDS", 3600.0)
+    hashed.clear()
+    verify(folder, 1)
+    verify(folder, 1)
+    assert hashed == ["model.safetensors"] * 2

@@ -1,0 +1,206 @@
+"""Comparisons and studies that are killed with SIGKILL and begun again, and what is left of their processes.
+
+All processes that come of a command carry a mark in their environment, by which those that outlive it are found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import killing
+import yaml
+
+_HERE = Path(__file__).parent
+_MARK = "POSTTRAIN_KILLED"
+_POLL_SECONDS = 0.01
+_AT_WORK = (": started", ": goes on", "are finished already")
+
+# The grader for mathematics works in processes of its own: grandchildren of the command.
+REWARDS = [{"name": "vowels:share_of_vowels"}, {"name": "correct", "mode": "math", "weight": 0.5}]
+EVALUATION = {"every": 2, "n": 4, "max_tokens": 8}
+BASE: dict[str, Any] = killing.grpo_recipe(4) | {
+    "rewards": REWARDS,
+    "rollout": {"prompts": 2, "group": 4, "max_tokens": 16},
+    "train": {"steps": 4, "lr": 1e-2, "save_every": 1},
+    "eval": EVALUATION,
+}
+COMPARISON: dict[str, Any] = {
+    "base": {key: value for key, value in BASE.items() if key != "objective"},
+    "methods": {"grpo": {"objective": "grpo"}, "reinforce": {"objective": "reinforce", "advantage": "centered"}},
+    "seeds": 1,
+}
+STUDY: dict[str, Any] = {
+    "study": "best_of_n",
+    "start": killing.sft_recipe(4, save_every=1) | {"eval": EVALUATION},
+    "reward_models": {
+        "orm": {
+            "task": {"name": "stories", "split": "train", "size": 200},
+            "rewards": REWARDS,
+            "rollout": {"prompts": 4, "group": 4, "max_tokens": 16},
+            "objective": {"name": "outcome", "positions": "all"},
+            "train": {"steps": 4, "lr": 1e-3, "save_every": 1},
+            "eval": {"every": 0},
+        }
+    },
+    "best_of_n": {"task": {"name": "stories", "split": "validation"}, "n": 4, "samples": 4, "max_tokens": 16},
+    "seeds": 1,
+}
+FILES = {"compare": COMPARISON, "study": STUDY}
+
+
+@dataclass(frozen=True)
+class SweepKill:
+    """One kill, ``after`` so many seconds, of a command that then had so many ``children``, theirs included.
+
+    ``goes_on``: seconds until the same command was at work again, None where it did not get there. ``said``: what it
+    said where it failed. ``orphans``: processes of the first that were there at the end of the second.
+    """
+
+    after: float
+    children: int
+    orphans: list[str]
+    goes_on: float | None
+    said: str
+    differences: list[str]
+
+
+class Starter:
+    """A process that has imported everything and forks commands and their parts: see ``start_sweeps``."""
+
+    def __init__(self) -> None:
+        self.mark = uuid4().hex
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {_MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(_HERE), *sys.path])}
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / "start_sweeps.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def start(self, words: Sequence[str], folder: Path, output: Path) -> int:
+        """Start ``posttrain`` with these words in ``folder``; returns its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([list(words), str(folder), str(output)]) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal."""
+        return int(self._answer())
+
+    def living(self) -> dict[int, str]:
+        """The processes that have come of it and work: command lines by process id."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{_MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return {pid: line for pid, line in found.items() if line and pid != self._process.pid}  # a zombie has no line
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the starter ended; its error is above"
+        return line
+
+
+class Sweep:
+    """A comparison or a study in a folder of its own."""
+
+    def __init__(self, starter: Starter, kind: str, folder: Path) -> None:
+        self.starter, self.kind, self.root = starter, kind, folder
+        folder.mkdir(parents=True)
+        (folder / "file.yaml").write_text(yaml.safe_dump(FILES[kind]))
+        self.target, self.output = folder / "runs" / "x", folder / "output.txt"
+
+    def start(self) -> int:
+        return self.starter.start([self.kind, "file.yaml", "--run", "x", "--jobs", "2"], self.root, self.output)
+
+    def finish(self) -> tuple[int, float | None]:
+        """The command to its end: exit code, and seconds until it said that a part began or went on, or all are."""
+        self.output.write_text("")
+        began, goes_on = time.perf_counter(), None
+        process = self.start()
+        while True:
+            ended = not killing._is_alive(process)
+            if goes_on is None and any(word in self.output.read_text() for word in _AT_WORK):
+                goes_on = time.perf_counter() - began
+            if ended:
+                return self.starter.wait(), goes_on
+            time.sleep(_POLL_SECONDS)
+
+    def leftovers(self) -> list[str]:
+        return sorted(f"leftover {path.relative_to(self.root)}" for path in self.root.rglob(".tmp-*"))
+
+
+def kill_once(whole: Sweep, folder: Path, moment: Callable[[Sweep, float], bool]) -> SweepKill:
+    """A fresh one, killed as soon as ``moment`` of it and its seconds, begun again at once, compared with ``whole``."""
+    sweep, starter = Sweep(whole.starter, whole.kind, folder), whole.starter
+    began, process = time.perf_counter(), sweep.start()
+    while not moment(sweep, time.perf_counter() - began) and killing._is_alive(process):
+        time.sleep(_POLL_SECONDS)
+    after = time.perf_counter() - began
+    before = starter.living()
+    if killing._is_alive(process):
+        os.kill(process, signal.SIGKILL)
+    starter.wait()
+    code, goes_on = sweep.finish()
+    orphans = [line for pid, line in starter.living().items() if pid in before]
+    problems = [*differences(whole, sweep), *sweep.leftovers()]
+    problems += [f"still at work: {line}" for line in starter.living().values()]
+    said = "" if code == 0 else sweep.output.read_text()
+    return SweepKill(after, len(before) - 1, orphans, goes_on, said, problems)
+
+
+def differences(left: Sweep, right: Sweep) -> list[str]:
+    """In what two finished ones differ, bit for bit; times and places are left out."""
+    found = []
+    for name in sorted({*_runs(left), *_runs(right)}):
+        if not all((sweep.target / name / "recipe.yaml").is_file() for sweep in (left, right)):
+            found.append(f"{name} is missing on one side")
+            continue
+        found += [f"{name}: {what}" for what in killing.differences(left.target / name, right.target / name)]
+    for path in sorted(left.target.rglob("items.jsonl")):
+        other = right.target / path.relative_to(left.target)
+        if not other.is_file() or other.read_bytes() != path.read_bytes():
+            found.append(str(path.relative_to(left.target)))
+    return found
+
+
+def _runs(sweep: Sweep) -> list[str]:
+    return [str(path.parent.relative_to(sweep.target)) for path in sweep.target.rglob("recipe.yaml")]
+
+
+def kill_at_random(kind: str, count: int, seed: int, folder: Path) -> list[SweepKill]:
+    """``count`` kills at moments drawn evenly from as long as an undisturbed one takes."""
+    starter = Starter()
+    try:
+        whole = Sweep(starter, kind, folder / "whole")
+        began = time.perf_counter()
+        code, _ = whole.finish()
+        assert code == 0, whole.output.read_text()
+        seconds = time.perf_counter() - began
+        rng = random.Random(seed)
+        ends = [rng.uniform(0.0, seconds) for _ in range(count)]
+        return [kill_once(whole, folder / str(i), lambda _, now, end=end: now >= end) for i, end in enumerate(ends)]
+    finally:
+        starter.close()

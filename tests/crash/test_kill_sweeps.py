@@ -1,0 +1,64 @@
+"""``kill -9`` of a comparison or a study: nothing outlives it, and the same command goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import killing_sweeps
+import pytest
+from killing_sweeps import Starter, Sweep, SweepKill, kill_at_random, kill_once
+
+Moment = Callable[[Sweep, float], bool]
+
+
+def first_checkpoints(sweep: Sweep, seconds: float) -> bool:
+    """Both cells of a comparison have saved something and are at work."""
+    return len({path.parent for path in sweep.target.glob("cells/*/checkpoints/step-*")}) == 2
+
+
+def grading(sweep: Sweep, seconds: float) -> bool:
+    """A grandchild is there: a worker that grades."""
+    return any("worker_process" in line for line in sweep.starter.living().values())
+
+
+def sampling(sweep: Sweep, seconds: float) -> bool:
+    """The last part of the study, an evaluation, has opened its records."""
+    return any(sweep.target.glob("chosen/*/rollouts.db"))
+
+
+MOMENTS: dict[str, dict[str, Moment]] = {
+    "compare": {"first checkpoints": first_checkpoints, "grading": grading},
+    "study": {"grading": grading, "sampling": sampling},
+}
+
+
+def check(kills: list[SweepKill]) -> None:
+    for kill in kills:
+        assert kill.said == ""  # the same command was refused nothing
+        assert kill.goes_on is not None
+        assert kill.orphans == []
+        assert kill.differences == []
+
+
+@pytest.mark.parametrize("kind", list(killing_sweeps.FILES))
+def test_the_same_command_goes_on(kind: str, tmp_path: Path) -> None:
+    starter = Starter()
+    try:
+        whole = Sweep(starter, kind, tmp_path / "whole")
+        assert whole.finish()[0] == 0, whole.output.read_text()
+        kills = [kill_once(whole, tmp_path / name, moment) for name, moment in MOMENTS[kind].items()]
+    finally:
+        starter.close()
+    check(kills)
+    assert all(kill.children > 0 for kill in kills)  # there was something to outlive it
+    assert len(list(whole.target.rglob("metrics.jsonl"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(killing_sweeps.FILES))
+def test_twenty_kills(kind: str, tmp_path: Path) -> None:
+    kills = kill_at_random(kind, 20, 1, tmp_path)
+    check(kills)
+    assert len(kills) == 20
+    assert sum(kill.children > 0 for kill in kills) >= 10
