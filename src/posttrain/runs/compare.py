@@ -42,10 +42,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.option_types import Unread
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import (
     apply_override,
@@ -59,6 +59,7 @@ from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare_merge import belongs_to_method, changes_between, differences, without_method
 from posttrain.runs.compare_sources import SourceReader
 from posttrain.sections import Section
+from posttrain.strict_yaml import write_yaml
 
 COMPARISONS = "compare/"  # the folder of the shipped recipes that holds compare files
 _METHOD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -68,7 +69,7 @@ def _as_source(value: Any) -> Any:
     return {"recipe": value} if isinstance(value, str) else {} if value is None else value
 
 
-Source = Annotated[dict[str, Any], BeforeValidator(_as_source)]
+Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
 class CompareFile(Section):
@@ -134,7 +135,7 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The compare file with everything resolved."""
-        return yaml.safe_dump(self.resolved, sort_keys=False, allow_unicode=True, width=100)
+        return write_yaml(self.resolved)
 
 
 def comparison_names() -> list[str]:

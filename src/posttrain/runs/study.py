@@ -40,17 +40,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
+from posttrain.option_types import Tokens
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, recipe_text
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare import Cell, Source
 from posttrain.runs.compare_sources import SourceReader
 from posttrain.sections import RewardWord, Section, Word
+from posttrain.strict_yaml import write_yaml
 
 STUDIES = "study/"  # the folder of the shipped recipes that holds study files
 STUDY_FILE = "study.yaml"
@@ -65,7 +66,7 @@ class BestOfNSection(Section):
     task: Word
     n: int = Field(default=256, ge=2)
     samples: int = Field(default=64, ge=2)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: Tokens = 128
     temperature: float = Field(default=1.0, gt=0)
 
 
@@ -75,7 +76,7 @@ class LabelledSection(Section):
     task: Word
     n: int = Field(default=256, ge=1)
     samples: int = Field(default=8, ge=2)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: Tokens = 128
     temperature: float = Field(default=1.0, gt=0)
 
 
@@ -164,7 +165,7 @@ class StudyPlan:
 
     def to_yaml(self) -> str:
         """The study file with everything resolved; it makes the same study again."""
-        return yaml.safe_dump(self.resolved, sort_keys=False, allow_unicode=True, width=100)
+        return write_yaml(self.resolved)
 
 
 def _seed(part: Part) -> int:
