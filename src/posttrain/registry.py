@@ -228,7 +228,9 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything; the cause is kept
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({reason})") from error
     for entry in _ENTRIES[kind].values():
@@ -238,7 +240,7 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownWord(
-            f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}"
+            f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} Give one that is there"
         )
     return Entry(kind, path, function, {})
 

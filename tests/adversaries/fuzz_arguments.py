@@ -56,14 +56,14 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
     for action in parser._actions:
         if action.option_strings or isinstance(action, argparse._SubParsersAction):
             continue
-        if action.nargs in (None, "+"):
+        if action.nargs in (None, "+") or (action.nargs == "*" and command in ("runs prune", "runs delete", "runs compare")):
             recipe = command in RECIPES and action.dest in ("recipe", "models")
             given.append("mine.yaml" if recipe else "some-run" if words[0] == "runs" else "tiny")
             if recipe:
                 files["mine.yaml"] = dump(RECIPES[command])
     for action in parser._actions:
         if action.required and action.option_strings:
-            given += [action.option_strings[0], "to"]
+            given += [action.option_strings[0], str(next(iter(action.choices))) if action.choices else "to"]
     return given, files
 
 
@@ -207,7 +207,7 @@ def place_cases(random: Random) -> list[Case]:
         if words[0] == "demo" or words in (("runs", "manage"), ("study",)):
             given = [*given]
         for place, more in (("f", {"f": b"x"}), ("f/x", {"f": b"x"}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("a/" + LONG, {}),
-                            ("gone", {"gone->": "f/x", "f": b""}), ("circle", {"circle->": "circle"}), ("/dev/null", {}), ("/proc/self", {})):  # fmt: skip
+                            ("gone", {"gone->": "f/x", "f": b""}), ("circle", {"circle->": "circle"}), ("/dev/null", {})):  # fmt: skip
             if words in (
                 ("sae", "features"),
                 ("sae", "diff"),
@@ -232,7 +232,7 @@ def output_cases(random: Random) -> list[Case]:
     """Where results shall go, and where texts shall come from."""
     cases = []
     outs: tuple[tuple[str, dict[str, bytes | str]], ...] = (
-        ("f", {"f": b"x"}), ("f/x", {"f": b"x"}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("a/" + LONG, {}), ("/proc/nothing/x", {}),
+        ("f", {"f": b"x"}), ("f/x", {"f": b"x"}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("a/" + LONG, {}),
         ("bad\udcff/" + LONG, {}), ("full", {"full": FOLDER, "full/other": b"x"}), ("circle/x", {"circle->": "circle"}))  # fmt: skip
     ways = (
         (("evaluate", "tiny", "--task", "stories", "--n", "1", "--max-tokens", "2", "--quiet"), "--out"),
@@ -245,7 +245,7 @@ def output_cases(random: Random) -> list[Case]:
                 Case("output", (*words, f"{option}={place}"), (option, place[:30], repr(place)[1:-1][:30]), files)
             )
     pictures: tuple[tuple[str, dict[str, bytes | str]], ...] = (
-        ("d", {"d": FOLDER}), ("f/x.png", {"f": b"x"}), ("nowhere/x.png", {}), (LONG + ".png", {}), ("x.nonsense", {}), ("/proc/nothing/x.png", {}), ("pipe.png", {"pipe.png": FIFO}))  # fmt: skip
+        ("d", {"d": FOLDER}), ("f/x.png", {"f": b"x"}), ("nowhere/x.png", {}), (LONG + ".png", {}), ("x.nonsense", {}), ("pipe.png", {"pipe.png": FIFO}))  # fmt: skip
     for place, files in pictures:
         cases.append(
             Case("output", ("data", "show", "stories", "--n", "2", f"--plot={place}"), ("--plot", place[:30]), files)
@@ -318,7 +318,7 @@ def named_run_cases(random: Random) -> list[Case]:
             files = {"f": b"x"} if name.startswith("f") else {"pipe": FIFO} if name == "pipe" else {}
             if action == "tag":
                 words = ["runs", "tag", name, "+good"]
-            cases.append(Case("named run", tuple(words), (name[:30], repr(name)[1:-1][:30]), files))
+            cases.append(Case("named run", tuple(words), (name[:30], repr(name)[1:-1][:30], *(["'x'"] if action == "compare" else [])), files))
     for words, names in (
         (("trian",), ("trian",)), (("",), ("''", "COMMAND")), (("²",), ("²",)), (("TRAIN",), ("TRAIN",)), (("x" * 5000,), ("xxx",)), (("bad\udcff",), ("bad",)),
         (("--nonsense",), ("--nonsense",)), (("runs", "nonsense"), ("nonsense",)), (("sae", "nonsense"), ("nonsense",)), (("sae",), ("ACTION", "action")),

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm_http import HttpServer, Refused, Unanswered, server_address
+from posttrain.engines.vllm_http import HttpServer, Refused, ServerUrl, Unanswered, server_address
 from posttrain.engines.vllm_protocol import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -45,7 +45,7 @@ def vllm(
     model: Any,
     tokenizer: Any,
     *,
-    url: str = DEFAULT_URL,
+    url: ServerUrl = DEFAULT_URL,
     checkpoint: str | None = None,
     served_name: str | None = None,
     timeout_seconds: float = 900.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.models.scorer import SCORE
+from posttrain.models.stated_sizes import check_folder, check_sizes, read_object
 from posttrain.models.tokenizer import train_tokenizer
+from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
@@ -49,12 +51,18 @@ def resolve_model_name(name: str) -> str:
     """
     if name == "tiny":
         return str(TINY)
-    if not name:
+    if not name.strip():
         raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
     if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
         return str(_checkpoint_of(path))
+    if kind_of_file(path) not in ("folder", "nothing"):
+        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
     if path.is_dir():
+        check_folder(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
@@ -63,7 +71,9 @@ def resolve_model_name(name: str) -> str:
         return str(path)
     looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     if looks_local:
-        raise UsageError(f"model.name: there is no folder {name!r}")
+        raise UsageError(
+            f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
+        )
     return name
 
 
@@ -123,7 +133,9 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     source = resolve_model_name(name)
     try:
         return _load_tokenizer(source, trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except PosttrainError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the libraries; the cause is kept
         raise UsageError(_explain(name, source, error)) from error
 
 
@@ -152,7 +164,9 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
         else:
             model = _load_weights(source, section)
         tokenizer = _load_tokenizer(source, section.trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except PosttrainError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the libraries; the cause is kept
         raise UsageError(_explain(section.name, source, error)) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -268,8 +282,23 @@ def _base_of(adapter: str) -> str:
 
     The embedded model is found again where another installation of this package wrote its path.
     """
-    settings = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
-    base = str(settings["base_model_name_or_path"])
+    base = _stated_base(adapter)
+    seen, probe = {adapter}, base
+    while _is_adapter(probe):
+        if probe in seen:
+            raise UsageError(
+                f"model.name: {adapter}/adapter_config.json: the adapters stand on one another in a circle"
+            )
+        seen.add(probe)
+        probe = _stated_base(probe)
+    return base
+
+
+def _stated_base(adapter: str) -> str:
+    place = Path(adapter) / "adapter_config.json"
+    base = read_object(place).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
     return resolve_model_name(base)
@@ -295,21 +324,37 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
     for key in init.config:
         if key not in known:
             raise UsageError(f"model.init.config: {init.architecture} has no key {key!r}.{suggest(key, known)}")
+    check_sizes(init.config, "model.init.config.")
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     try:
         config = AutoConfig.for_model(init.architecture, **{"vocab_size": len(tokenizer), **ids, **init.config})
+        _check_room(init, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key(seed, "model weights") % (1 << 63))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+    except PosttrainError:
+        raise
+    except Exception as error:  # whatever settings that do not fit make of the libraries; the cause is kept
+        reason = " ".join(str(error).split())[:300]
         raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
     if config.vocab_size < len(tokenizer):
         raise UsageError(
             f"model.init.config.vocab_size: {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens"
         )
     return model, tokenizer
+
+
+def _check_room(init: InitSection, config: Any) -> None:
+    """Refuse a new model whose weights alone are more than this machine's memory."""
+    with torch.device("meta"):
+        num_bytes = 4 * num_parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > room:
+        raise UsageError(
+            f"model.init.config: this {init.architecture} takes {num_bytes / 2**30:,.0f} GiB, and the machine has "
+            f"{room / 2**30:,.0f}; give smaller sizes"
+        )
 
 
 def _checkpoint_of(run: Path) -> Path:
@@ -342,4 +387,4 @@ def _explain(name: str, source: str, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0][:300] if text else type(error).__name__

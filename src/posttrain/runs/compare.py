@@ -36,7 +36,6 @@ the file with everything resolved; it makes the same cells again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,11 +57,11 @@ from posttrain.recipe_files import (
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare_merge import belongs_to_method, changes_between, differences, without_method
 from posttrain.runs.compare_sources import SourceReader
+from posttrain.runs.directory import MAX_NAME_CHARS, RUN_NAME
 from posttrain.sections import Section
 from posttrain.strict_yaml import write_yaml
 
 COMPARISONS = "compare/"  # the folder of the shipped recipes that holds compare files
-_METHOD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def _as_source(value: Any) -> Any:
@@ -267,9 +266,9 @@ def _validate_file(data: Mapping[str, Any], place: str, lines: Mapping[str, int]
         known = list(CompareFile.model_fields)
         raise RecipeError(explain_validation(error, known, "", "a comparison", line_of)) from None
     for name in content.methods:
-        if not _METHOD_NAME.fullmatch(name):
+        if not RUN_NAME.fullmatch(name):
             raise RecipeError(
-                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of letters, digits, '.', '_' and "
+                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of at most {MAX_NAME_CHARS} letters, digits, '.', '_' and "
                 "'-', because its runs are called by it"
             )
     return content

@@ -77,6 +77,7 @@ def launch(
     recipe = recipe.resolve()
     if name is not None:
         check_run_name(name)
+    is_new_root = not Path(root).exists()
     if resume:
         folder = _folder_to_resume(recipe, Path(root), name, recipe_name)
     else:
@@ -95,6 +96,9 @@ def launch(
         except UsageError:
             if not resume and not record.started:
                 directory.discard()  # the same command, once corrected, finds the name free
+                with suppress(OSError):  # other runs may have come into it
+                    if is_new_root:
+                        Path(root).rmdir()
             raise
 
 

@@ -34,7 +34,6 @@ them can be looked at, or repeated by hand. Unknown keys are refused with a sugg
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +49,13 @@ from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, rec
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare import Cell, Source
 from posttrain.runs.compare_sources import SourceReader
+from posttrain.runs.directory import MAX_NAME_CHARS, RUN_NAME
 from posttrain.sections import RewardWord, Section, Word
 from posttrain.strict_yaml import write_yaml
 
 STUDIES = "study/"  # the folder of the shipped recipes that holds study files
 STUDY_FILE = "study.yaml"
 Kind = Literal["overoptimization", "best_of_n"]
-_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SOURCES = ("reward_models", "policies")
 
 
@@ -252,10 +251,10 @@ def _validate(data: Mapping[str, Any], place: str, lines: Mapping[str, int], ove
         raise RecipeError(explain_validation(error, known, "", "a study", line_of)) from None
     for section in _SOURCES:
         for name in getattr(content, section):
-            if not _PART_NAME.fullmatch(name):
+            if not RUN_NAME.fullmatch(name):
                 where = f"{section}.{name}"
                 raise RecipeError(
-                    f"{line_of(where)}{where}: a name is made of letters, digits, '.', '_' and '-', because runs are "
+                    f"{line_of(where)}{where}: a name is made of at most {MAX_NAME_CHARS} letters, digits, '.', '_' and '-', because runs are "
                     "called by it"
                 )
     shared = set(content.reward_models) & set(content.policies)

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from posttrain.errors import StorageError
+from posttrain.errors import StorageError, UsageError
+from posttrain.option_types import shorten
 
+# The place is not one that files can be in: the caller's mistake, not the disk's.
+_NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -41,6 +44,9 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _NO_PLACE:
+            where = shorten(str(error.filename or place))
+            raise UsageError(f"{where}: cannot write {what} there: {error.strerror}. Give another place") from error
         raise explain_storage(what, place, error) from error
 
 
