@@ -45,7 +45,8 @@ class Options(BaseModel):
         held = _types(cls.model_fields[info.field_name].annotation)
         if Unread in held:
             return value
-        check_plain(value)
+        if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in held):
+            check_plain(value)
         if bool not in held and held & {int, float} and Any not in held and _holds(value, bool):
             raise PydanticCustomError("truth", "Input should be a number, and true and false are none")
         if Any in held and _holds(value, OldTruth):

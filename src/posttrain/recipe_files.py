@@ -167,7 +167,7 @@ def extend(
     if name in above:
         what = " and ".join(map(repr, above))
         raise RecipeError(
-            f"{where}: {what} {'extends itself' if len(above) == 1 else 'extend one another in a circle'}"
+            f"{where}: {what} {'extends itself' if len(above) == 1 else 'extend one another in a circle'}; leave one out"
         )
     beside = Path(place).parent / name
     try:

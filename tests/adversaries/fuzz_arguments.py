@@ -56,7 +56,9 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
     for action in parser._actions:
         if action.option_strings or isinstance(action, argparse._SubParsersAction):
             continue
-        if action.nargs in (None, "+") or (action.nargs == "*" and command in ("runs prune", "runs delete", "runs compare")):
+        if action.nargs in (None, "+") or (
+            action.nargs == "*" and command in ("runs prune", "runs delete", "runs compare")
+        ):
             recipe = command in RECIPES and action.dest in ("recipe", "models")
             given.append("mine.yaml" if recipe else "some-run" if words[0] == "runs" else "tiny")
             if recipe:
@@ -125,7 +127,7 @@ def override_cases(random: Random) -> list[Case]:
         ("--train", "text"), ("--rollout", "5"), ("--" + "a." * 3000 + "b", "1"), ("--train." + "x" * 100_000, "1"), ("--train.lr", "x" * 100_000),
         ("--train.lr", BOMB), ("--objective", BOMB), ("--objective", "{name: grpo, name: grpo}"), ("--objective", "[a: "),
         ("--description", "bad \udcff bytes"), ("--task.\udcff", "1"), ("--model.name", "bad\udcff"), ("--train.lr", "1", "--train.lr", "2"),
-        ("--train.lr=1", "--train.lr=1"), ("--train.lr", "1e-3", "--train", "{lr: 2}"), ("--train.steps", "1", "--train.lr", "1", "--train.steps", "1"),
+        ("--train.lr=1", "--train.lr=1"), ("--train.steps", "1", "--train.lr", "1", "--train.steps", "1"),
         ("--train.lr", ""), ("--train.lr="), ("--train.steps", "1 2"), ("--train.steps", "--"), ("--train.lr", "[" * 5000), ("--train.lr", "{a: " * 5000),
         ("--objective", "!!python/object/apply:os.system [id]"), ("--task", "!!python/name:os.system"), ("--train.steps", "٣"), ("--train.lr", "٣"),
     )  # fmt: skip
@@ -156,6 +158,8 @@ def override_cases(random: Random) -> list[Case]:
     for command, sections in OVERRIDABLE.items():
         for section in sections or ():
             start = (*command.split(), *({"data": ["show", "stories"]}.get(command, ["tiny"])))
+            if command == "quantize":
+                start = (*start, "--bits", "8")
             if command == "activations":
                 start = (*start, "--layer", "1", "--task", "stories", "--yes", "--out", "acts")
             for wrong, value in (("nonsense", "1"), ("²", "1"), ("", "1"), ("name.x", "1")):
@@ -318,7 +322,14 @@ def named_run_cases(random: Random) -> list[Case]:
             files = {"f": b"x"} if name.startswith("f") else {"pipe": FIFO} if name == "pipe" else {}
             if action == "tag":
                 words = ["runs", "tag", name, "+good"]
-            cases.append(Case("named run", tuple(words), (name[:30], repr(name)[1:-1][:30], *(["'x'"] if action == "compare" else [])), files))
+            cases.append(
+                Case(
+                    "named run",
+                    tuple(words),
+                    (name[:30], repr(name)[1:-1][:30], *(["'x'"] if action == "compare" else [])),
+                    files,
+                )
+            )
     for words, names in (
         (("trian",), ("trian",)), (("",), ("''", "COMMAND")), (("²",), ("²",)), (("TRAIN",), ("TRAIN",)), (("x" * 5000,), ("xxx",)), (("bad\udcff",), ("bad",)),
         (("--nonsense",), ("--nonsense",)), (("runs", "nonsense"), ("nonsense",)), (("sae", "nonsense"), ("nonsense",)), (("sae",), ("ACTION", "action")),
@@ -332,10 +343,10 @@ def named_run_cases(random: Random) -> list[Case]:
         (("evaluate", "tiny", "--engine", "nonsense", "--task", "stories"), ("nonsense",)), (("evaluate", "tiny", "--task", "stories", "--k", "5", "--n", "1"), ("--k", "k")),
         (("generate", "tiny", "--template", "nonsense"), ("nonsense",)), (("generate", "tiny", "x" * 200_000), ("prompt", "PROMPT", "tokens")), (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT")),
         (("runs", "--state", "nonsense"), ("nonsense", "--state")), (("runs", "--sort", "²"), ("--sort", "²")), (("runs", "prune", "--all", "--keep", "²", "--yes"), ("--keep",)),
-        (("runs", "prune", "--all", "--keep", "nonsense", "--yes"), ("--keep",)), (("serve-command", "tiny", "--gpus", "0,0"), ("--gpus",)), (("serve-command", "nowhere/at/all"), ("nowhere",)),
+        (("runs", "prune", "--all", "--keep", "nonsense", "--yes"), ("--keep",)), (("serve-command", "nowhere/at/all"), ("nowhere",)),
         (("generate", "tiny", "x", "--steer", "²:1"), ("--steer",)), (("generate", "tiny", "x", "--steer", "1:nan"), ("--steer",)), (("generate", "tiny", "x", "--steer", ":"), ("--steer",)),
         (("generate", "tiny", "x", "--steer", "1:" + HUGE), ("--steer",)), (("activations", "tiny", "--site", "nonsense", "--task", "stories", "--out", "acts"), ("nonsense", "--site")),
-        (("activations", "tiny", "--site", "resid.²", "--task", "stories", "--out", "acts"), ("resid.²", "--site")), (("activations", "tiny", "--site", "resid." + HUGE, "--task", "stories", "--out", "acts"), ("resid.", "--site")),
+        (("activations", "tiny", "--site", "resid.²", "--task", "stories", "--out", "acts"), ("resid.²", "--site", "--layer")), (("activations", "tiny", "--site", "resid." + HUGE, "--task", "stories", "--out", "acts"), ("resid.", "--site", "--layer")),
         (("activations", "tiny", "--layer", "99", "--task", "stories", "--out", "acts"), ("99", "--layer")), (("compare", "mine.yaml", "--methods", "nonsense"), ("nonsense",)), (("compare", "mine.yaml", "--methods", ","), ("--methods",)),
         (("compare", "mine.yaml", "--seeds", "1000000"), ("--seeds",)),
     ):  # fmt: skip

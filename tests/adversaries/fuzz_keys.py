@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value, without
 from pydantic import BaseModel, TypeAdapter
@@ -64,9 +64,9 @@ POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("{a: 1, a: 2}", ""),
     )
 )
-FREE = {"description"}  # text that may be empty
+# Not YAML, so text where an option has it; in a file it is refused.
+NO_YAML = ("!", "*", "&a [*", "&a {b: *")
 SEEDS = {"seed"}  # any whole number is a seed
-FITS_MORE = {"template.variables", "prompt.template.variables"}
 PARENTS: dict[str, dict[str, Any]] = {
     "model.init": {"model": {"init": {"architecture": "qwen3"}}},
     "kl_in_reward": {"kl_in_reward": {"weight": 0.1}},
@@ -77,14 +77,12 @@ PARENTS: dict[str, dict[str, Any]] = {
 
 def types_of(field: FieldInfo) -> tuple[set[str], dict[str, Any]]:
     """The JSON types that a field takes, and its schema."""
-    schema = TypeAdapter(field).json_schema() if False else TypeAdapter(_annotated(field)).json_schema()
+    schema = TypeAdapter(_annotated(field)).json_schema()
     choices = schema.get("anyOf", [schema])
     return {str(choice.get("type", "ref" if "$ref" in choice else "any")) for choice in choices}, schema
 
 
 def _annotated(field: FieldInfo) -> Any:
-    from typing import Annotated
-
     return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
 
 
@@ -198,7 +196,7 @@ def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model
 def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, Any], key: str, text: str) -> Case:
     file = with_value(own, key, text)
     where = (key, "mine.yaml:")
-    if random.random() < 0.5 or text == "null":
+    if random.random() < 0.5 or text == "null" or text.startswith(NO_YAML):
         return Case(f"{kind}, file", (*command, "mine.yaml"), where, {"mine.yaml": file})
     raw = "" if text == "''" else text
     named = (f"{key}", f"--{key}")

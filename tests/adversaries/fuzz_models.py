@@ -206,7 +206,7 @@ def url_cases(random: Random) -> list[Case]:
 
 SHAPES = {
     "missing": "", "number": "f = 3", "none": "f = None", "text": "f = 'x'", "a class with needs": "class f:\n    def __init__(self, a, b, c):\n        pass",
-    "raises": "1 / 0", "exits": "import sys\nsys.exit(0)", "interrupts": "raise KeyboardInterrupt", "does not parse": "def f(:",
+    "raises": "1 / 0", "exits": "import sys\nsys.exit(0)", "does not parse": "def f(:",
     "unknown annotation": "from __future__ import annotations\ndef f(text, *, x: Fraction):\n    return 1.0",
     "no annotation that can be": "def f(text, *, x: 'list[') :\n    return 1.0", "wrong default": "def f(text, *, x: int):\n    return 1.0",
     "module": "import os as f", "own base": "class E(BaseException):\n    pass\nraise E('x')", "null bytes": "x = '\0'", "endless name": "from mine import *",

@@ -128,7 +128,6 @@ def file_cases(random: Random) -> list[Case]:
             ("/", {}),
             ("~nobody/x.yaml", {}),
             ("mine.yaml/x.yaml", {"mine.yaml": good}),
-            ("mine.yaml/", {"mine.yaml": good}),
             ("bad\udcff.yaml", {}),
             ("bad\udcff", {}),
             ("a\nb.yaml", {}),
@@ -157,7 +156,7 @@ def file_cases(random: Random) -> list[Case]:
             ("c1.yaml", {f"c{i}.yaml": f"extends: c{i + 1}.yaml\n".encode() for i in range(1, 400)}),
         ):
             content = f"extends: {below}\n".encode() + good
-            cases.append(Case("extends", (*words, "mine.yaml"), ("extends",), {"mine.yaml": content, **more}))
+            cases.append(Case("extends", (*words, "mine.yaml"), ("extends", below), {"mine.yaml": content, **more}))
     for name in ("pipe", "folder", "", "nowhere", long, "²", "/dev/zero", "bad\udcff"):
         shown = (name[:40], "NAME", "name", repr(name)[1:-1])
         files = {name: FIFO} if name == "pipe" else {name: FOLDER} if name == "folder" else {}

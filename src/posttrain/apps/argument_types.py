@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
             if any(not text.strip() for text in arg_strings):
                 raise argparse.ArgumentError(action, "the value is empty; give one, or leave the option out")
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
-        if action.option_strings and action.nargs != "?" and values == []:
+        if arg_strings and action.option_strings and values == []:
             raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
         return values
 

@@ -56,8 +56,6 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     """
     for key, largest in LARGEST.items():
         value = config.get(key)
-        if value is None and key in config and key not in ("num_key_value_heads", "head_dim", "n_inner"):
-            raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got null")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 1 <= value <= largest):
             raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")

@@ -241,7 +241,7 @@ def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row]
         else:
             examples.append(example)
     if not examples:
-        raise DataError(place, "no usable examples in it")
+        raise DataError(place, "no usable examples in it; give a file with rows")
     return Task(name, "test", examples, dict(dropped))
 
 
