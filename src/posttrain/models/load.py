@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -131,11 +132,22 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         UsageError: no such model, or it has no tokenizer.
     """
     source = resolve_model_name(name)
-    try:
+    with reading_model(name, source):
         return _load_tokenizer(source, trust_remote_code)
+
+
+@contextmanager
+def reading_model(name: str, source: str) -> Iterator[None]:
+    """Around what the libraries read of a model: any file may be damaged, and they raise anything then.
+
+    Raises:
+        UsageError: with the model's name and the reason; the cause is kept.
+    """
+    try:
+        yield
     except PosttrainError:
         raise
-    except Exception as error:  # whatever a damaged file makes of the libraries; the cause is kept
+    except Exception as error:
         raise UsageError(_explain(name, source, error)) from error
 
 
@@ -156,18 +168,15 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
     try:
-        if section.adapter is None and _is_adapter(source):
-            from peft import PeftModel
+        with reading_model(section.name, source):
+            if section.adapter is None and _is_adapter(source):
+                from peft import PeftModel
 
-            base = _load_weights(_base_of(source), _section_of_base(source, section))
-            model = PeftModel.from_pretrained(base, source, is_trainable=True)
-        else:
-            model = _load_weights(source, section)
-        tokenizer = _load_tokenizer(source, section.trust_remote_code)
-    except PosttrainError:
-        raise
-    except Exception as error:  # whatever a damaged file makes of the libraries; the cause is kept
-        raise UsageError(_explain(section.name, source, error)) from error
+                base = _load_weights(_base_of(source), _section_of_base(source, section))
+                model = PeftModel.from_pretrained(base, source, is_trainable=True)
+            else:
+                model = _load_weights(source, section)
+            tokenizer = _load_tokenizer(source, section.trust_remote_code)
     finally:
         transformers_logging.set_verbosity(verbosity)
         if quiet:
