@@ -166,9 +166,8 @@ def extend(
         raise RecipeError(f"{where}: more than {_MAX_BELOW} recipes extend one another; write some of them together")
     if name in above:
         what = " and ".join(map(repr, above))
-        raise RecipeError(
-            f"{where}: {what} {'extends itself' if len(above) == 1 else 'extend one another in a circle'}; leave one out"
-        )
+        how = "extends itself" if len(above) == 1 else "extend one another in a circle"
+        raise RecipeError(f"{where}: {what} {how}; leave one out")
     beside = Path(place).parent / name
     try:
         below_place, text = recipe_text(str(beside) if name and kind_of_file(beside) != "nothing" else name)

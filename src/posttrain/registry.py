@@ -240,7 +240,8 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownWord(
-            f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} Give one that is there"
+            f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
+            "Give one that is there"
         )
     return Entry(kind, path, function, {})
 

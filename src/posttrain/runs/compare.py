@@ -57,7 +57,7 @@ from posttrain.recipe_files import (
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare_merge import belongs_to_method, changes_between, differences, without_method
 from posttrain.runs.compare_sources import SourceReader
-from posttrain.runs.directory import MAX_NAME_CHARS, RUN_NAME
+from posttrain.runs.directory import NAME_RULE, RUN_NAME
 from posttrain.sections import Section
 from posttrain.strict_yaml import write_yaml
 
@@ -268,8 +268,8 @@ def _validate_file(data: Mapping[str, Any], place: str, lines: Mapping[str, int]
     for name in content.methods:
         if not RUN_NAME.fullmatch(name):
             raise RecipeError(
-                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of at most {MAX_NAME_CHARS} letters, digits, '.', '_' and "
-                "'-', because its runs are called by it"
+                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of {NAME_RULE}, "
+                "because its runs are called by it"
             )
     return content
 

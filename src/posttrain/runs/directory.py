@@ -33,6 +33,7 @@ from posttrain.store.durable import replace_file, storage_errors
 State = Literal["running", "finished", "failed", "interrupted"]
 # What a run, a comparison, or a part of one may be called: a folder with room for what is written beside it.
 MAX_NAME_CHARS = 200
+NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
 _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast where libyaml is there
@@ -67,7 +68,7 @@ def check_run_name(name: str) -> str:
     """
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
-            f"--run {shorten(name)}: a run's name is made of at most {MAX_NAME_CHARS} letters, digits, '.', '_' and '-', "
+            f"--run {shorten(name)}: a run's name is made of {NAME_RULE}, "
             "and does not start with '.' or '-'; the folder that holds it is given by --runs-dir"
         )
     return name

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
-from posttrain.runs.directory import RUN_NAME, run_names
+from posttrain.runs.directory import NAME_RULE, RUN_NAME, run_names
 
 CELLS, START = "cells", "start"
 # What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
@@ -77,8 +77,8 @@ def locate(root: str | Path, name: str) -> Place:
     relative = _relative(folder, name, {*runs, *comparisons})
     if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
-            f"{shorten(name)}: a run's name is made of letters, digits, '.', '_' and '-', with '/' between a comparison and "
-            f"its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
+            f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a comparison "
+            f"and its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
         )
     path = folder
     for part in relative.split("/"):

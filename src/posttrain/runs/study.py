@@ -49,7 +49,7 @@ from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, rec
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare import Cell, Source
 from posttrain.runs.compare_sources import SourceReader
-from posttrain.runs.directory import MAX_NAME_CHARS, RUN_NAME
+from posttrain.runs.directory import NAME_RULE, RUN_NAME
 from posttrain.sections import RewardWord, Section, Word
 from posttrain.strict_yaml import write_yaml
 
@@ -254,8 +254,7 @@ def _validate(data: Mapping[str, Any], place: str, lines: Mapping[str, int], ove
             if not RUN_NAME.fullmatch(name):
                 where = f"{section}.{name}"
                 raise RecipeError(
-                    f"{line_of(where)}{where}: a name is made of at most {MAX_NAME_CHARS} letters, digits, '.', '_' and '-', because runs are "
-                    "called by it"
+                    f"{line_of(where)}{where}: a name is made of {NAME_RULE}, because runs are called by it"
                 )
     shared = set(content.reward_models) & set(content.policies)
     if shared:

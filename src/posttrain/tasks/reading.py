@@ -80,9 +80,7 @@ class Row:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise self.fail(
-                f"{name!r} holds half of a surrogate pair, which is no character; write the whole one"
-            ) from None
+            raise self.fail(f"{name!r} holds half of a surrogate pair, which is no character; write it whole") from None
         return value
 
     def messages(self, key: str) -> tuple[Message, ...]:
