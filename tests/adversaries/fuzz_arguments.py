@@ -13,7 +13,23 @@ from posttrain.cli import BODIES, OVERRIDABLE, build_parser
 
 HUGE = "9" * 5000
 BAD: dict[str, tuple[str, ...]] = {
-    "positive": ("0", "-1", "x", "1.5", "²", "1e30", "100000000000000", HUGE, "nan", "1:30", "٣", "0x10", "1 2", "+-1", "[]"),
+    "positive": (
+        "0",
+        "-1",
+        "x",
+        "1.5",
+        "²",
+        "1e30",
+        "100000000000000",
+        HUGE,
+        "nan",
+        "1:30",
+        "٣",
+        "0x10",
+        "1 2",
+        "+-1",
+        "[]",
+    ),
     "positives": ("0", "-1", "x", "1,x", "1,²", "1,100000000000000", "nan", ",", "1;2"),
     "natural": ("-1", "x", "1.5", "²", "1e30", "nan", "1:30", "٣", "--3", "[]"),
     "seed": ("-1", "x", "1.5", "²", "1e30", "nan", "1:30", "٣", "[]"),
@@ -22,9 +38,19 @@ BAD: dict[str, tuple[str, ...]] = {
     "share": ("0", "-1", "2", "x", "nan", "inf", "²", "1:30", "1e-999"),
     "int": ("x", "1.5", "²", HUGE, "nan"),
     "port": ("0", "-1", "65536", "99999", "x", "²", "1e3", HUGE),
-}  # fmt: skip
-VALID = {"positive": "2", "positives": "2,3", "natural": "2", "naturals": "1,2", "nonnegative_float": "0.5", "share": "0.5",
-         "int": "8", "port": "8001", "seed": "3", "names": "stories"}  # fmt: skip
+}
+VALID = {
+    "positive": "2",
+    "positives": "2,3",
+    "natural": "2",
+    "naturals": "1,2",
+    "nonnegative_float": "0.5",
+    "share": "0.5",
+    "int": "8",
+    "port": "8001",
+    "seed": "3",
+    "names": "stories",
+}
 SEEDS = {"--seed"}
 MAY_BE_EMPTY = {"--system"}
 FILES = {"recipe": "mine.yaml"}
@@ -121,16 +147,48 @@ def override_cases(random: Random) -> list[Case]:
     """Options that are keys of a recipe, as they cannot be."""
     cases = []
     bad: tuple[tuple[str, ...], ...] = (
-        ("--train..lr", "1"), ("--.lr", "1"), ("--train.", "1"), ("--rewards.99.weight", "1"), ("--rewards.².weight", "1"),
-        ("--rewards.²", "1"), ("--rewards.-1", "x"), ("--rewards.1e3", "x"), ("--rewards.٠.weight", "x"), ("--rewards.0.weight.x", "1"),
-        ("--train.lr.x", "1"), ("--train.lr",), ("--train.lr", "--quiet"), ("--extends", "x"), ("--train", "3"), ("--train", "[]"),
-        ("--train", "text"), ("--rollout", "5"), ("--" + "a." * 3000 + "b", "1"), ("--train." + "x" * 100_000, "1"), ("--train.lr", "x" * 100_000),
-        ("--train.lr", BOMB), ("--objective", BOMB), ("--objective", "{name: grpo, name: grpo}"), ("--objective", "[a: "),
-        ("--description", "bad \udcff bytes"), ("--task.\udcff", "1"), ("--model.name", "bad\udcff"), ("--train.lr", "1", "--train.lr", "2"),
-        ("--train.lr=1", "--train.lr=1"), ("--train.steps", "1", "--train.lr", "1", "--train.steps", "1"),
-        ("--train.lr", ""), ("--train.lr="), ("--train.steps", "1 2"), ("--train.steps", "--"), ("--train.lr", "[" * 5000), ("--train.lr", "{a: " * 5000),
-        ("--objective", "!!python/object/apply:os.system [id]"), ("--task", "!!python/name:os.system"), ("--train.steps", "٣"), ("--train.lr", "٣"),
-    )  # fmt: skip
+        ("--train..lr", "1"),
+        ("--.lr", "1"),
+        ("--train.", "1"),
+        ("--rewards.99.weight", "1"),
+        ("--rewards.².weight", "1"),
+        ("--rewards.²", "1"),
+        ("--rewards.-1", "x"),
+        ("--rewards.1e3", "x"),
+        ("--rewards.٠.weight", "x"),
+        ("--rewards.0.weight.x", "1"),
+        ("--train.lr.x", "1"),
+        ("--train.lr",),
+        ("--train.lr", "--quiet"),
+        ("--extends", "x"),
+        ("--train", "3"),
+        ("--train", "[]"),
+        ("--train", "text"),
+        ("--rollout", "5"),
+        ("--" + "a." * 3000 + "b", "1"),
+        ("--train." + "x" * 100_000, "1"),
+        ("--train.lr", "x" * 100_000),
+        ("--train.lr", BOMB),
+        ("--objective", BOMB),
+        ("--objective", "{name: grpo, name: grpo}"),
+        ("--objective", "[a: "),
+        ("--description", "bad \udcff bytes"),
+        ("--task.\udcff", "1"),
+        ("--model.name", "bad\udcff"),
+        ("--train.lr", "1", "--train.lr", "2"),
+        ("--train.lr=1", "--train.lr=1"),
+        ("--train.steps", "1", "--train.lr", "1", "--train.steps", "1"),
+        ("--train.lr", ""),
+        ("--train.lr="),
+        ("--train.steps", "1 2"),
+        ("--train.steps", "--"),
+        ("--train.lr", "[" * 5000),
+        ("--train.lr", "{a: " * 5000),
+        ("--objective", "!!python/object/apply:os.system [id]"),
+        ("--task", "!!python/name:os.system"),
+        ("--train.steps", "٣"),
+        ("--train.lr", "٣"),
+    )
     for more in bad:
         more = (more,) if isinstance(more, str) else more
         key = more[0].removeprefix("--").partition("=")[0]
@@ -210,8 +268,16 @@ def place_cases(random: Random) -> list[Case]:
         given, files = fill(words, parser)
         if words[0] == "demo" or words in (("runs", "manage"), ("study",)):
             given = [*given]
-        for place, more in (("f", {"f": b"x"}), ("f/x", {"f": b"x"}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("a/" + LONG, {}),
-                            ("gone", {"gone->": "f/x", "f": b""}), ("circle", {"circle->": "circle"}), ("/dev/null", {})):  # fmt: skip
+        for place, more in (
+            ("f", {"f": b"x"}),
+            ("f/x", {"f": b"x"}),
+            ("pipe", {"pipe": FIFO}),
+            (LONG, {}),
+            ("a/" + LONG, {}),
+            ("gone", {"gone->": "f/x", "f": b""}),
+            ("circle", {"circle->": "circle"}),
+            ("/dev/null", {}),
+        ):
             if words in (
                 ("sae", "features"),
                 ("sae", "diff"),
@@ -236,8 +302,15 @@ def output_cases(random: Random) -> list[Case]:
     """Where results shall go, and where texts shall come from."""
     cases = []
     outs: tuple[tuple[str, dict[str, bytes | str]], ...] = (
-        ("f", {"f": b"x"}), ("f/x", {"f": b"x"}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("a/" + LONG, {}),
-        ("bad\udcff/" + LONG, {}), ("full", {"full": FOLDER, "full/other": b"x"}), ("circle/x", {"circle->": "circle"}))  # fmt: skip
+        ("f", {"f": b"x"}),
+        ("f/x", {"f": b"x"}),
+        ("pipe", {"pipe": FIFO}),
+        (LONG, {}),
+        ("a/" + LONG, {}),
+        ("bad\udcff/" + LONG, {}),
+        ("full", {"full": FOLDER, "full/other": b"x"}),
+        ("circle/x", {"circle->": "circle"}),
+    )
     ways = (
         (("evaluate", "tiny", "--task", "stories", "--n", "1", "--max-tokens", "2", "--quiet"), "--out"),
         (("quantize", "tiny", "--bits", "8", "--n", "0", "--quiet"), "--out"),
@@ -249,14 +322,29 @@ def output_cases(random: Random) -> list[Case]:
                 Case("output", (*words, f"{option}={place}"), (option, place[:30], repr(place)[1:-1][:30]), files)
             )
     pictures: tuple[tuple[str, dict[str, bytes | str]], ...] = (
-        ("d", {"d": FOLDER}), ("f/x.png", {"f": b"x"}), ("nowhere/x.png", {}), (LONG + ".png", {}), ("x.nonsense", {}), ("pipe.png", {"pipe.png": FIFO}))  # fmt: skip
+        ("d", {"d": FOLDER}),
+        ("f/x.png", {"f": b"x"}),
+        ("nowhere/x.png", {}),
+        (LONG + ".png", {}),
+        ("x.nonsense", {}),
+        ("pipe.png", {"pipe.png": FIFO}),
+    )
     for place, files in pictures:
         cases.append(
             Case("output", ("data", "show", "stories", "--n", "2", f"--plot={place}"), ("--plot", place[:30]), files)
         )
     for option in ("--text", "--rollouts", "--import-pt", "--paired"):
-        for place, files in (("nowhere", {}), ("d", {"d": FOLDER}), ("pipe", {"pipe": FIFO}), (LONG, {}), ("e", {"e": b""}), ("b", {"b": b"\xff\xfe" * 9}),
-                             ("/dev/zero", {}), ("circle", {"circle->": "circle"}), ("f/x", {"f": b"x"})):  # fmt: skip
+        for place, files in (
+            ("nowhere", {}),
+            ("d", {"d": FOLDER}),
+            ("pipe", {"pipe": FIFO}),
+            (LONG, {}),
+            ("e", {"e": b""}),
+            ("b", {"b": b"\xff\xfe" * 9}),
+            ("/dev/zero", {}),
+            ("circle", {"circle->": "circle"}),
+            ("f/x", {"f": b"x"}),
+        ):
             task = ("--task", "stories") if option == "--paired" else ()
             start = (
                 "activations",
@@ -331,25 +419,69 @@ def named_run_cases(random: Random) -> list[Case]:
                 )
             )
     for words, names in (
-        (("trian",), ("trian",)), (("",), ("''", "COMMAND")), (("²",), ("²",)), (("TRAIN",), ("TRAIN",)), (("x" * 5000,), ("xxx",)), (("bad\udcff",), ("bad",)),
-        (("--nonsense",), ("--nonsense",)), (("runs", "nonsense"), ("nonsense",)), (("sae", "nonsense"), ("nonsense",)), (("sae",), ("ACTION", "action")),
-        (("recipes", "nonsense"), ("nonsense",)), (("data", "nonsense"), ("nonsense",)), (("explain", "nonsense"), ("nonsense",)), (("explain", ""), ("''", "NAME", "name")),
-        (("explain", "nowhere:f"), ("nowhere",)), (("explain", ":"), (":",)), (("data", "show", "nonsense"), ("nonsense",)), (("data", "show", ""), ("task", "TASK", "NAME")),
-        (("data", "show"), ("name", "NAME")), (("data", "show", "nowhere:f"), ("nowhere",)), (("data", "show", "jsonl"), ("path",)), (("data", "show", "x" * 5000), ("xxx",)),
-        (("recipes", "show"), ("NAME", "name")), (("recipes", "show", "nonsense"), ("nonsense",)), (("recipes", "list", "x", "y"), ("y", "unrecognized")),
-        (("train", "tiny/grpo", "more"), ("more",)), (("train", "tiny/grop"), ("tiny/grop",)), (("compare", "tiny/grpo"), ("tiny/grpo",)), (("study", "tiny/grpo"), ("tiny/grpo",)),
-        (("sae", "train", "tiny/grpo"), ("tiny/grpo",)), (("sae", "diff", "tiny/grpo"), ("tiny/grpo",)), (("train", "compare/ppo-grpo-dpo"), ("compare",)),
-        (("evaluate", "tiny", "--task", "nonsense"), ("nonsense",)), (("evaluate", "tiny", "--task", ","), ("--task",)), (("evaluate", "tiny", "--template", "nonsense", "--task", "stories"), ("nonsense",)),
-        (("evaluate", "tiny", "--engine", "nonsense", "--task", "stories"), ("nonsense",)), (("evaluate", "tiny", "--task", "stories", "--k", "5", "--n", "1"), ("--k", "k")),
-        (("generate", "tiny", "--template", "nonsense"), ("nonsense",)), (("generate", "tiny", "x" * 200_000), ("prompt", "PROMPT", "tokens")), (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT")),
-        (("runs", "--state", "nonsense"), ("nonsense", "--state")), (("runs", "--sort", "²"), ("--sort", "²")), (("runs", "prune", "--all", "--keep", "²", "--yes"), ("--keep",)),
-        (("runs", "prune", "--all", "--keep", "nonsense", "--yes"), ("--keep",)), (("serve-command", "nowhere/at/all"), ("nowhere",)),
-        (("generate", "tiny", "x", "--steer", "²:1"), ("--steer",)), (("generate", "tiny", "x", "--steer", "1:nan"), ("--steer",)), (("generate", "tiny", "x", "--steer", ":"), ("--steer",)),
-        (("generate", "tiny", "x", "--steer", "1:" + HUGE), ("--steer",)), (("activations", "tiny", "--site", "nonsense", "--task", "stories", "--out", "acts"), ("nonsense", "--site")),
-        (("activations", "tiny", "--site", "resid.²", "--task", "stories", "--out", "acts"), ("resid.²", "--site", "--layer")), (("activations", "tiny", "--site", "resid." + HUGE, "--task", "stories", "--out", "acts"), ("resid.", "--site", "--layer")),
-        (("activations", "tiny", "--layer", "99", "--task", "stories", "--out", "acts"), ("99", "--layer")), (("compare", "mine.yaml", "--methods", "nonsense"), ("nonsense",)), (("compare", "mine.yaml", "--methods", ","), ("--methods",)),
+        (("trian",), ("trian",)),
+        (("",), ("''", "COMMAND")),
+        (("²",), ("²",)),
+        (("TRAIN",), ("TRAIN",)),
+        (("x" * 5000,), ("xxx",)),
+        (("bad\udcff",), ("bad",)),
+        (("--nonsense",), ("--nonsense",)),
+        (("runs", "nonsense"), ("nonsense",)),
+        (("sae", "nonsense"), ("nonsense",)),
+        (("sae",), ("ACTION", "action")),
+        (("recipes", "nonsense"), ("nonsense",)),
+        (("data", "nonsense"), ("nonsense",)),
+        (("explain", "nonsense"), ("nonsense",)),
+        (("explain", ""), ("''", "NAME", "name")),
+        (("explain", "nowhere:f"), ("nowhere",)),
+        (("explain", ":"), (":",)),
+        (("data", "show", "nonsense"), ("nonsense",)),
+        (("data", "show", ""), ("task", "TASK", "NAME")),
+        (("data", "show"), ("name", "NAME")),
+        (("data", "show", "nowhere:f"), ("nowhere",)),
+        (("data", "show", "jsonl"), ("path",)),
+        (("data", "show", "x" * 5000), ("xxx",)),
+        (("recipes", "show"), ("NAME", "name")),
+        (("recipes", "show", "nonsense"), ("nonsense",)),
+        (("recipes", "list", "x", "y"), ("y", "unrecognized")),
+        (("train", "tiny/grpo", "more"), ("more",)),
+        (("train", "tiny/grop"), ("tiny/grop",)),
+        (("compare", "tiny/grpo"), ("tiny/grpo",)),
+        (("study", "tiny/grpo"), ("tiny/grpo",)),
+        (("sae", "train", "tiny/grpo"), ("tiny/grpo",)),
+        (("sae", "diff", "tiny/grpo"), ("tiny/grpo",)),
+        (("train", "compare/ppo-grpo-dpo"), ("compare",)),
+        (("evaluate", "tiny", "--task", "nonsense"), ("nonsense",)),
+        (("evaluate", "tiny", "--task", ","), ("--task",)),
+        (("evaluate", "tiny", "--template", "nonsense", "--task", "stories"), ("nonsense",)),
+        (("evaluate", "tiny", "--engine", "nonsense", "--task", "stories"), ("nonsense",)),
+        (("evaluate", "tiny", "--task", "stories", "--k", "5", "--n", "1"), ("--k", "k")),
+        (("generate", "tiny", "--template", "nonsense"), ("nonsense",)),
+        (("generate", "tiny", "x" * 200_000), ("prompt", "PROMPT", "tokens")),
+        (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT")),
+        (("runs", "--state", "nonsense"), ("nonsense", "--state")),
+        (("runs", "--sort", "²"), ("--sort", "²")),
+        (("runs", "prune", "--all", "--keep", "²", "--yes"), ("--keep",)),
+        (("runs", "prune", "--all", "--keep", "nonsense", "--yes"), ("--keep",)),
+        (("serve-command", "nowhere/at/all"), ("nowhere",)),
+        (("generate", "tiny", "x", "--steer", "²:1"), ("--steer",)),
+        (("generate", "tiny", "x", "--steer", "1:nan"), ("--steer",)),
+        (("generate", "tiny", "x", "--steer", ":"), ("--steer",)),
+        (("generate", "tiny", "x", "--steer", "1:" + HUGE), ("--steer",)),
+        (("activations", "tiny", "--site", "nonsense", "--task", "stories", "--out", "acts"), ("nonsense", "--site")),
+        (
+            ("activations", "tiny", "--site", "resid.²", "--task", "stories", "--out", "acts"),
+            ("resid.²", "--site", "--layer"),
+        ),
+        (
+            ("activations", "tiny", "--site", "resid." + HUGE, "--task", "stories", "--out", "acts"),
+            ("resid.", "--site", "--layer"),
+        ),
+        (("activations", "tiny", "--layer", "99", "--task", "stories", "--out", "acts"), ("99", "--layer")),
+        (("compare", "mine.yaml", "--methods", "nonsense"), ("nonsense",)),
+        (("compare", "mine.yaml", "--methods", ","), ("--methods",)),
         (("compare", "mine.yaml", "--seeds", "1000000"), ("--seeds",)),
-    ):  # fmt: skip
+    ):
         cases.append(Case("words", words, names, {"mine.yaml": dump(COMPARISON)} if "mine.yaml" in words else {}))
     for name in (LONG, "a/b", "²", "", "..", "a b", "bad\\udcff", "null", "3"):
         for section, recipe, words in (("methods", COMPARISON, ("compare",)), ("reward_models", STUDY, ("study",))):
@@ -392,12 +524,41 @@ def good_cases(random: Random) -> list[Case]:
             )
         )
     for key, text in (
-        ("train.gradient_checkpointing", "yes"), ("train.gradient_checkpointing", "on"), ("train.gradient_checkpointing", "False"), ("train.steps", "1_000"), ("train.steps", "0x10"),
-        ("train.steps", "'8'"), ("train.steps", "8.0"), ("train.seed", "1" + "0" * 30), ("train.seed", "0"), ("description", "2024-05-17"), ("description", "1:30"), ("description", "yes"),
-        ("description", "'010'"), ("description", '"\\u00e9 \\U0001F600"'), ("train.max_grad_norm", "null"), ("train.max_grad_norm", "~"), ("train.max_grad_norm", ""), ("rewards", "correct"),
-        ("rewards", "[correct, {name: xml_soft, weight: -0.5}]"), ("objective", "grpo"), ("objective", "!!map {name: grpo}"), ("description", "!!str 3"), ("rollout.max_tokens", "32768"),
-        ("rollout.group", "1024"), ("train.tokens_per_micro", "131072"), ("model.adapter", "{rank: 2, targets: [q_proj, v_proj]}"), ("model.adapter", "{rank: 2}"), ("train.lr", "+1e-4"),
-        ("train", "&t {steps: 1, lr: 0.001}\neval: {n: 3}"), ("description", "|\n  text\n  over lines"), ("rollout.top_p", "1"), ("task.families", "[chain]"), ("description", "<<"), ("description", "=")):  # fmt: skip
+        ("train.gradient_checkpointing", "yes"),
+        ("train.gradient_checkpointing", "on"),
+        ("train.gradient_checkpointing", "False"),
+        ("train.steps", "1_000"),
+        ("train.steps", "0x10"),
+        ("train.steps", "'8'"),
+        ("train.steps", "8.0"),
+        ("train.seed", "1" + "0" * 30),
+        ("train.seed", "0"),
+        ("description", "2024-05-17"),
+        ("description", "1:30"),
+        ("description", "yes"),
+        ("description", "'010'"),
+        ("description", '"\\u00e9 \\U0001F600"'),
+        ("train.max_grad_norm", "null"),
+        ("train.max_grad_norm", "~"),
+        ("train.max_grad_norm", ""),
+        ("rewards", "correct"),
+        ("rewards", "[correct, {name: xml_soft, weight: -0.5}]"),
+        ("objective", "grpo"),
+        ("objective", "!!map {name: grpo}"),
+        ("description", "!!str 3"),
+        ("rollout.max_tokens", "32768"),
+        ("rollout.group", "1024"),
+        ("train.tokens_per_micro", "131072"),
+        ("model.adapter", "{rank: 2, targets: [q_proj, v_proj]}"),
+        ("model.adapter", "{rank: 2}"),
+        ("train.lr", "+1e-4"),
+        ("train", "&t {steps: 1, lr: 0.001}\neval: {n: 3}"),
+        ("description", "|\n  text\n  over lines"),
+        ("rollout.top_p", "1"),
+        ("task.families", "[chain]"),
+        ("description", "<<"),
+        ("description", "="),
+    ):
         cases.append(
             Case("good", ("train", "mine.yaml", "--dry-run"), (), {"mine.yaml": with_value(RL, key, text)}, good=True)
         )
@@ -420,10 +581,26 @@ def good_cases(random: Random) -> list[Case]:
             "good", ("train", "mine.yaml", "--dry-run"), (), {"mine.yaml": dump(RL).replace(b"\n", b"\r\n")}, good=True
         )
     )
-    for words in (("recipes",), ("recipes", "show", "tiny/grpo"), ("explain",), ("explain", "grpo"), ("explain", "train"), ("data",), ("runs",), ("serve-command", "tiny"), ("--version",),
-                  ("train", "tiny/grpo", "--dry-run"), ("compare", "ppo-grpo-dpo", "--dry-run"), ("runs", "--runs-dir", "nowhere"), ("data", "show", "stories", "--n", "3"), ("train", "--help"),
-                  ("sae", "train", "tiny/sae", "--dry-run"), ("explain", "--help"), ("generate", "tiny", "hello", "--max-tokens", "3", "--seed", "1" + "0" * 30),
-                  ("data", "show", "stories", "--n=3", "--task.size=30", "--examples", "0")):  # fmt: skip
+    for words in (
+        ("recipes",),
+        ("recipes", "show", "tiny/grpo"),
+        ("explain",),
+        ("explain", "grpo"),
+        ("explain", "train"),
+        ("data",),
+        ("runs",),
+        ("serve-command", "tiny"),
+        ("--version",),
+        ("train", "tiny/grpo", "--dry-run"),
+        ("compare", "ppo-grpo-dpo", "--dry-run"),
+        ("runs", "--runs-dir", "nowhere"),
+        ("data", "show", "stories", "--n", "3"),
+        ("train", "--help"),
+        ("sae", "train", "tiny/sae", "--dry-run"),
+        ("explain", "--help"),
+        ("generate", "tiny", "hello", "--max-tokens", "3", "--seed", "1" + "0" * 30),
+        ("data", "show", "stories", "--n=3", "--task.size=30", "--examples", "0"),
+    ):
         cases.append(Case("good", words, (), {}, good=True))
     return cases
 

@@ -14,8 +14,16 @@ from posttrain import registry
 PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 8.5, "score_rejected": 4}
 PROBLEM = {"problem": "What is 1+1?", "answer": "2", "solution": "It is \\boxed{2}."}
 TALK = "\n\nHuman: {}\n\nAssistant: {}"
-STEPS = {"instruction": "What is 1+1?", "responses": [], "next_response": "It is 2.", "rating": 1, "is_human_response": False,
-         "is_solution": True, "is_preferred_response": True, "answer": None}  # fmt: skip
+STEPS = {
+    "instruction": "What is 1+1?",
+    "responses": [],
+    "next_response": "It is 2.",
+    "rating": 1,
+    "is_human_response": False,
+    "is_solution": True,
+    "is_preferred_response": True,
+    "answer": None,
+}
 # A good row of each task that reads a file, with the keys that it must have. A new task is entered here.
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "aime24": (PROBLEM, ("problem", "answer")),
@@ -23,7 +31,13 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "amc": (PROBLEM, ("problem", "answer")),
     "gsm8k": ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, ("question", "answer")),
     "gsm8k_solutions": (
-        {"question": "1+1?", "ground_truth": "1+1=2\n#### 2", "model": "6b", "solution": "1+1=2\nA: 2", "is_correct": True},
+        {
+            "question": "1+1?",
+            "ground_truth": "1+1=2\n#### 2",
+            "model": "6b",
+            "solution": "1+1=2\nA: 2",
+            "is_correct": True,
+        },
         ("question", "solution"),
     ),
     "hh_rlhf": ({"chosen": TALK.format("a", "b"), "rejected": TALK.format("a", "c")}, ("chosen", "rejected")),
@@ -34,13 +48,15 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "jsonl": ({"prompt": "1+1?", "answer": "2"}, ("prompt", "answer")),
     "judged_solutions": ({"question": "1+1?", "response": "It is 2.", "is_correct": True}, ("question", "response")),
     "knights_and_knaves": (
-        {"quiz": "Who is who?", "names": ["Ann", "Bob"], "solution": [True, False]}, ("quiz", "names", "solution")
+        {"quiz": "Who is who?", "names": ["Ann", "Bob"], "solution": [True, False]},
+        ("quiz", "names", "solution"),
     ),
     "llmbar": ({"input": "Say yes.", "output_1": "yes", "output_2": "no", "label": 1}, ("input", "output_1", "label")),
     "math": (PROBLEM | {"level": "Level 1", "type": "Algebra"}, ("problem", "level")),
     "math500": (PROBLEM | {"level": 1, "subject": "Algebra"}, ("problem", "level")),
     "math_shepherd": (
-        {"input": "1+1? Step 1: It is 2. ки", "label": "1+1? Step 1: It is 2. +", "task": "GSM8K"}, ("input", "label")
+        {"input": "1+1? Step 1: It is 2. ки", "label": "1+1? Step 1: It is 2. +", "task": "GSM8K"},
+        ("input", "label"),
     ),
     "minerva_math": (PROBLEM, ("problem", "answer")),
     "mmlu": (
@@ -48,27 +64,47 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("subject", "question", "choices", "answer"),
     ),
     "mr_gsm8k": (
-        {"question": "How many?", "model_output_steps": ["a", "b"], "model_output_solution_correctness": "wrong",
-         "model_output_solution_first_error_step": 2},
+        {
+            "question": "How many?",
+            "model_output_steps": ["a", "b"],
+            "model_output_solution_correctness": "wrong",
+            "model_output_solution_first_error_step": 2,
+        },
         ("question", "model_output_steps", "model_output_solution_correctness"),
     ),
     "olympiad_bench": (PROBLEM, ("problem", "answer")),
     "pandalm": (
-        {"instruction": "Say it.", "input": "", "response1": "it", "response2": "that", "annotator1": 1, "annotator2": 1,
-         "annotator3": 2},
+        {
+            "instruction": "Say it.",
+            "input": "",
+            "response1": "it",
+            "response2": "that",
+            "annotator1": 1,
+            "annotator2": 1,
+            "annotator3": 2,
+        },
         ("instruction", "response1"),
     ),
     "preferences": (PAIR, ("prompt", "chosen", "rejected")),
     "prm800k": (STEPS, ("instruction", "next_response", "responses")),
     "prmbench": (
-        {"original_question": "How many?", "modified_question": "How many now?", "original_process": ["a", "b"],
-         "modified_process": ["a", "x"], "modified_steps": [2], "error_steps": [2], "classification": "deception"},
+        {
+            "original_question": "How many?",
+            "modified_question": "How many now?",
+            "original_process": ["a", "b"],
+            "modified_process": ["a", "x"],
+            "modified_steps": [2],
+            "error_steps": [2],
+            "classification": "deception",
+        },
         ("modified_question", "modified_process", "error_steps", "classification"),
     ),
-    "svamp": ({"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
-              ("Body", "Question", "Answer", "Type")),
+    "svamp": (
+        {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
+        ("Body", "Question", "Answer", "Type"),
+    ),
     "ultrafeedback": (PAIR, ("prompt", "chosen", "rejected", "score_chosen")),
-}  # fmt: skip
+}
 NEEDS = {"split": "test"}
 WRONG_VALUES: tuple[Any, ...] = ([], {}, [[1]], {"a": 1}, True, float("nan"), float("inf"), "\ud800", [None])
 
@@ -158,9 +194,20 @@ def data_cases(random: Random) -> list[Case]:
     return cases
 
 
-OPTIONAL = {("math", "level"), ("math500", "level"), ("aime24", "answer"), ("aime25", "answer"), ("amc", "answer"),
-            ("minerva_math", "answer"), ("olympiad_bench", "answer"), ("svamp", "Type"), ("ultrafeedback", "score_chosen"),
-            ("prm800k", "responses"), ("preferences", "prompt"), ("ultrafeedback", "prompt")}  # fmt: skip
+OPTIONAL = {
+    ("math", "level"),
+    ("math500", "level"),
+    ("aime24", "answer"),
+    ("aime25", "answer"),
+    ("amc", "answer"),
+    ("minerva_math", "answer"),
+    ("olympiad_bench", "answer"),
+    ("svamp", "Type"),
+    ("ultrafeedback", "score_chosen"),
+    ("prm800k", "responses"),
+    ("preferences", "prompt"),
+    ("ultrafeedback", "prompt"),
+}
 
 
 def _allowed(task: str, key: str, value: Any) -> bool:

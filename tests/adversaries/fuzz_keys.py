@@ -143,9 +143,29 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from walk(inner, f"{prefix}{name}.")
 
 
-WORD_TEXTS = ("7.5", "true", "[]", "{}", "{nonsense: 1}", "nowhere_to_be_found", "{name: null}", "{name: [a]}", "''",
-              "2024-05-17", "1:30", ".nan", "&a [*a]", "!!binary aGk=", "{name: 3}", '"\\ud800"', "{name: ''}", "9" * 5000,
-              "{name: {name: grpo}}", "[[]]", "[null]")  # fmt: skip
+WORD_TEXTS = (
+    "7.5",
+    "true",
+    "[]",
+    "{}",
+    "{nonsense: 1}",
+    "nowhere_to_be_found",
+    "{name: null}",
+    "{name: [a]}",
+    "''",
+    "2024-05-17",
+    "1:30",
+    ".nan",
+    "&a [*a]",
+    "!!binary aGk=",
+    "{name: 3}",
+    '"\\ud800"',
+    "{name: ''}",
+    "9" * 5000,
+    "{name: {name: grpo}}",
+    "[[]]",
+    "[null]",
+)
 
 
 def _bases() -> Iterator[tuple[str, tuple[str, ...], type[BaseModel], dict[str, Any]]]:
@@ -233,8 +253,16 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "tracker": (("train",), merged(RL, {"track": [{"name": "tensorboard"}]}), "track.0"),
     "dictionary": (("sae", "train"), SAE, "dictionary"),
 }
-REQUIRED = {"path": "rows.jsonl", "dataset": "chain_sum", "run": "runs/x", "texts": ["a"], "length": 4, "limit": 8,
-            "cache": 4, "threshold": 0.5}  # fmt: skip
+REQUIRED = {
+    "path": "rows.jsonl",
+    "dataset": "chain_sum",
+    "run": "runs/x",
+    "texts": ["a"],
+    "length": 4,
+    "limit": 8,
+    "cache": 4,
+    "threshold": 0.5,
+}
 
 
 def option_cases(random: Random) -> list[Case]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from fuzz_texts import file_cases, text_cases
 from posttrain import cli
 
 WALL_SECONDS, CPU_SECONDS = 10.0, 10
-PATIENCE = 4  # where other work holds the cores, a case that was too slow is tried again with so many times the time
+PATIENCE = 4  # a case that was too slow is tried again with so many times the time: others may hold the cores
 MEMORY_BYTES, FILE_BYTES = 2 * 2**30, 64 * 2**20  # beyond what the warm process has
 LONGEST_MESSAGE = 6000
 PR_SET_CHILD_SUBREAPER = 36
@@ -186,9 +187,7 @@ def _fork(case: Case, place: Path) -> int:
             code = cli.main([*case.words])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        except BaseException:  # what the interpreter would print
-            import traceback
-
+        except BaseException:  # noqa: BLE001  as the interpreter would
             traceback.print_exc()
             code = 1
         sys.stdout.flush()
@@ -203,9 +202,14 @@ def _start(case: Case, place: Path) -> int:
     with (place / "stdout").open("wb") as output, (place / "stderr").open("wb") as errors:
         command = [sys.executable, "-m", "posttrain.cli", *case.words]
         return subprocess.Popen(
-            [os.fsencode(word) for word in command], cwd=place / "work", env=environment, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=errors, start_new_session=True,
-        ).pid  # fmt: skip
+            [os.fsencode(word) for word in command],
+            cwd=place / "work",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        ).pid
 
 
 def _wait(child: int, began: float, seconds: float) -> int | None:
@@ -251,8 +255,18 @@ def warm_up() -> None:
 
     for kind in registry.HOMES:
         registry.entries(kind)
-    for module in ("posttrain.train.loop", "posttrain.models.load", "posttrain.evals.report", "peft", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto",
-                   "posttrain.runs.launch", "posttrain.engines.native", "posttrain.models.quantize", "posttrain.engines.vllm_command"):  # fmt: skip
+    for module in (
+        "posttrain.train.loop",
+        "posttrain.models.load",
+        "posttrain.evals.report",
+        "peft",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.auto.modeling_auto",
+        "posttrain.runs.launch",
+        "posttrain.engines.native",
+        "posttrain.models.quantize",
+        "posttrain.engines.vllm_command",
+    ):
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
@@ -285,12 +299,31 @@ def main() -> int:
             total[name] += 1
             slowest = max(slowest, outcome.seconds)
             if outcome.faults:
-                record = {"number": number, "kind": case.kind, "words": [w[:200] for w in case.words], "names": [n[:80] for n in case.names], "faults": outcome.faults,
-                          "code": outcome.code, "seconds": round(outcome.seconds, 2), "text": outcome.text[-1500:], "real": real,
-                          "files": {k: (v[:300].decode("utf-8", "replace") if isinstance(v, bytes) else v) for k, v in case.files.items()}}  # fmt: skip
+                record = {
+                    "number": number,
+                    "kind": case.kind,
+                    "words": [w[:200] for w in case.words],
+                    "names": [n[:80] for n in case.names],
+                    "faults": outcome.faults,
+                    "code": outcome.code,
+                    "seconds": round(outcome.seconds, 2),
+                    "text": outcome.text[-1500:],
+                    "real": real,
+                    "files": {
+                        k: (v[:300].decode("utf-8", "replace") if isinstance(v, bytes) else v)
+                        for k, v in case.files.items()
+                    },
+                }
                 failed.setdefault(name, []).append(record)
-    report = {"total": dict(total), "failed": {name: len(found) for name, found in failed.items()}, "records": failed, "real": num_real,
-              "seconds": round(time.monotonic() - began, 1), "warm_seconds": round(warm, 1), "slowest": round(slowest, 2)}  # fmt: skip
+    report = {
+        "total": dict(total),
+        "failed": {name: len(found) for name, found in failed.items()},
+        "records": failed,
+        "real": num_real,
+        "seconds": round(time.monotonic() - began, 1),
+        "warm_seconds": round(warm, 1),
+        "slowest": round(slowest, 2),
+    }
     given.out.write_text(json.dumps(report, indent=1, ensure_ascii=True))
     print(json.dumps({key: value for key, value in report.items() if key != "records"}))
     return 1 if failed else 0

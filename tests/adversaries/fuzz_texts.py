@@ -81,10 +81,30 @@ def broken(text: str) -> Iterator[tuple[str, bytes]]:
     yield "empty key", plain + b"'': 3\n"
     yield "octal as key", plain + b"010: 3\n"
     yield "equals", plain + b"more: =\n"
-    for tag in ("!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!python/tuple [1]", "!!set {a, b}",
-                "!!omap [a: 1]", "!!pairs [a: 1]", "!!binary aGk=", "!!timestamp 2024-01-01", "!own x", "!<x> y",
-                "!!int x", "!!float x", "!!bool maybe", "!!null x", "!!map [1]", "!!seq {a: 1}", "!!timestamp x",
-                "!!binary '%'", "!!str [1]", "!!nonsense 1", "!!merge x", "!!int ''"):  # fmt: skip
+    for tag in (
+        "!!python/object/apply:os.system [id]",
+        "!!python/name:os.system",
+        "!!python/tuple [1]",
+        "!!set {a, b}",
+        "!!omap [a: 1]",
+        "!!pairs [a: 1]",
+        "!!binary aGk=",
+        "!!timestamp 2024-01-01",
+        "!own x",
+        "!<x> y",
+        "!!int x",
+        "!!float x",
+        "!!bool maybe",
+        "!!null x",
+        "!!map [1]",
+        "!!seq {a: 1}",
+        "!!timestamp x",
+        "!!binary '%'",
+        "!!str [1]",
+        "!!nonsense 1",
+        "!!merge x",
+        "!!int ''",
+    ):
         yield f"tag {tag.split()[0]}", plain + f"more: {tag}\n".encode()
 
 
