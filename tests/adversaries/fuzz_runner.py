@@ -41,7 +41,7 @@ from fuzz_texts import file_cases, text_cases
 from posttrain import cli
 
 WALL_SECONDS, CPU_SECONDS = 10.0, 10
-PATIENCE = 4  # a case that was too slow is tried again with so many times the time: others may hold the cores
+PATIENCE = 4  # a case that was too slow is tried once more with so many times the time: others may hold the cores
 MEMORY_BYTES, FILE_BYTES = 2 * 2**30, 64 * 2**20  # beyond what the warm process has
 LONGEST_MESSAGE = 6000
 PR_SET_CHILD_SUBREAPER = 36
@@ -63,8 +63,9 @@ GENERATORS = {
 }
 # What a message says beside what is wrong: what would work.
 REMEDY = re.compile(
-    r"should|must|give|choose|known|needs?\b|needed|there (is|are)|did you mean|write|use|at least|at most|set |try|no such"
-    r"|leave|expected|must|run it with|lists|between|invalid choice|unrecognized|instead|required|cannot|not "
+    r"\b(should|must|give|choose|known|needs?|needed|there (is|are)|there:|did you mean|write|use|at least|at most|set|"
+    r"try|no such|leave|expected|run it with|lists|invalid choice|unrecognized|instead|required|has no|takes|holds|save|"
+    r"get it again|download|wait|name|train it with|is no|lower|drop|work on|reads?|means?)\b"
 )
 
 

@@ -293,6 +293,8 @@ class _Record:
             self.directory.log("started" if at is None else f"resumed after step {at}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
+            if facts.get("num_repeated"):
+                self.directory.log(f"{facts['num_repeated']} rows of the data repeat an earlier one, and count again")
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":
