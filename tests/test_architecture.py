@@ -14,7 +14,19 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
 
 # Higher layers import lower ones, never the other way round.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "ground": ("__init__", "types", "errors", "registry", "sections", "recipe", "recipe_files", "randomness", "strict_yaml", "option_types", "file_kinds"),
+    "ground": (
+        "__init__",
+        "types",
+        "errors",
+        "file_kinds",
+        "strict_yaml",
+        "option_types",
+        "registry",
+        "sections",
+        "recipe",
+        "recipe_files",
+        "randomness",
+    ),
     "words": (
         "objectives",
         "advantages",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class Case:
 
 
 def with_value(recipe: Mapping[str, Any], key: str, text: str) -> bytes:
-    """The recipe as YAML in which ``text``, as it is, stands behind a dotted key."""
+    """The recipe in which ``text``, as it is, stands behind a dotted key; a line for each section."""
     data: Any = copy.deepcopy(dict(recipe))
     target = data
     *above, last = key.split(".")
@@ -132,7 +133,8 @@ def with_value(recipe: Mapping[str, Any], key: str, text: str) -> bytes:
         target[int(last)] = VALUE
     else:
         target[last] = VALUE
-    return yaml.safe_dump(data, sort_keys=False).replace(VALUE, text).encode("utf-8", "surrogatepass")
+    lines = "".join(f"{name}: {json.dumps(held)}\n" for name, held in data.items())
+    return lines.replace(f'"{VALUE}"', f"{text} ").encode("utf-8", "surrogatepass")
 
 
 def dump(recipe: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -116,6 +117,11 @@ def path_tasks() -> dict[str, Any]:
     }
 
 
+@cache
+def options_of(task: str) -> tuple[str, ...]:
+    return tuple(registry.entries("task")[task].options_model().model_fields)
+
+
 def lines(*rows: Any) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -216,8 +222,7 @@ def _allowed(task: str, key: str, value: Any) -> bool:
 
 
 def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any]) -> Case:
-    entry = registry.entries("task")[task]
-    fields = entry.options_model().model_fields
+    fields = options_of(task)
     own = {key: value for key, value in NEEDS.items() if key in fields}
     words = tuple(f"--task.{key}={value}" for key, value in own.items())
     ways: list[tuple[tuple[str, ...], dict[str, bytes]]] = [

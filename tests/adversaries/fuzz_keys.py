@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from random import Random
 from typing import Annotated, Any
 
@@ -75,9 +76,14 @@ PARENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def _schema_of(annotation: Any) -> dict[str, Any]:
+    return TypeAdapter(annotation).json_schema()
+
+
 def types_of(field: FieldInfo) -> tuple[set[str], dict[str, Any]]:
     """The JSON types that a field takes, and its schema."""
-    schema = TypeAdapter(_annotated(field)).json_schema()
+    schema = _schema_of(_annotated(field))
     choices = schema.get("anyOf", [schema])
     return {str(choice.get("type", "ref" if "$ref" in choice else "any")) for choice in choices}, schema
 
