@@ -155,7 +155,7 @@ def test_opening_a_strangers_run_runs_nothing_of_it(
 def test_the_payload_would_run(place: Path) -> None:
     """What the tests above look for does happen where somebody allows it."""
     marker = lay_out(place, TRAINS)
-    with pytest.raises(UnallowedCode, match="--allow-code runs.evil.payload:f"):
+    with pytest.raises(UnallowedCode, match=r"--allow-code runs\.evil\.payload:f"):
         registry.find("objective", CODE, "objective")
     assert not marker.exists()
     consent.declare_code(CODE, place)

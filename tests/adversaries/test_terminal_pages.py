@@ -12,8 +12,8 @@ from hostile_text import HOSTILE, RAW, leaks
 from posttrain.evals.compare_page import render_comparison
 from posttrain.evals.compare_results import CellResult, Comparison, MethodResult
 from posttrain.evals.evaluation_page import quoted
-from posttrain.evals.markdown import code
 from posttrain.evals.evaluation_tables import TextTable
+from posttrain.evals.markdown import code
 from posttrain.evals.report import Report, Transcript, render_report
 from posttrain.evals.report_style import draw_page
 from posttrain.evals.study_page import render_study

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
 from posttrain.rewards.scored import WorkerScorer
@@ -63,7 +64,7 @@ def reasoning_gym(
     *,
     dataset: str,
     split: Split = "train",
-    seed: Annotated[int, Field(ge=0)] = 0,
+    seed: Seed = 0,
     size: Annotated[int, Field(ge=1)] = 1000,
     options: dict[str, Any] | None = None,
     accept_code_scorer: bool | None = None,
