@@ -5,7 +5,6 @@ It is told from other recipes by its section ``dictionary``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from posttrain import registry
 from posttrain.errors import RecipeError
+from posttrain.recipe import fingerprint_of
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import ModelSection, Section, Word, Words, as_list
 
@@ -159,9 +159,8 @@ class SaeRecipe(Section):
         return str(yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100))
 
     def fingerprint(self) -> str:
-        """SHA-256 (16 hex digits) of the resolved recipe; who watches (``track``) is no part of it."""
-        content = json.dumps({key: value for key, value in self.dump().items() if key != "track"}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        """SHA-256 (16 hex digits) of what decides the result; where it works and who watches are no part of it."""
+        return fingerprint_of(self.dump())
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.errors import DataError, UsageError
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.reading import read_json
 
 NOTES = "notes.json"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -43,9 +44,9 @@ def read_notes(folder: str | Path) -> Notes:
     """
     path = Path(folder) / NOTES
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         remarks = tuple(Remark(str(item["time"]), str(item["text"])) for item in data["remarks"])
-        return Notes(tuple(str(tag) for tag in data["tags"]), remarks)
+        return Notes(tuple(str(tag) for tag in list(data["tags"])), remarks)
     except FileNotFoundError:
         return Notes()
     except (ValueError, TypeError, KeyError) as error:
