@@ -186,6 +186,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
     parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--accept-changes", action="store_true", help=records_options.ACCEPT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 

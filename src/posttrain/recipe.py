@@ -77,6 +77,20 @@ WORD_KINDS = {
     "optimizer": "optimizer",
 }
 
+# Where a run works, who watches it and what it is called: no part of the fingerprint, and free to change when it is
+# resumed (the change is written into its log). Everything else decides what comes out.
+PLACE_KEYS = (
+    "description",
+    "track",
+    "model.device",
+    "train.device",
+    "activations.model.device",
+    "rollout.engine.url",
+    "rollout.engine.served_name",
+    "rollout.engine.timeout_seconds",
+    "rollout.engine.retries",
+)
+
 
 class Recipe(Section):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
@@ -189,12 +203,24 @@ class Recipe(Section):
         return write_yaml(self.dump())
 
     def fingerprint(self) -> str:
-        """SHA-256 (16 hex digits) of the resolved recipe; two runs with it are the same experiment.
+        """``fingerprint_of`` the resolved recipe; two runs with it are the same experiment."""
+        return fingerprint_of(self.dump())
 
-        Who watches (``track``) is no part of it.
-        """
-        content = json.dumps({key: value for key, value in self.dump().items() if key != "track"}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+def fingerprint_of(dump: Mapping[str, Any]) -> str:
+    """SHA-256 (16 hex digits) of what decides the result in a resolved recipe's plain data."""
+    return hashlib.sha256(json.dumps(decisive(dump), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(dump: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A recipe's plain data without the ``PLACE_KEYS``."""
+    kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
+    return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
+
+
+def is_place(key: str) -> bool:
+    """Whether a dotted key is one of ``PLACE_KEYS``, or lies below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
 
 
 def complete_word(word: Any, kind: str, where: str) -> Any:

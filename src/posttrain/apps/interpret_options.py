@@ -6,6 +6,7 @@ import argparse
 from typing import Protocol
 
 from posttrain.apps import activations_options, features_options, sae_diff_options
+from posttrain.apps.records_options import ACCEPT_HELP
 
 # The actions of ``posttrain sae``: what each does, and where its body is.
 SAE_ACTIONS = {
@@ -75,6 +76,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
     parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from posttrain.apps.console import Text, open_console
 from posttrain.apps.progress import BARS, show_evaluation, sparkline
 from posttrain.errors import UsageError
 from posttrain.runs.choosing import Filter, check_states, sort_runs
-from posttrain.runs.directory import find_run, run_names
-from posttrain.runs.family import Link, families, find_links
+from posttrain.runs.directory import find_run, list_names, run_names
+from posttrain.runs.family import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
     ComparisonSummary,
     RunSummary,
@@ -27,8 +27,9 @@ from posttrain.runs.listing import (
     list_runs,
     show_run,
     summarize_comparison,
+    summarize_run,
 )
-from posttrain.runs.places import comparison_names
+from posttrain.runs.places import comparison_names, every_run_name
 from posttrain.runs.removal import unfinished_deletions
 from posttrain.store.metrics import MetricsLog
 from posttrain.untrusted import harmless_json
@@ -42,6 +43,7 @@ STYLES = {
     "dead": "red",
     "damaged": "red",
 }
+NUM_LISTED = 50
 FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
 COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
 # Where the body of every other action is.
@@ -66,8 +68,8 @@ def run_runs(arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
         return _run_list(console, arguments)
     if arguments.name is None:
-        known = ", ".join(run_names(arguments.runs_dir)) or "none yet"
-        raise UsageError(f"give the run's name: posttrain runs show NAME. Runs in {arguments.runs_dir}: {known}")
+        known = list_names(run_names(arguments.runs_dir))
+        raise UsageError(f"give the run's name: posttrain runs show NAME. {known} in {arguments.runs_dir}")
     name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
     if name in comparison_names(arguments.runs_dir):
         comparison = summarize_comparison(arguments.runs_dir, name)
@@ -103,10 +105,18 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
         arguments.model,
         tuple(arguments.names),
     )
-    every = list_runs(root, with_cells=arguments.cells or any("/" in name for name in arguments.names))
+    with_cells = arguments.cells or any("/" in name for name in arguments.names)
+    limit = NUM_LISTED if arguments.limit is None else arguments.limit
+    whole = arguments.json or arguments.families or not limit
+    by_start = arguments.sort == "created" and not arguments.reverse and not wanted
+    newest = limit if by_start and not whole else None
+    every = list_runs(root, with_cells=with_cells, newest=newest)
     comparisons = [] if wanted else list_comparisons(root)
     runs = [run for run in sort_runs(every, arguments.sort, reverse=arguments.reverse) if wanted(run)]
-    links = find_links(root)
+    number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
+    if not whole:
+        runs = runs[-limit:] if by_start else runs[:limit]
+    links = find_links(root) if whole else find_links_around(root, [run.name for run in runs])
     if arguments.json:
         listed = {run.name for run in runs}
         links = [link for link in links if link.child in listed]
@@ -120,11 +130,17 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
     elif arguments.families:
         print_families(console, runs, links)
     else:
-        print_runs(console, runs, links, every)
+        print_runs(console, runs, links, [*every, *(ancestors(root, links, every) if newest else ())])
     if comparisons:
         print_comparisons(console, comparisons)
-    _print_foot(console, root, runs, comparisons)
+    _print_foot(console, root, runs, comparisons, number)
     return 0
+
+
+def ancestors(root: str, links: Sequence[Link], known: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs that others were trained from and that are not among the ``known``."""
+    names = {link.parent for link in links if link.is_there} - {run.name for run in known}
+    return [replace(summarize_run(Path(root) / name), name=name) for name in sorted(names)]
 
 
 def print_json(content: Any) -> None:
@@ -234,8 +250,11 @@ def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]
 
 
 def _print_foot(
-    console: Console, root: str, runs: Sequence[RunSummary], comparisons: Sequence[ComparisonSummary]
+    console: Console, root: str, runs: Sequence[RunSummary], comparisons: Sequence[ComparisonSummary], number: int
 ) -> None:
+    if number > len(runs):
+        more = f"and {number - len(runs):,} more runs; --limit 0 shows all, PATTERN and --state some"
+        console.print(Text(more, style="yellow"))
     sizes = [run.disk_bytes for run in runs if run.name.count("/") == 0] + [item.disk_bytes for item in comparisons]
     if len(sizes) > 1 or comparisons:
         counts = ", ".join(_count(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)

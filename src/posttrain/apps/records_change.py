@@ -95,7 +95,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_resume(arguments: argparse.Namespace) -> int:
     """Train on by the run's own recipe, as ``posttrain train --resume`` does."""
     place = locate_run(arguments.runs_dir, arguments.name)
-    return resume(arguments.runs_dir, place, arguments.steps, arguments.quiet)
+    return resume(arguments.runs_dir, place, arguments.steps, arguments.quiet, arguments.accept_changes)
 
 
 def locate_run(root: str, name: str) -> Place:
@@ -273,7 +273,7 @@ def export_to(
         console.print(Text(f"note: {notice}", style="yellow"), soft_wrap=True)
 
 
-def resume(root: str, place: Place, steps: int | None = None, quiet: bool = False) -> int:
+def resume(root: str, place: Place, steps: int | None = None, quiet: bool = False, accept_changes: bool = False) -> int:
     """Continue a run as `posttrain train` with its stored recipe would; returns the exit code.
 
     Raises:
@@ -291,6 +291,7 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
         runs_dir=str(place.path.parent),
         run=place.path.name,
         resume=True,
+        accept_changes=accept_changes,
         dry_run=False,
         yes=True,
         quiet=quiet,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from posttrain.apps.console import Text, open_console
-from posttrain.apps.records import print_comparisons, print_run, print_runs, show_bytes
+from posttrain.apps.records import NUM_LISTED, ancestors, print_comparisons, print_run, print_runs, show_bytes
 from posttrain.apps.records_change import (
     answer_of,
     delete_runs,
@@ -22,8 +22,8 @@ from posttrain.apps.records_change import (
 )
 from posttrain.apps.records_compare import find_runs, print_side_by_side
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.runs.choosing import Filter, sort_runs
-from posttrain.runs.family import find_links
+from posttrain.runs.choosing import sort_runs
+from posttrain.runs.family import find_links, find_links_around
 from posttrain.runs.listing import RunSummary, list_comparisons, list_runs
 from posttrain.runs.notes import add_remark, change_tags, read_notes
 from posttrain.runs.places import Place, locate, locate_all
@@ -72,13 +72,18 @@ class Menu:
 
     def list(self) -> None:
         """The runs that fit the filter, numbered, and the comparisons."""
-        every = list_runs(self.root, with_cells=True)
-        wanted = Filter(names=(f"*{self.pattern}*", f"*/*{self.pattern}*", f"*/*/*{self.pattern}*"))
-        fitting = [run for run in every if (wanted(run) if self.pattern else "/" not in run.name)]
-        self.runs = sort_runs(fitting, self.key)
+        part = self.pattern
+        patterns = (f"*{part}*", f"*/*{part}*", f"*/*/*{part}*") if part else ()
+        newest = NUM_LISTED if self.key == "created" else None
+        every = list_runs(self.root, with_cells=bool(part), newest=newest, patterns=patterns)
+        self.runs = sort_runs(every, self.key)[:NUM_LISTED]
         comparisons = [] if self.pattern else list_comparisons(self.root)
         if self.runs:
-            print_runs(self.console, self.runs, find_links(self.root), every, numbered=True)
+            links = find_links_around(self.root, [run.name for run in self.runs])
+            among = [*every, *ancestors(self.root, links, every)]
+            print_runs(self.console, self.runs, links, among, numbered=True)
+            if len(self.runs) == NUM_LISTED:
+                self._say(f"no more than {NUM_LISTED} are shown here; f TEXT finds others", "yellow")
         else:
             self._say(f"no runs in {self.root}" + (f" with {self.pattern!r} in their name" if self.pattern else ""))
         if comparisons:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from posttrain.apps import consent_options
-from posttrain.apps.argument_types import Parser, folder_of_runs, positive
+from posttrain.apps.argument_types import Parser, folder_of_runs, natural, positive
 
 ACTIONS = {
     "list": "every run: where it stands, what it came from, what it takes up",
@@ -20,6 +20,7 @@ ACTIONS = {
     "resume": "go on with a run by its own recipe, from its newest checkpoint",
     "manage": "all of this from a menu",
 }
+ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
 EPILOG = """\
 a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort accuracy
@@ -63,6 +64,7 @@ def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser
     _add_export_options(made["export"])
     made["resume"].add_argument("name", metavar="NAME", help="the run")
     made["resume"].add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
+    made["resume"].add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
     made["resume"].add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
 
@@ -79,6 +81,9 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
         help="created, updated, name, state, step, accuracy, size, or a metric of the last step (default: created)",
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument(
+        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
+    )
     parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
     parser.add_argument("--families", action="store_true", help="as trees: runs under the run they were trained from")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

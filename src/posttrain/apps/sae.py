@@ -35,6 +35,7 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
             name=arguments.run,
             recipe_name=arguments.recipe,
             resume=arguments.resume,
+            accept_changes=arguments.accept_changes,
             observer=progress,
             train=partial(_train, allow_large=arguments.yes),
         )

@@ -149,9 +149,9 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
         try:
             if "model" not in run.read_recipe() or run.changed_keys(recipe):
                 continue
-        except DataError:  # a damaged recipe is not this one; `posttrain runs` reports it
+            status = run.read_status()
+        except DataError:  # a damaged run is not this one; `posttrain runs` reports it
             continue
-        status = run.read_status()
         state = status.state if status is not None else "unfinished"
         if state != "finished" and is_live(run.folder):
             raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")

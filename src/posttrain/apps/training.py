@@ -29,6 +29,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             name=arguments.run,
             recipe_name=arguments.recipe,
             resume=arguments.resume,
+            accept_changes=arguments.accept_changes,
             observer=progress,
         )
     report = write_summary(result.folder)

@@ -7,6 +7,7 @@ killed goes on bit for bit. Everything that a step changes is a parameter or a b
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import warnings
@@ -25,7 +26,8 @@ from posttrain.interpret.dictionary_loss import Measured, dictionary_loss
 from posttrain.interpret.measures import Quality, in_batches, measure
 from posttrain.interpret.sae_recipe import SaeRecipe
 from posttrain.interpret.training_rows import RowBatches, Rows, sample_rows, split_rows
-from posttrain.store.durable import storage_errors
+from posttrain.recipe import decisive
+from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.checkpoint_files import (
@@ -252,10 +254,20 @@ class _Watch(Callback):
         with storage_errors("the checkpoint", final):
             aside.mkdir(parents=True, exist_ok=True)
             trainer.save_checkpoint(aside / STATE)
+            replace_file(aside / "state.json", json.dumps(self._standing(), sort_keys=True).encode())
             seal(aside, step)
             rename_into_place(aside, final)
         prune_checkpoints(self.checkpoints, self.recipe.train.keep)
         self.observer("checkpoint", {"step": step, "path": str(final)})
+
+    def _standing(self) -> dict[str, Any]:
+        """By what a resumed run notices that its recipe or its records are others by now."""
+        settings = decisive(self.recipe.dump())
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "settings": settings,
+            "records": {"metrics": self.metrics.num_rows()},
+        }
 
 
 def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:

@@ -5,7 +5,6 @@ It is told from other recipes by its section ``dictionary``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from posttrain import registry
 from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.option_types import Seed, Tokens, shorten
+from posttrain.recipe import fingerprint_of
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import ModelSection, Section, Word, Words, as_list
 from posttrain.strict_yaml import write_yaml
@@ -161,9 +161,8 @@ class SaeRecipe(Section):
         return write_yaml(self.dump())
 
     def fingerprint(self) -> str:
-        """SHA-256 (16 hex digits) of the resolved recipe; who watches (``track``) is no part of it."""
-        content = json.dumps({key: value for key, value in self.dump().items() if key != "track"}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        """SHA-256 (16 hex digits) of what decides the result; where it works and who watches are no part of it."""
+        return fingerprint_of(self.dump())
 
 
 def _plain(value: Any) -> Any:

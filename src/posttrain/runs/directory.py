@@ -12,24 +12,23 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Any, Literal, get_args
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
-from posttrain.recipe import Recipe, validate_recipe
+from posttrain.recipe import Recipe, is_place, validate_recipe
 from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.links import refuse_links
 from posttrain.store.locks import Held, hold, holder
+from posttrain.store.reading import read_json, read_yaml
 from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -38,8 +37,8 @@ MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
-_SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast where libyaml is there
 PATIENCE_SECONDS = 10.0
+NUM_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +88,31 @@ def find_run(root: str | Path, name: str) -> Path:
         UsageError: there is none; the message suggests the nearest name.
     """
     for path in (Path(root) / name, Path(name)) if name else ():
-        if kind_of_file(path / "recipe.yaml") == "file":
+        if kind_of_file(path / "recipe.yaml") != "nothing":
             return path
     known = run_names(root)
-    there = ", ".join(known) or "none"
-    raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} Runs there: {there}")
+    raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} {list_names(known)}")
+
+
+def list_names(known: Sequence[str]) -> str:
+    """The runs that there are, for a message: some of them by name, and how many more."""
+    more = f" and {len(known) - NUM_NAMES_SHOWN} more" if len(known) > NUM_NAMES_SHOWN else ""
+    return f"Runs there: {', '.join(known[:NUM_NAMES_SHOWN]) or 'none'}{more}"
 
 
 def run_names(root: str | Path) -> list[str]:
     """Names of the run directories under ``root``, in alphabetical order; hidden folders are none."""
-    folder = Path(root)
-    found = (item.parent.name for item in folder.glob("*/recipe.yaml")) if folder.is_dir() else ()
-    return sorted(name for name in found if not name.startswith("."))
+    return folders_with(root, "recipe.yaml")
+
+
+def folders_with(root: str | Path, file: str) -> list[str]:
+    """Names of the folders under ``root`` that have such a file, in alphabetical order; hidden folders are none."""
+    try:
+        with os.scandir(root) as items:
+            names = [(item.name, item.path) for item in items if not item.name.startswith(".")]
+    except OSError:
+        return []
+    return sorted(name for name, path in names if os.path.exists(os.path.join(path, file)))
 
 
 @contextmanager
@@ -196,25 +208,31 @@ class RunDirectory:
             DataError: it cannot be read.
         """
         try:
-            data = yaml.load(self.recipe_path.read_text(encoding="utf-8"), Loader=_SAFE_LOADER)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise DataError(self.recipe_path, f"the run's recipe cannot be read ({error})") from None
+            data = read_yaml(self.recipe_path)
+        except FileNotFoundError:
+            raise DataError(self.recipe_path, "the run's recipe cannot be read (it is gone)") from None
         if not isinstance(data, dict):
             raise DataError(self.recipe_path, "the run's recipe is not a mapping of sections")
         return data
 
-    def changed_keys(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    def changed_keys(
+        self, recipe: Recipe, stored: Mapping[str, Any] | None = None, *, places: bool = False
+    ) -> dict[str, tuple[Any, Any]]:
         """Dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
 
-        A key that one side does not have counts as None there. Who watches (``track``) may change at any time.
+        A key that one side does not have counts as None there.
+
+        Args:
+            stored: plain data to compare with; by default what the run's ``recipe.yaml`` says.
+            places: the keys of place (``recipe.PLACE_KEYS``), which may change at any time, instead of all others.
         """
-        stored = self.read_recipe()
+        stored = dict(stored) if stored is not None else self.read_recipe()
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no
         # longer validates is compared as it stands.
         with suppress(PosttrainError):
             stored = validate_recipe(stored).resolve(to_read=True).dump()
         old, new = flatten(stored), flatten(recipe.dump())
-        kept = [key for key in {**old, **new} if key.partition(".")[0] != "track"]
+        kept = [key for key in {**old, **new} if is_place(key) == places]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}
 
     def write_status(self, status: RunStatus) -> None:
@@ -228,12 +246,17 @@ class RunDirectory:
             DataError: the file is damaged.
         """
         try:
-            data = json.loads(self.status_path.read_text(encoding="utf-8"))
-            return RunStatus(**{field.name: data[field.name] for field in fields(RunStatus) if field.name in data})
+            data = read_json(self.status_path)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
-            raise DataError(self.status_path, f"damaged ({type(error).__name__}: {error}); delete it") from None
+        if not isinstance(data, dict):
+            raise DataError(self.status_path, "damaged: not a mapping; delete it")
+        known = {field.name: data[field.name] for field in fields(RunStatus) if field.name in data}
+        wrong = [name for name in _STATUS_TYPES if not _fits(name, known.get(name))]
+        if wrong or known["state"] not in get_args(State):
+            name = (wrong or ["state"])[0]
+            raise DataError(self.status_path, f"damaged: {name} is {str(known.get(name))[:60]!r}; delete it")
+        return RunStatus(**known)
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
         """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
@@ -251,11 +274,13 @@ class RunDirectory:
             DataError: the file is damaged.
         """
         try:
-            return dict(json.loads(self.environment_path.read_text(encoding="utf-8")))
+            data = read_json(self.environment_path)
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError) as error:
-            raise DataError(self.environment_path, f"damaged ({error}); delete it") from None
+        problem = _environment_problem(data)
+        if problem:
+            raise DataError(self.environment_path, f"damaged: {problem}; delete it")
+        return dict(data)
 
     def log(self, text: str) -> None:
         """Add a line with the time to ``log.txt``.
@@ -266,6 +291,38 @@ class RunDirectory:
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp}Z {harmless(text)}\n")
+
+
+# Types of what ``status.json`` holds; None: may be missing.
+_STATUS_TYPES: dict[str, tuple[type, ...]] = {
+    "state": (str,),
+    **dict.fromkeys(("step", "steps", "pid"), (int,)),
+    "host": (str,),
+    "updated": (int, float),
+    "message": (str, type(None)),
+    "accuracy": (int, float, type(None)),
+    "evaluation": (str, type(None)),
+}
+
+
+def _fits(name: str, value: Any) -> bool:
+    return isinstance(value, _STATUS_TYPES[name]) and not isinstance(value, bool)
+
+
+def _environment_problem(data: Any) -> str:
+    """What is wrong with the content of ``env.json``; empty if nothing is."""
+    if not isinstance(data, dict):
+        return "not a mapping"
+    if not all(isinstance(data.get(key, ""), str) for key in ("recipe", "created")):
+        return "'recipe' or 'created' is no text"
+    starts = data.get("starts", [])
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        return "'starts' is no list of mappings"
+    sections = [start.get(key) or {} for start in starts for key in ("versions", "hardware", "git")]
+    gpus = [section.get("gpus") or [] for section in sections if isinstance(section, dict)]
+    if len(gpus) < len(sections) or not all(isinstance(names, list) for names in gpus):
+        return "a start says nothing of versions, hardware and commit"
+    return ""
 
 
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:

@@ -7,7 +7,6 @@ folder makes that run a parent.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.runs.directory import RunDirectory, flatten
+from posttrain.runs.facts import NAMES, names_run, recipe_facts, save_facts
 from posttrain.runs.places import every_run_name
+from posttrain.store.reading import read_json
 from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
 
 # What a parent is to its child, by the first part of the key that names it.
 ROLES = {"model": "start", "teacher": "teacher", "rewards": "reward", "task": "data", "eval": "evaluation"}
-_NAMES = ("model.name", "teacher.name")  # `tiny` and hub names stand here too
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -57,10 +56,22 @@ def find_links(root: str | Path, names: Sequence[str] | None = None) -> list[Lin
     links: list[Link] = []
     for name in sorted(known) if names is None else names:
         try:
-            recipe = RunDirectory(folder / name).read_recipe()
+            links += _links_of(folder, name, recipe_facts(folder / name).leads, known, bases)
         except DataError:
             continue
-        links += _links_of(folder, name, recipe, known, bases)
+    save_facts()
+    return links
+
+
+def find_links_around(root: str | Path, names: Sequence[str]) -> list[Link]:
+    """The links of these runs to their parents, of those to theirs, and so on."""
+    links: list[Link] = []
+    waiting, seen = list(names), set(names)
+    while waiting:
+        found = find_links(root, waiting)
+        links += found
+        waiting = list(dict.fromkeys(link.parent for link in found if link.is_there and link.parent not in seen))
+        seen.update(waiting)
     return links
 
 
@@ -92,29 +103,23 @@ def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[i
     return used
 
 
-def _links_of(root: Path, name: str, recipe: dict[str, Any], known: set[str], bases: list[Path]) -> Iterator[Link]:
-    real = root.resolve()
-    for key, value in flatten(recipe).items():
-        if not isinstance(value, str) or not value or (key not in _NAMES and "/" not in value and not _names_run(key)):
+def _links_of(root: Path, name: str, leads: dict[str, str], known: set[str], bases: list[Path]) -> Iterator[Link]:
+    for key, value in leads.items():
+        if key in NAMES and value in ("tiny", "self"):
             continue
-        if key in _NAMES and value in ("tiny", "self"):
-            continue
-        inner = _inside(value, real, [*bases, real] if _names_run(key) else bases)
+        real = root.resolve()
+        inner = _inside(value, real, [*bases, real] if names_run(key) else bases)
         if inner is None:
             continue
         parts = Path(inner).parts
         ends = [n for n in range(1, len(parts) + 1) if "/".join(parts[:n]) in known]
         cut = parts.index("checkpoints") if "checkpoints" in parts else len(parts)
         parent = "/".join(parts[: ends[0]] if ends else parts[:cut])
-        if not parent or parent == name or (not ends and key not in _NAMES and not _names_run(key)):
+        if not parent or parent == name or (not ends and key not in NAMES and not names_run(key)):
             continue
         role = ROLES.get(key.partition(".")[0], key)
         step = _step_of(root, (name, key, value, parent), parts[ends[0] if ends else cut :])
         yield Link(name, role, parent, key, value, step, bool(ends))
-
-
-def _names_run(key: str) -> bool:
-    return key.endswith(".run")
 
 
 def _bases(root: Path) -> list[Path]:
@@ -142,8 +147,8 @@ def _step_of(root: Path, link: tuple[str, str, str, str], rest: Sequence[str]) -
     folder = root / child / "checkpoints"
     for step in reversed(checkpoint_steps(folder)):
         try:
-            state = json.loads((step_folder(folder, step) / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            state = read_json(step_folder(folder, step) / "state.json")
+        except (OSError, DataError):
             continue  # an unfinished or damaged checkpoint; another one may tell
         match = _STEP.fullmatch(str(_remembered(state, key, value)))
         if match:

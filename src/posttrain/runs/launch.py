@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from posttrain.errors import RunConflict, StorageError, UsageError
+from posttrain.errors import DataError, RunConflict, StorageError, UsageError
 from posttrain.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.runs.directory import (
@@ -23,11 +23,13 @@ from posttrain.runs.directory import (
     RunStatus,
     check_run_name,
     is_live,
+    list_names,
     lock_run,
     name_of_recipe,
     new_status,
     run_names,
 )
+from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_changes
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.train.files import Observer, RunFiles
@@ -54,6 +56,7 @@ def launch(
     name: str | None = None,
     recipe_name: str = "run",
     resume: bool = False,
+    accept_changes: bool = False,
     observer: Observer = lambda event, facts: None,
     train: Train | None = None,
 ) -> RunResult:
@@ -66,6 +69,7 @@ def launch(
             is taken; with ``resume``, it is the newest run of the same recipe.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
+        accept_changes: continue although recipe or records are others than those of the newest checkpoint; says which.
         observer: is told what happens (``train/files.py``).
         train: the loop, if another than ``posttrain.train.loop.train``.
 
@@ -75,6 +79,8 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
+    if accept_changes and not resume:
+        raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
     is_new_root = not Path(root).exists()
@@ -84,7 +90,7 @@ def launch(
         folder = _new_folder(recipe, Path(root), name, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
-        notices = _claim(directory, recipe, resume)
+        notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps, directory.read_status() if resume else None)
         record = _Record(directory, status, observer)
@@ -172,7 +178,7 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -
     changed = directory.changed_keys(recipe)
     if changed:
         raise RunConflict(
-            f"{folder}: this run belongs to another recipe and {where}. {_describe_changes(changed)}\n"
+            f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n"
             "Nothing was changed. Start under another name with --run NAME"
         )
     raise RunConflict(
@@ -185,62 +191,39 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
     known = run_names(root)
     if name is not None:
         if name not in known:
-            there = ", ".join(known) or "none"
             raise UsageError(
-                f"--resume: there is no run {name!r} in {root}.{suggest(name, known)} Runs there: {there}. "
+                f"--resume: there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. "
                 "To start a new run, leave out --resume"
             )
         return root / name
     base = name_of_recipe(recipe_name)
     candidates = [n for n in known if n == base or (n.startswith(f"{base}-") and n[len(base) + 1 :].isdigit())]
-    fitting = [n for n in candidates if not _hard_changes(RunDirectory(root / n).changed_keys(recipe))]
+    fitting = [n for n in candidates if _could_go_on(RunDirectory(root / n), recipe)]
     if not fitting:
         why = f"of these, none has the same recipe: {', '.join(candidates)}" if candidates else f"no {base!r} there"
         raise UsageError(f"--resume: nothing to continue in {root}: {why}. Name the run with --run NAME")
     return root / max(fitting, key=lambda n: (RunDirectory(root / n).recipe_path.stat().st_mtime, n))
 
 
-def _claim(directory: RunDirectory, recipe: Recipe, resume: bool) -> list[str]:
+def _could_go_on(directory: RunDirectory, recipe: Recipe) -> bool:
+    try:
+        return not hard_changes(directory.changed_keys(recipe))
+    except DataError:  # a damaged recipe is not this one; `posttrain runs` reports it
+        return False
+
+
+def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
     if not resume:
         if not directory.is_empty:  # another process came first, between the check and the lock
             _refuse_taken(directory, recipe, ours=True)
         directory.write_recipe(recipe)
         return []
-    changed = directory.changed_keys(recipe)
-    if not changed:
-        status = directory.read_status()
-        finished = status is not None and status.state == "finished"
-        return ["this run had finished; it is only checked, and its results shown again"] if finished else []
-    saved = max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
-    problem = _hard_changes(changed)
-    old, new = changed.get("train.steps", (0, 0))
-    if not problem and new <= saved:
-        problem = f"train.steps {new} is not above the newest checkpoint's step {saved}."
-    if not problem and recipe.train.schedule != "constant":
-        problem = f"train.steps changes the learning rates of train.schedule {recipe.train.schedule!r}."
-    if problem:
-        raise RunConflict(
-            f"{directory.folder}: this run belongs to another recipe. {_describe_changes(changed)}\n"
-            f"{problem} Nothing was changed. Resume with the run's own recipe ({directory.recipe_path}), "
-            "or start under another name with --run NAME"
-        )
-    directory.write_recipe(recipe)
-    return [f"train.steps is now {new} instead of {old}; the steps up to {saved} are kept as they are"]
-
-
-def _hard_changes(changed: dict[str, tuple[Any, Any]]) -> str:
-    """Why a run cannot go on with these changes; empty if it may (``train.steps`` alone)."""
-    hard = [key for key in changed if key != "train.steps"]
-    return f"Only train.steps may change when a run is resumed, not {', '.join(hard)}." if hard else ""
-
-
-def _describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
-    def shown(value: Any) -> str:
-        return "nothing" if value is None else repr(value)
-
-    lines = [f"  {key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]
-    return "The recipes differ in:\n" + "\n".join(lines)
+    notices = claim_to_resume(directory, recipe, accept_changes)
+    status = directory.read_status()
+    if not notices and status is not None and status.state == "finished":
+        return ["this run had finished; it is only checked, and its results shown again"]
+    return notices
 
 
 @contextmanager

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
+from posttrain.runs.facts import (
+    EVALUATION,
+    EnvironmentFacts,
+    RecipeFacts,
+    created_of,
+    environment_facts,
+    is_evaluation,
+    last_metrics,
+    recipe_facts,
+    save_facts,
+)
 from posttrain.runs.notes import Notes, read_notes
-from posttrain.runs.places import CELLS, cell_names, comparison_names, every_run_name, plan_of
+from posttrain.runs.places import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.reading import read_record, read_yaml
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
 
 RunState = Literal["running", "finished", "failed", "interrupted", "dead", "damaged"]
 T = TypeVar("T")
-_EVALUATION = "eval/"
+_MAX_CELLS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +80,30 @@ class ComparisonSummary:
     problem: str | None = None
 
 
-def list_runs(root: str | Path, *, with_cells: bool = False) -> list[RunSummary]:
-    """All runs under ``root``, oldest first; none where there is no such folder. Runs of comparisons on request."""
+def list_runs(
+    root: str | Path, *, with_cells: bool = False, newest: int | None = None, patterns: Sequence[str] = ()
+) -> list[RunSummary]:
+    """The runs under ``root``, oldest first; none where there is no such folder.
+
+    Args:
+        with_cells: those of comparisons as well.
+        newest: only so many, those that were started last; the others are hardly looked at.
+        patterns: only those whose name fits one of them; none: all.
+    """
     names = every_run_name(root) if with_cells else run_names(root)
+    if patterns:
+        names = [name for name in names if any(fits(name, pattern) for pattern in patterns)]
+    if newest is not None and len(names) > newest:
+        names = newest_names(root, names, newest)
     summaries = [replace(summarize_run(Path(root) / name), name=name) for name in names]
+    save_facts()
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
+
+
+def newest_names(root: str | Path, names: Sequence[str], count: int) -> list[str]:
+    """Of ``names``, those ``count`` that were started last, newest first."""
+    started = {name: _read_or(partial(created_of, Path(root) / name), None, []) or "" for name in names}
+    return sorted(names, key=lambda name: (started[name], name))[: -count - 1 : -1]
 
 
 def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
@@ -87,11 +118,13 @@ def summarize_comparison(root: str | Path, name: str) -> ComparisonSummary:
     methods: tuple[str, ...] = ()
     num_seeds, problem, plan = 0, None, plan_of(folder)
     try:
-        content = yaml.safe_load(plan.read_text(encoding="utf-8"))
+        content = read_yaml(plan)
         parts = (content["methods"],) if "methods" in content else (content["reward_models"], content.get("policies"))
         methods, num_seeds = tuple(str(name) for part in parts for name in part or ()), int(content["seeds"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        problem = f"{plan}: damaged ({type(error).__name__})"
+        if len(methods) * num_seeds > _MAX_CELLS:
+            raise ValueError("more cells than a comparison can have")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, DataError) as error:
+        methods, num_seeds, problem = (), 0, f"{plan}: damaged ({type(error).__name__})"
     wanted = {f"{name}/{CELLS}/{method}-seed{seed}" for method in methods for seed in range(num_seeds)}
     finished = sum(run.state == "finished" for run in runs if run.name in wanted)
     state: Literal["running", "finished", "unfinished", "damaged"]
@@ -104,23 +137,25 @@ def summarize_run(path: str | Path) -> RunSummary:
     """One run at a glance. What cannot be read makes it ``damaged``, with the reason."""
     directory = RunDirectory(path)
     problems: list[str] = []
-    recipe, environment, status, rows = _read_all(directory, problems)
+    recipe: RecipeFacts = _read_or(lambda: recipe_facts(directory.folder), RecipeFacts(), problems)
+    environment = _read_or(lambda: environment_facts(directory.folder), EnvironmentFacts(), problems)
+    status = _read_or(directory.read_status, None, problems)
+    metrics: dict[str, float] = _read_or(lambda: last_metrics(directory.folder), {}, problems)
     notes = _read_or(lambda: read_notes(directory.folder), Notes(), problems)
-    trained = [row for row in rows if not _is_evaluation(row)]
     state = _state(status, is_live(directory.folder))
     return RunSummary(
         name=directory.folder.name,
         path=directory.folder,
         state="damaged" if problems else state,
         step=status.step if status else 0,
-        steps=status.steps if status else int(_section(recipe, "train").get("steps", 0)),
-        recipe=str(environment.get("recipe", "?")),
-        objective=_word(recipe, "objective" if "objective" in recipe else "dictionary"),
-        model=_model(recipe),
-        metrics=trained[-1].metrics if trained else {},
+        steps=status.steps if status else recipe.steps,
+        recipe=environment.recipe,
+        objective=recipe.objective,
+        model=recipe.model,
+        metrics=metrics,
         accuracy=status.accuracy if status else None,
         disk_bytes=disk_bytes(directory.folder),
-        created=environment.get("created"),
+        created=environment.created,
         problem="; ".join(problems) or None,
         updated=status.updated if status else None,
         tags=notes.tags,
@@ -136,20 +171,30 @@ def show_run(path: str | Path) -> dict[str, Any]:
     ``rollouts`` (number by step), ``evaluation_rollouts`` (number by "name at step").
     """
     directory = RunDirectory(path)
-    _, environment, status, rows = _read_all(directory, [])
-    trained = [row for row in rows if not _is_evaluation(row)]
-    summary = asdict(summarize_run(path))
-    return summary | {
+    problems: list[str] = []
+    environment: dict[str, Any] = _read_or(directory.read_environment, {}, problems)
+    status = _read_or(directory.read_status, None, problems)
+    rows: list[MetricsRow] = _read_or(MetricsLog(directory.folder / "metrics.jsonl").read, [], problems)
+    trained = [row for row in rows if not is_evaluation(row)]
+    nothing: dict[str, Any] = {"rollouts": {}, "evaluation_rollouts": {}}
+    rollouts = _read_or(lambda: _rollout_counts(directory.folder / "rollouts.db"), nothing, problems)
+    steps: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], problems)
+    summary = summarize_run(path)
+    found = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
+    new = [problem for problem in found[1:] if problem not in found[0]]
+    if found:
+        summary = replace(summary, state="damaged", problem="; ".join([found[0], *new]))
+    return asdict(summary) | {
         "path": str(directory.folder),
-        "recipe_text": directory.recipe_path.read_text(encoding="utf-8", errors="replace"),
+        "recipe_text": _read_or(lambda: read_record(directory.recipe_path), b"", []).decode(errors="replace"),
         "environment": environment,
         "status": asdict(status) if status else {},
         "remarks": [asdict(remark) for remark in _read_or(lambda: read_notes(path), Notes(), []).remarks],
         "disk": disk_use(directory.folder),
-        "checkpoints": _checkpoints(directory.folder / "checkpoints"),
+        "checkpoints": steps,
         "first_metrics": trained[0].metrics if trained else {},
         "evaluations": evaluations(rows),
-        **_rollout_counts(directory.folder / "rollouts.db"),
+        **rollouts,
     }
 
 
@@ -159,8 +204,8 @@ def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
     for row in rows:
         by_name: dict[str, dict[str, float]] = {}
         for key, value in row.metrics.items():
-            if key.startswith(_EVALUATION):
-                name, _, result = key.removeprefix(_EVALUATION).rpartition("/")
+            if key.startswith(EVALUATION):
+                name, _, result = key.removeprefix(EVALUATION).rpartition("/")
                 by_name.setdefault(name, {})[result] = value
         found += [{"name": name, "step": row.step, **results} for name, results in by_name.items()]
     return found
@@ -168,12 +213,16 @@ def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
 
 def disk_bytes(folder: str | Path) -> int:
     """Bytes in all files under a folder; links count as nothing. Files that vanish meanwhile are left out."""
-    total = 0
-    for item in Path(folder).rglob("*"):
+    total, folders = 0, [os.fspath(folder)]
+    while folders:
         try:
-            if item.is_file() and not item.is_symlink():
-                total += item.stat().st_size
-        except FileNotFoundError:  # a live run prunes its checkpoints
+            with os.scandir(folders.pop()) as items:
+                for item in items:
+                    if item.is_dir(follow_symlinks=False):
+                        folders.append(item.path)
+                    elif item.is_file(follow_symlinks=False):
+                        total += item.stat(follow_symlinks=False).st_size
+        except OSError:  # a live run prunes its checkpoints; or nobody may look into it
             continue
     return total
 
@@ -183,18 +232,6 @@ def disk_use(folder: Path) -> dict[str, int]:
     checkpoints = disk_bytes(folder / "checkpoints")
     rollouts = sum(item.stat().st_size for item in folder.glob("rollouts.db*") if item.is_file())
     return {"checkpoints": checkpoints, "rollouts": rollouts, "other": disk_bytes(folder) - checkpoints - rollouts}
-
-
-def _read_all(
-    directory: RunDirectory, problems: list[str]
-) -> tuple[dict[str, Any], dict[str, Any], RunStatus | None, list[MetricsRow]]:
-    metrics = MetricsLog(directory.folder / "metrics.jsonl")
-    return (
-        _read_or(directory.read_recipe, {}, problems),
-        _read_or(directory.read_environment, {}, problems),
-        _read_or(directory.read_status, None, problems),
-        _read_or(metrics.read, [], problems),
-    )
 
 
 def _read_or(read: Callable[[], T], instead: T, problems: list[str]) -> T:
@@ -211,28 +248,6 @@ def _state(status: RunStatus | None, live: bool) -> RunState:
     if status is None or status.state == "running":
         return "dead"
     return status.state
-
-
-def _is_evaluation(row: MetricsRow) -> bool:
-    return bool(row.metrics) and all(key.startswith(_EVALUATION) for key in row.metrics)
-
-
-def _section(recipe: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = recipe.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _word(recipe: Mapping[str, Any], key: str) -> str:
-    value = recipe.get(key)
-    if isinstance(value, str):
-        return value
-    return str(_section(recipe, key).get("name", "?"))
-
-
-def _model(recipe: Mapping[str, Any]) -> str:
-    """Of a dictionary's run, whose activations it is of: a model, or a folder that holds them."""
-    activations = _section(recipe, "activations")
-    return str(activations["folder"]) if "folder" in activations else _word(activations or recipe, "model")
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.locks import Held, hold
+from posttrain.store.reading import read_json
 from posttrain.untrusted import harmless_json
 
 NOTES = "notes.json"
@@ -44,9 +45,9 @@ def read_notes(folder: str | Path) -> Notes:
     """
     path = Path(folder) / NOTES
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         remarks = tuple(Remark(str(item["time"]), str(item["text"])) for item in data["remarks"])
-        return Notes(tuple(str(tag) for tag in data["tags"]), remarks)
+        return Notes(tuple(str(tag) for tag in list(data["tags"])), remarks)
     except FileNotFoundError:
         return Notes()
     except (ValueError, TypeError, KeyError) as error:

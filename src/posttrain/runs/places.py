@@ -8,7 +8,7 @@ is a symbolic link is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -16,13 +16,12 @@ from pathlib import Path, PurePosixPath
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
-from posttrain.runs.directory import NAME_RULE, RUN_NAME, run_names
+from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 
 CELLS, START = "cells", "start"
 # What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
 PLANS = ("compare.yaml", "study.yaml")
 _PATTERN = "*?["
-_NUM_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,7 @@ class Place:
 
 def comparison_names(root: str | Path) -> list[str]:
     """Names of the comparisons and studies under ``root``, in alphabetical order."""
-    folder = Path(root)
-    found = {item.parent.name for plan in PLANS for item in folder.glob(f"*/{plan}")} if folder.is_dir() else set()
-    return sorted(name for name in found if not name.startswith("."))
+    return sorted({name for plan in PLANS for name in folders_with(root, plan)})
 
 
 def plan_of(folder: Path) -> Path:
@@ -72,9 +69,17 @@ def locate(root: str | Path, name: str) -> Place:
     Raises:
         UsageError: a name that could lead elsewhere, a link, or nothing of that name.
     """
-    folder = Path(root)
-    runs, comparisons = every_run_name(folder), comparison_names(folder)
-    relative = _relative(folder, name, {*runs, *comparisons})
+    return _locate(Path(root), name, *_all_names(root))
+
+
+def _all_names(root: str | Path) -> tuple[dict[str, None], frozenset[str]]:
+    """(every run and comparison in the order in which they are listed, the comparisons)."""
+    comparisons = comparison_names(root)
+    return dict.fromkeys([*every_run_name(root), *comparisons]), frozenset(comparisons)
+
+
+def _locate(folder: Path, name: str, known: dict[str, None], comparisons: frozenset[str]) -> Place:
+    relative = _relative(folder, name, known)
     if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
             f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a comparison "
@@ -90,9 +95,10 @@ def locate(root: str | Path, name: str) -> Place:
             )
     if relative in comparisons:
         return Place(relative, path, is_comparison=True)
-    if relative not in runs:
-        known = [*runs, *comparisons]
-        raise UsageError(f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {_list_names(known)}")
+    if relative not in known:
+        raise UsageError(
+            f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names([*known])}"
+        )
     return Place(relative, path)
 
 
@@ -103,15 +109,15 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
         UsageError: as ``locate``, or a pattern that nothing fits.
     """
     found: dict[str, Place] = {}
+    known, comparisons = _all_names(root)
     for name in names:
         matching = [name]
         if any(sign in name for sign in _PATTERN):
-            known = [*every_run_name(root), *comparison_names(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {shorten(name)}. {_list_names(known)}")
+                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names([*known])}")
         for exact in matching:
-            place = locate(root, exact)
+            place = _locate(Path(root), exact, known, comparisons)
             found.setdefault(place.name, place)
     return list(found.values())
 
@@ -126,7 +132,7 @@ def runs_of(root: str | Path, place: Place) -> list[Place]:
     return [locate(root, name) for name in cell_names(root, place.name)] if place.is_comparison else [place]
 
 
-def _relative(root: Path, name: str, known: set[str]) -> str:
+def _relative(root: Path, name: str, known: Container[str]) -> str:
     plain = name.rstrip("/")
     if plain in known:
         return plain
@@ -136,10 +142,3 @@ def _relative(root: Path, name: str, known: set[str]) -> str:
     if plain in ("", ".") or plain.startswith("/"):
         raise UsageError(f"{name!r}: give the name of a run in {root}; nothing outside of it is touched")
     return plain
-
-
-def _list_names(known: Sequence[str]) -> str:
-    if not known:
-        return "Runs there: none"
-    more = f" and {len(known) - _NUM_NAMES_SHOWN} more" if len(known) > _NUM_NAMES_SHOWN else ""
-    return f"Runs there: {', '.join(known[:_NUM_NAMES_SHOWN])}{more}"

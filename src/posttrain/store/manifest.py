@@ -17,7 +17,7 @@ from posttrain.store.durable import sync_file, sync_folder
 from posttrain.store.remembered import Remembered
 
 MANIFEST = "manifest.json"
-STEP_FOLDER = re.compile(r"step-(\d{6,})")
+STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _LARGE_BYTES = 1 << 24  # hashed in about ten milliseconds, so that smaller files need no memory on the disk
 # What decides which weights are loaded; such a file that the manifest does not name was put there later.
 _DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")

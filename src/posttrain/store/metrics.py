@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from posttrain.errors import DataError
 from posttrain.store.durable import replace_file, storage_errors, sync_folder
+from posttrain.store.reading import open_record
+
+MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
+_MAX_LINE_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class MetricsLog:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._descriptor: int | None = None
+        self._num_rows: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
         """Add the line of one step.
@@ -59,6 +66,14 @@ class MetricsLog:
             written = os.write(descriptor, content)
             while written < len(content):
                 written += os.write(descriptor, content[written:])
+        if self._num_rows is not None:
+            self._num_rows += 1
+
+    def num_rows(self) -> int:
+        """How many complete lines there are. Reads the file once, and counts what is added."""
+        if self._num_rows is None:
+            self._num_rows = len(self.read())
+        return self._num_rows
 
     def flush(self) -> None:
         """Wait until every line is on the disk.
@@ -87,10 +102,21 @@ class MetricsLog:
         """
         return self._read()[0]
 
-    def last(self) -> MetricsRow | None:
-        """The last complete row, or None. Reads the whole file; runs have a line per step."""
-        rows = self.read()
-        return rows[-1] if rows else None
+    def last(self, wanted: Callable[[MetricsRow], bool] = lambda row: True) -> MetricsRow | None:
+        """The last complete row that is wanted, or None. Reads from the end, and no more than it needs.
+
+        Raises:
+            DataError: a line that was read is malformed, or the file is none.
+        """
+        try:
+            with open_record(self.path, MAX_BYTES) as file:
+                for line in _lines_from_the_end(file):
+                    row = _parse_line(line, self.path, None)
+                    if wanted(row):
+                        return row
+        except FileNotFoundError:
+            pass
+        return None
 
     def trim(self, after_step: int) -> TrimmedMetrics:
         """Drop every line with ``step > after_step``, and a torn last line; atomic.
@@ -100,6 +126,7 @@ class MetricsLog:
             StorageError: the disk is full or not writable; the file is unchanged.
         """
         self.close()
+        self._num_rows = None
         rows, torn = self._read()
         dropped = sum(row.step > after_step for row in rows)
         if dropped or torn:
@@ -118,12 +145,17 @@ class MetricsLog:
         return self._descriptor
 
     def _read(self) -> tuple[list[MetricsRow], int]:
-        if not self.path.exists():
-            return [], 0
-        content = self.path.read_bytes()
-        lines = content.split(b"\n")
-        torn = 1 if lines[-1] else 0  # what follows the last newline was cut off while it was written
-        return [_parse_line(line, self.path, number) for number, line in enumerate(lines[:-1], start=1)], torn
+        rows: list[MetricsRow] = []
+        try:
+            with open_record(self.path, MAX_BYTES) as file:
+                lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
+                for number, line in enumerate(lines, start=1):
+                    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # cut off while it was written
+                        return rows, 1
+                    rows.append(_parse_line(line, self.path, number))
+        except FileNotFoundError:
+            pass
+        return rows, 0
 
 
 def _cut_torn_line(descriptor: int) -> None:
@@ -141,18 +173,36 @@ def _cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, keep)
 
 
+def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, last first, of at most its last ``_MAX_LINE_BYTES``; the torn one at its end is left out."""
+    start = file.seek(0, os.SEEK_END)
+    lowest = max(0, start - _MAX_LINE_BYTES)
+    rest, is_torn = b"", True
+    while start > lowest:
+        size = min(start, _BLOCK_BYTES)
+        start = file.seek(start - size)
+        first, *lines = (file.read(size) + rest).split(b"\n")
+        yield from reversed(lines[:-1] if is_torn else lines)
+        is_torn = is_torn and not lines
+        rest = b"" if is_torn else first
+    if start == 0 and not is_torn:
+        yield rest
+
+
 def _writable(values: Mapping[str, float]) -> dict[str, Any]:
     # float() also turns NumPy and zero-dimensional tensor numbers into plain ones
     plain = {name: float(value) for name, value in values.items()}
     return {name: value if math.isfinite(value) else str(value) for name, value in plain.items()}
 
 
-def _parse_line(line: bytes, path: Path, number: int) -> MetricsRow:
+def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
     try:
         data = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
+            json.dumps(data, ensure_ascii=False).encode()
         metrics = {str(name): float(value) for name, value in data["metrics"].items()}
         timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
         return MetricsRow(int(data["step"]), metrics, timing)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
         raise DataError(path, what, number) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from posttrain.errors import DataError
@@ -75,6 +76,51 @@ def refuse_newer(version: int, path: Path, migrations: Sequence[Migration] = MIG
             f"a later posttrain wrote this file (schema version {version}, this one knows up to "
             f"{len(migrations)}); upgrade posttrain to read it. Nothing was changed",
         )
+
+
+def check_schema(db: sqlite3.Connection, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> int:
+    """The version of a file that has exactly the tables and indexes of its version; nothing in it can run.
+
+    A view, a trigger, a generated column or an index over an expression would be evaluated by whoever reads or
+    writes the file, and a stranger may have put it there.
+
+    Raises:
+        DataError: a newer file than this posttrain knows, or something else in it.
+    """
+    db.execute("BEGIN")  # both questions of one state, whoever is writing
+    try:
+        version = schema_version(db)
+        refuse_newer(version, path, migrations)
+        query = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
+        there = {row for row in db.execute(query) if row[3] not in _STATISTICS}
+    finally:
+        db.execute("ROLLBACK")
+    expected = _schemas(tuple(migrations))
+    if version < 0 or there != expected[version]:
+        strange = sorted(there - expected[max(version, 0)], key=str)
+        what = f"it holds {strange[0][0]} {str(strange[0][1])[:60]!r}" if strange else "something is missing"
+        raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
+    return version
+
+
+# What SQLite's ANALYZE leaves: numbers for its planner.
+_STATISTICS = {
+    "CREATE TABLE sqlite_stat1(tbl,idx,stat)",
+    "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)",
+}
+
+
+@cache
+def _schemas(migrations: tuple[Migration, ...]) -> list[set[tuple[str, str, str, str]]]:
+    """What ``sqlite_master`` holds after none, one, two ... of the migrations."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    schemas: list[set[tuple[str, str, str, str]]] = [set()]
+    for migration in migrations:
+        migration(db)
+        rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        schemas.append(set(rows.fetchall()))
+    db.close()
+    return schemas
 
 
 def migrate(db: sqlite3.Connection, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> int:

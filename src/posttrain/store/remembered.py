@@ -58,10 +58,14 @@ class Remembered:
             self._new[key] = (mark, value)
         return value
 
-    def save(self) -> None:
-        """Put what is new beside what is there, in one step. Where that cannot be written, this process knows alone."""
+    def save(self, at_least: int = 1) -> None:
+        """Put what is new beside what is there, in one step. Where that cannot be written, this process knows alone.
+
+        Args:
+            at_least: so many new values are worth writing the file again.
+        """
         place = self._place()
-        if place is None or not self._new:
+        if place is None or len(self._new) < at_least:
             return
         entries = _read(place) | self._new  # read again: another process may have added its own
         newest = dict(list(entries.items())[-_MAX_ENTRIES:])

@@ -6,13 +6,10 @@ The rows hold nothing but functions of the recipe (no clock), so two runs compar
 
 from __future__ import annotations
 
-import json
-import math
 import queue
 import sqlite3
-import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,62 +19,15 @@ from typing import Any, Self
 from posttrain.errors import DataError, PosttrainError
 from posttrain.store.database import connect, sqlite_errors
 from posttrain.store.durable import sync_folder
-from posttrain.store.migrations import MIGRATIONS, migrate, refuse_newer, schema_version
-from posttrain.types import Example, Rollout
+from posttrain.store.migrations import MIGRATIONS, check_schema, migrate
+from posttrain.store.rollout_rows import COLUMNS, RecordedRollout, prompt_text, read_row, to_row
+from posttrain.types import Rollout
 
-_COLUMNS = (
-    "step",
-    "epoch",
-    "prompt_index",
-    "rollout_index",
-    "example_id",
-    "prompt",
-    "completion",
-    "answer",
-    "parts",
-    "reward",
-    "advantage",
-    "num_tokens",
-    "finish",
-    "mean_sampler_logprob",
-    "extracted",
-    "outcome",
-    "token_ids",
-)
+__all__ = ["RecordedRollout", "RolloutStore", "prompt_text"]
+
+TABLES = ("rollouts", "evaluation_rollouts")
 _QUEUE_LENGTH = 256  # batches; a disk slower than the sampler makes ``record`` wait instead of filling the memory
 _ALIVE_CHECK_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRollout:
-    """One row of ``rollouts.db``.
-
-    ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
-    ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
-    ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
-    earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
-    sampled (None in such a file). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
-    """
-
-    id: int
-    step: int
-    epoch: int
-    prompt_index: int
-    rollout_index: int
-    example_id: str
-    prompt: str
-    completion: str
-    answer: str | None
-    parts: dict[str, float]
-    reward: float
-    advantage: float | None
-    num_tokens: int
-    finish: str
-    mean_sampler_logprob: float | None
-    extracted: str | None = None
-    outcome: str = ""
-    token_ids: tuple[int, ...] | None = None
-    evaluation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +76,7 @@ class RolloutStore:
         assert not self.read_only, "opened for reading"
         self._raise_failure()
         if rollouts:
-            self._send(_Rows(evaluation, [_to_row(rollout) for rollout in rollouts]))
+            self._send(_Rows(evaluation, [to_row(rollout) for rollout in rollouts]))
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk.
@@ -229,19 +179,34 @@ class RolloutStore:
     def count_training(self) -> dict[int, int]:
         """Number of training rollouts by step."""
         with self._connection() as db:
-            return dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
+            counts = dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
+        self._check_steps(counts)
+        return counts
 
     def count_evaluations(self) -> dict[tuple[str, int], int]:
         """Number of evaluation rollouts by (evaluation, step)."""
         query = "SELECT evaluation, step, COUNT(*) FROM evaluation_rollouts GROUP BY 1, 2 ORDER BY 1, 2"
         with self._connection() as db:
-            return {(name, step): count for name, step, count in db.execute(query).fetchall()}
+            counts = {(name, step): count for name, step, count in db.execute(query).fetchall()}
+        self._check_steps(step for _, step in counts)
+        return counts
+
+    def num_rows(self, up_to_step: int) -> dict[str, int]:
+        """How many rows of steps up to ``up_to_step`` there are, by table."""
+        self.flush()
+        with self._connection() as db:
+            query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
+            return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
+
+    def _check_steps(self, steps: Iterable[Any]) -> None:
+        if not all(isinstance(step, int) for step in steps):
+            raise DataError(self.path, "damaged: a step is no whole number; move it away")
 
     def _select(
         self, table: str, conditions: list[tuple[str, tuple[Any, ...]]], limit: int | None, newest_first: bool
     ) -> list[RecordedRollout]:
         self.flush()
-        columns = ("id", *_COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
+        columns = ("id", *COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
         where = " AND ".join(sql for sql, _ in conditions) or "1"
         values = [value for _, given in conditions for value in given]
         order = "DESC" if newest_first else "ASC"
@@ -249,16 +214,14 @@ class RolloutStore:
         with self._connection() as db:
             rows = db.execute(query, [*values, -1 if limit is None else limit]).fetchall()
         named = (dict(zip(columns, row, strict=True)) for row in rows)
-        return [RecordedRollout(**{**row, **_read_packed(row)}) for row in named]
+        return [read_row(row, self.path) for row in named]
 
     def _prepare(self, about: Mapping[str, str]) -> None:
         is_new = not self.path.exists()
         if self.read_only and is_new:
             raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
         with self._connection() as db:
-            version = schema_version(db)
-            refuse_newer(version, self.path)
-            if self.read_only and version == len(MIGRATIONS):
+            if check_schema(db, self.path) == len(MIGRATIONS) and self.read_only:
                 return
         with sqlite_errors(self.path), connect(self.path, read_only=False) as db:
             db.execute("PRAGMA journal_mode = WAL")
@@ -327,10 +290,10 @@ def _commit(db: sqlite3.Connection, batches: Sequence[_Rows]) -> None:
     db.execute("BEGIN IMMEDIATE")
     for batch in batches:
         if batch.evaluation is None:
-            db.executemany(_insertion("rollouts", _COLUMNS), batch.rows)
+            db.executemany(_insertion("rollouts", COLUMNS), batch.rows)
         else:
             rows = [(*row, batch.evaluation) for row in batch.rows]
-            db.executemany(_insertion("evaluation_rollouts", (*_COLUMNS, "evaluation")), rows)
+            db.executemany(_insertion("evaluation_rollouts", (*COLUMNS, "evaluation")), rows)
     db.execute("COMMIT")
 
 
@@ -351,49 +314,3 @@ def _conditions(
     if text is not None:
         given.append(("(instr(prompt, ?) > 0 OR instr(completion, ?) > 0)", (text, text)))
     return given
-
-
-def _to_row(rollout: Rollout) -> tuple[Any, ...]:
-    logprobs = rollout.completion.logprobs
-    return (
-        rollout.step,
-        rollout.epoch,
-        rollout.prompt_index,
-        rollout.rollout_index,
-        _storable(rollout.example.id),
-        _storable(prompt_text(rollout.example)),
-        _storable(rollout.text),
-        None if rollout.example.answer is None else _storable(rollout.example.answer),
-        json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
-        float(rollout.reward),
-        None if rollout.advantage is None else float(rollout.advantage),
-        len(rollout.completion.ids),
-        rollout.completion.finish,
-        math.fsum(logprobs) / len(logprobs) if logprobs else None,
-        None if rollout.extracted is None else _storable(rollout.extracted),
-        rollout.outcome,
-        _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
-    )
-
-
-def _pack_ids(ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)
-
-
-def _read_packed(row: Mapping[str, Any]) -> dict[str, Any]:
-    packed = row["token_ids"]
-    ids = None if packed is None else struct.unpack(f"<{len(packed) // 4}i", packed)
-    return {"parts": json.loads(row["parts"]), "token_ids": ids}
-
-
-def prompt_text(example: Example) -> str:
-    """What was asked, for a reader: the message, or all of them with their roles."""
-    messages = example.messages
-    if len(messages) == 1:
-        return messages[0].content
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
-
-
-def _storable(text: str) -> str:
-    """``text`` with lone surrogates (which UTF-8 cannot hold) written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()

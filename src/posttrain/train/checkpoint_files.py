@@ -5,13 +5,16 @@ No torch here, so that listing runs stays quick.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+from posttrain.errors import DataError
 from posttrain.store.durable import storage_errors, sync_folder
-from posttrain.store.manifest import STEP_FOLDER
+from posttrain.store.manifest import STEP_FOLDER, Unverified, verify
 
 BEST = "best"
 ASIDE = ".tmp-"
@@ -25,12 +28,33 @@ def step_folder(folder: str | Path, step: int) -> Path:
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """Steps that have a checkpoint under its final name (not verified), ascending."""
+    """Steps that have a checkpoint under its final name (not verified), ascending.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
     root = Path(folder)
     if not root.is_dir():
         return []
-    matches = (STEP_FOLDER.fullmatch(item.name) for item in root.iterdir() if item.is_dir() and not item.is_symlink())
-    return sorted(int(match[1]) for match in matches if match)
+    try:
+        folders = [item for item in root.iterdir() if STEP_FOLDER.fullmatch(item.name)]
+    except OSError as error:
+        raise DataError(root, f"cannot be read ({error.strerror})") from None
+    steps = {int(item.name.removeprefix("step-")): item for item in folders if item.is_dir() and not item.is_symlink()}
+    return sorted(step for step, item in steps.items() if item == step_folder(root, step))
+
+
+def newest_state(folder: str | Path) -> tuple[int, dict[str, Any]] | None:
+    """Step and ``state.json`` of the newest checkpoint that verifies, or None; nothing else of it is read."""
+    for step in reversed(checkpoint_steps(folder)):
+        path = step_folder(folder, step)
+        try:
+            names = verify(path, step)
+            state = json.loads((path / "state.json").read_bytes()) if "state.json" in names else {}
+        except (Unverified, OSError, ValueError, RecursionError):
+            continue
+        return step, state if isinstance(state, dict) else {}
+    return None
 
 
 def best_step(folder: str | Path) -> int | None:

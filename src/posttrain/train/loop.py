@@ -25,7 +25,7 @@ from posttrain.evals.generation import Evaluation, evaluate, task_label
 from posttrain.evals.held_out import evaluate_objective
 from posttrain.models.load import num_parameters
 from posttrain.randomness import derive_key
-from posttrain.recipe import Recipe
+from posttrain.recipe import Recipe, decisive
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
@@ -289,6 +289,8 @@ class Loop:
             optimizer=optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters]),
             state={
                 "recipe": self.recipe.fingerprint(),
+                "settings": decisive(self.recipe.dump()),
+                "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
                 "model": self.parts.model_source,
                 "teacher": self.parts.teacher_source,
                 "rewards": self.parts.reward_sources,

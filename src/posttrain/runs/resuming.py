@@ -1,0 +1,143 @@
+"""Before a run goes on: is it still the run that its newest checkpoint was saved in?
+
+A checkpoint remembers what decided it (``settings``: the recipe without its keys of place) and how many records stood
+beside it. A recipe or records that are others by now are named, and the run goes on with them only where that is
+accepted; nothing was changed before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RunConflict
+from posttrain.recipe import Recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+from posttrain.train.checkpoint_files import checkpoint_steps, newest_state
+
+ACCEPT = "--accept-changes"
+Changes = dict[str, tuple[Any, Any]]
+
+
+def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: bool = False) -> list[str]:
+    """Check that the locked run may go on by ``recipe``, and store that; returns notices to show.
+
+    Args:
+        accept_changes: go on although the recipe or the records are others than the checkpoint's.
+
+    Raises:
+        RunConflict: they are, and it is not accepted; nothing was changed.
+    """
+    step, state = newest_state(directory.folder / "checkpoints") or (0, {})
+    saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
+    changed, differing = _changes(directory, recipe, step, state)
+    missing = _missing_records(directory.folder, step, state)
+    old, new = changed.get("train.steps", (0, saved + 1))
+    too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if new <= saved else ""
+    problem = too_few or _hard_problem(changed, recipe)
+    differing += _lines(changed) if problem else []
+    if too_few or ((problem or differing or missing) and not accept_changes):
+        raise RunConflict(_refusal(directory, differing, missing, problem))
+    notices: list[str] = []
+    if missing or differing:
+        what = "; ".join([*missing, *differing])
+        notices.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
+    elif changed:
+        notices.append(f"train.steps is now {new} instead of {old}; the steps up to {saved} are kept as they are")
+    elsewhere = {key: both for key, both in directory.changed_keys(recipe, places=True).items() if key != "description"}
+    if elsewhere:
+        notices.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
+    edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
+    if edited and not differing:
+        notices.append(f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}")
+    if changed or differing or elsewhere or edited:
+        directory.write_recipe(recipe)
+    return notices
+
+
+def hard_changes(changed: Changes) -> str:
+    """Why a run cannot go on with these changes; empty if it may (``train.steps`` alone)."""
+    hard = [key for key in changed if key != "train.steps"]
+    return f"Only train.steps may change when a run is resumed, not {', '.join(hard)}." if hard else ""
+
+
+def describe_changes(changed: Changes) -> str:
+    """A line for each key: what the run has, and what was given."""
+    return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
+
+
+def _changes(directory: RunDirectory, recipe: Recipe, step: int, state: Mapping[str, Any]) -> tuple[Changes, list[str]]:
+    """(keys that differ from what the checkpoint was trained with, what differs without a known key)."""
+    settings = state.get("settings")
+    if isinstance(settings, Mapping):
+        return directory.changed_keys(recipe, settings), []
+    known = state.get("recipe")  # a checkpoint of an earlier posttrain has a hash alone
+    if known is None or known in _hashes(directory.read_recipe(), step):
+        return directory.changed_keys(recipe), []
+    differs = f"{directory.recipe_path.name}: changed since step {step} was saved (its fingerprint was {known})"
+    return directory.changed_keys(recipe), [differs]
+
+
+def _hashes(stored: Mapping[str, Any], step: int) -> set[str]:
+    """The fingerprints that earlier versions gave the stored recipe, now or when it had ``step`` steps."""
+    kept = {key: value for key, value in stored.items() if key != "track"}
+    train = kept.get("train")
+    variants = [kept, *([kept | {"train": {**train, "steps": step}}] if isinstance(train, Mapping) else [])]
+    texts = [json.dumps(variant, sort_keys=True, default=str) for variant in variants]
+    return {hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts}
+
+
+def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[str]:
+    """Where lines or rows are gone that stood there when the checkpoint was saved, and how many."""
+    stated = state.get("records")
+    expected = {name: n for name, n in (stated if isinstance(stated, Mapping) else {}).items() if isinstance(n, int)}
+    if not expected and "settings" not in state and "recipe" in state:  # of an earlier posttrain: one line per step
+        expected = {"metrics": step}
+    if not expected:
+        return []
+    rows = [row for row in MetricsLog(folder / "metrics.jsonl").read() if row.step <= step]
+    there = {"metrics": len(rows) if "settings" in state else len({row.step for row in rows if row.step})}
+    path = folder / "rollouts.db"
+    if expected.keys() - there.keys() and path.is_file():
+        there |= RolloutStore(path, read_only=True).num_rows(step)
+    files = {"metrics": "metrics.jsonl: {} of {} lines", "rollouts": "rollouts.db: {} of {} rollouts"}
+    files["evaluation_rollouts"] = "rollouts.db: {} of {} evaluation rollouts"
+    return [
+        f"{files[name].format(count - there.get(name, 0), count)} up to step {step} are missing"
+        for name, count in expected.items()
+        if name in files and there.get(name, 0) < count
+    ]
+
+
+def _hard_problem(changed: Changes, recipe: Recipe) -> str:
+    if "train.steps" in changed and recipe.train.schedule != "constant" and len(changed) == 1:
+        return f"train.steps changes the learning rates of train.schedule {recipe.train.schedule!r}."
+    return hard_changes(changed)
+
+
+def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
+    parts = []
+    if differing:
+        lines = "\n".join(f"  {line}" for line in differing)
+        parts.append(f"this run belongs to another recipe. The recipes differ in:\n{lines}\n{problem}".rstrip())
+    if missing:
+        lines = "\n".join(f"  {line}" for line in missing)
+        parts.append(f"records are gone that stood there when its newest checkpoint was saved:\n{lines}")
+    back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
+    return (
+        f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "
+        f"go on with it as it is now with {ACCEPT} (log.txt keeps what was different), or start under another name "
+        "with --run NAME"
+    )
+
+
+def _lines(changed: Changes) -> list[str]:
+    def shown(value: Any) -> str:
+        return "nothing" if value is None else repr(value)
+
+    return [f"{key}: {shown(old)} in the run, {shown(new)} now" for key, (old, new) in sorted(changed.items())]

@@ -1,0 +1,122 @@
+"""Reading the small files of a run, which may be damaged or a stranger's.
+
+What comes back is plain: mappings, lists, text, finite numbers, of bounded size and depth. Whatever else is there is a
+``DataError`` with the file and the reason, so that one run cannot keep the others from being listed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from posttrain.errors import DataError
+
+MAX_RECORD_BYTES = 1 << 24
+_MAX_YAML_BYTES = 1 << 20  # a megabyte takes a second
+_MAX_DEPTH, _MAX_VALUES = 100, 1_000_000
+_MAX_WHOLE_NUMBER = 1 << 128
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast where libyaml is there
+
+
+@contextmanager
+def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; a pipe or a device is not waited for.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: no file, too large, or not readable.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from None
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise DataError(path, "damaged: this is no file; move it away")
+        if about.st_size > max_bytes:
+            raise DataError(path, f"damaged: it has {about.st_size:,} bytes, and at most {max_bytes:,} are read")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            yield file
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from None
+    finally:
+        os.close(descriptor)
+
+
+def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """The content of a file; see ``open_record``."""
+    with open_record(path, max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file as plain data.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: see ``read_record``; or it is damaged.
+    """
+    return _parse(path, lambda content: json.loads(content.decode()), MAX_RECORD_BYTES)
+
+
+def read_yaml(path: Path) -> Any:
+    """A YAML file as plain data. Aliases are refused: no run writes one, and a few lines of them make terabytes.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: see ``read_record``; or it is damaged.
+    """
+    return _parse(path, _load_yaml, _MAX_YAML_BYTES)
+
+
+def _parse(path: Path, parse: Callable[[bytes], Any], max_bytes: int) -> Any:
+    try:
+        value = parse(read_record(path, max_bytes))
+        _check_plain(value)
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(path, f"damaged ({type(error).__name__}: {reason})") from None
+    return value
+
+
+def _load_yaml(content: bytes) -> Any:
+    depth = 0
+    for event in yaml.parse(content, Loader=_LOADER):  # without recursion, which libyaml's loader does not survive
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has an alias (*{event.anchor})")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    return yaml.load(content, Loader=_LOADER)
+
+
+def _check_plain(value: Any) -> None:
+    """Raise ``ValueError`` for what JSON cannot say or a terminal cannot show, and for too much of it."""
+    open_values: list[tuple[Any, int]] = [(value, 0)]
+    count = 0
+    while open_values:
+        item, depth = open_values.pop()
+        inner = [*item.keys(), *item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
+        count += 1 + len(inner)
+        if depth > _MAX_DEPTH or count > _MAX_VALUES:
+            raise ValueError(f"nested deeper than {_MAX_DEPTH}, or more than {_MAX_VALUES:,} values")
+        open_values += [(one, depth + 1) for one in inner]
+        if isinstance(item, str):
+            item.encode()  # half of a surrogate pair is no text
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{item} where a number is expected")
+        elif isinstance(item, int) and abs(item) > _MAX_WHOLE_NUMBER:
+            raise ValueError("a whole number above 2^128")
+        elif not isinstance(item, dict | list | str | float | int | None):
+            raise ValueError(f"a {type(item).__name__} ({item}) where text or a number is expected")

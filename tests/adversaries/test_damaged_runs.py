@@ -1,0 +1,319 @@
+"""One damaged or hostile run is listed as damaged, with the reason; the others are listed as before."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.errors import DataError
+from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+from posttrain.types import Completion, Example, Message, Rollout
+
+RECIPE = "model: {name: tiny}\ntask: {name: stories}\nobjective: {name: grpo}\ntrain: {steps: 4}\n"
+
+
+def make_run(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    start = {"versions": {"posttrain": "0.1.0"}, "hardware": {"cpus": 2, "gpus": []}, "git": {}}
+    content = {"recipe": "tiny/grpo", "created": "2026-01-01T00:00:00+00:00", "starts": [start]}
+    (folder / "env.json").write_text(json.dumps(content))
+    RunDirectory(folder).write_status(RunStatus("finished", 4, 4, 1, "here", 5.0, None, 0.5, "stories/validation"))
+    log = MetricsLog(folder / "metrics.jsonl")
+    log.append(1, {"loss": 0.5})
+    log.close()
+    (folder / "checkpoints").mkdir()
+    with RolloutStore(folder / "rollouts.db") as store:
+        example = Example("e", (Message("user", "?"),), "1")
+        completion = Completion((1,), (-0.5,), "stop")
+        store.record([Rollout(example, (2,), completion, "1", {"correct": 1.0}, 1.0, 1, 0, 0, 0)])
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runs folder with ``good`` and ``bad``; the working directory is its home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("bad", "good"):
+        make_run(tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def status(**changes: object) -> bytes:
+    good = {"state": "finished", "step": 4, "steps": 4, "pid": 1, "host": "h", "updated": 5.0, "accuracy": 0.5}
+    return json.dumps(good | changes).encode()
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+BOMB = b"a: &a [1,1,1,1,1,1,1,1,1,1]\n" + b"".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 10)}]\n".encode() for i in range(12)
+)
+CONTENTS: list[tuple[str, bytes, str]] = [
+    ("env.json", b"[]", "not a mapping"),
+    ("env.json", b"[" * 5, "JSONDecodeError"),
+    ("env.json", DEEP, "RecursionError"),
+    ("env.json", b'{"created": {}}', "'recipe' or 'created' is no text"),
+    ("env.json", b'{"starts": {"0": 1}}', "'starts' is no list"),
+    ("env.json", b'{"starts": [{"versions": 3}]}', "a start says nothing of versions"),
+    ("env.json", b'{"starts": [{"hardware": {"gpus": 3}}]}', "a start says nothing of versions"),
+    ("env.json", b'{"recipe": "\\ud800"}', "surrogates not allowed"),
+    ("env.json", b"\xff\xfe", "UnicodeDecodeError"),
+    ("status.json", status(step="four"), "step is 'four'"),
+    ("status.json", status(step=True), "step is 'True'"),
+    ("status.json", status(state="splendid"), "state is 'splendid'"),
+    ("status.json", status(state=[]), "state is '[]'"),
+    ("status.json", status(accuracy="high"), "accuracy is 'high'"),
+    ("status.json", status(accuracy=float("nan")), "nan where a number is expected"),
+    ("status.json", status(updated=float("inf")), "inf where a number is expected"),
+    ("status.json", status(step=10**400), "a whole number above"),
+    ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
+    ("status.json", b"null", "not a mapping"),
+    ("status.json", b"{}", "state is 'None'"),
+    ("recipe.yaml", b"created: 2026-13-45\n", "month must be in 1..12"),
+    ("recipe.yaml", b"created: 2026-01-01\n", "a date (2026-01-01) where text"),
+    ("recipe.yaml", b"- a\n- b\n", "not a mapping"),
+    ("recipe.yaml", b"", "not a mapping"),
+    ("recipe.yaml", b"train: {steps: many}\n", "train.steps is no whole number"),
+    ("recipe.yaml", b"a: " + DEEP, "nested deeper than"),
+    ("recipe.yaml", BOMB, "it has an alias"),
+    ("recipe.yaml", b"a: &a [*a]\n", "it has an alias"),
+    ("recipe.yaml", b"x: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
+    ("recipe.yaml", b"x: .nan\n", "nan where a number"),
+    ("recipe.yaml", b"x: " + b"9" * 5000, "4300 digits"),
+    ("recipe.yaml", b"a: \xff\n", "damaged"),
+    ("recipe.yaml", b"#" * (1 << 21), "at most 1,048,576 are read"),
+    ("metrics.jsonl", b"[1]\n", "not a line of metrics"),
+    ("metrics.jsonl", b'{"step": 1e999, "metrics": {}}\n', "OverflowError"),
+    ("metrics.jsonl", b'{"step": 1, "metrics": {"a": ' + b"9" * 400 + b"}}\n", "OverflowError"),
+    ("metrics.jsonl", DEEP + b"\n", "RecursionError"),
+    ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": 1}}\n', "surrogates not allowed"),
+    ("notes.json", b'{"tags": 3, "remarks": []}', "not iterable"),
+    ("notes.json", b'{"tags": [], "remarks": [[]]}', "TypeError"),
+    ("notes.json", DEEP, "RecursionError"),
+]
+COMMANDS = [
+    ["runs"],
+    ["runs", "--json"],
+    ["runs", "--families"],
+    ["runs", "--sort", "accuracy"],
+    ["runs", "--state", "finished"],
+    ["runs", "show", "good"],
+    ["runs", "prune", "--all", "--yes"],
+    ["runs", "tag", "good", "+fine"],
+]
+
+
+def check_listed(root: Path, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert main(command) == 0, command
+        capsys.readouterr()
+    assert main(["runs", "--json"]) == 0
+    by_name = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert by_name["good"]["state"] == "finished"
+    assert by_name["bad"]["state"] == "damaged"
+    assert reason in by_name["bad"]["problem"]
+    assert main(["runs", "show", "bad"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "state damaged" in shown
+    assert "problem" in shown
+    assert main(["runs", "compare", "good", "bad"]) in (0, 2)
+    assert main(["runs", "export", "bad", "--to", "exported", "--weights", "none"]) in (0, 2)
+    capsys.readouterr()
+    assert main(["runs", "delete", "bad", "--yes"]) == 0
+    assert sorted(path.name for path in root.iterdir()) == ["good"]
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), CONTENTS, ids=[f"{c[0]}-{c[2][:20]}" for c in CONTENTS])
+def test_a_damaged_file(root: Path, name: str, content: bytes, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "bad" / name).write_bytes(content)
+    check_listed(root, reason, capsys)
+
+
+FILES = ["recipe.yaml", "env.json", "status.json", "metrics.jsonl", "notes.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_should_be_a_file_is_none(root: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "bad" / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (root / "bad" / name).mkdir()
+    else:
+        os.mkfifo(root / "bad" / name)
+    check_listed(root, "this is no file", capsys)
+
+
+@pytest.mark.parametrize("name", [".lock", "rollouts.db", "checkpoints", "log.txt"])
+def test_a_pipe_is_not_waited_for(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "bad" / name
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    for command in [*COMMANDS, ["runs", "show", "bad"]]:
+        assert main(command) == 0, command
+        capsys.readouterr()
+
+
+def test_a_folder_that_is_nested_a_thousand_times(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = os.open(root / "bad", os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+    for command in COMMANDS[:5]:
+        assert main(command) == 0, command
+    capsys.readouterr()
+    subprocess.run(["rm", "-rf", str(root / "bad" / "d")], check=True)
+
+
+def test_checkpoints_with_odd_names_are_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-0000001", "step-" + "9" * 200, "step-\u0661\u0662\u0663\u0661\u0662\u0663", "step-000003"):
+        (root / "bad" / "checkpoints" / name).mkdir()
+    for command in [*COMMANDS, ["runs", "show", "bad"]]:
+        assert main(command) == 0, command
+        capsys.readouterr()
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 5001):
+        log.append(step, {"loss": step / 8})
+    log.append(5000, {"eval/a/accuracy": 0.5})
+    log.close()
+    assert log.path.stat().st_size > 1 << 17  # several blocks
+    with log.path.open("ab") as file:
+        file.write(b'{"step": 5001, "met')
+    assert log.last() == log.read()[-1]
+    row = log.last(lambda row: "loss" in row.metrics)
+    assert row is not None
+    assert (row.step, row.metrics) == (5000, {"loss": 625.0})
+    assert [row.step for row in log.read()] == [*range(1, 5001), 5000]
+    assert log.last(lambda row: row.step == 1) == log.read()[0]
+    assert log.last(lambda row: False) is None
+    (tmp_path / "metrics.jsonl").write_bytes(b"x" * (1 << 17))  # no line at all
+    assert log.last() is None
+    assert log.read() == []
+
+
+RECURSIVE = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x"
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "a view in place of a table": (
+        f"DROP TABLE rollouts; CREATE VIEW rollouts AS {RECURSIVE} AS step FROM c;",
+        "it holds view 'rollouts'",
+    ),
+    "a view beside them": (f"CREATE VIEW v AS {RECURSIVE} FROM c;", "it holds view 'v'"),
+    "a trigger": (
+        "CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;",
+        "it holds trigger 't'",
+    ),
+    "another table": ("CREATE TABLE x (y);", "it holds table 'x'"),
+    "an index over an expression": ("CREATE INDEX i ON rollouts (abs(step));", "it holds index 'i'"),
+    "a generated column": (
+        "ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);",
+        "it holds table 'rollouts'",
+    ),
+    "a table less": ("DROP TABLE evaluation_rollouts;", "something is missing"),
+    "no table": ("DROP TABLE evaluation_rollouts; DROP TABLE rollouts; DROP TABLE about;", "something is missing"),
+    "a version below zero": ("PRAGMA user_version = -1;", "not a rollout database as posttrain writes it"),
+    "an older version that it is not": ("PRAGMA user_version = 1;", "not a rollout database as posttrain writes it"),
+    "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is no whole number"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_strangers_database_is_refused_before_anything_in_it_runs(
+    root: Path, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "bad" / "rollouts.db"
+    db = sqlite3.connect(path)
+    db.executescript(f"PRAGMA journal_mode = DELETE; {SCRIPTS[script][0]}")
+    db.close()
+    before = path.read_bytes()
+    for command in [*COMMANDS, ["runs", "show", "bad"]]:
+        assert main(command) == 0, command
+    shown = " ".join(capsys.readouterr().out.split())
+    assert SCRIPTS[script][1] in shown
+    if script != "a step of text":
+        with pytest.raises(DataError, match="not a rollout database as posttrain writes it"):
+            RolloutStore(path)  # nor is it written to: a trigger would run
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("reward = 'much'", "reward of row 1 is str"),
+        ("parts = '{\"a\": []}'", "row 1"),
+        ("parts = '3'", "row 1"),
+        (f"parts = '{'[' * 100_000}'", "row 1"),
+        ("token_ids = x'0000'", "row 1"),
+        ("token_ids = 'text'", "token_ids of row 1 is str"),
+        ("prompt = x'ff'", "prompt of row 1 is bytes"),
+        ("prompt = CAST(x'ff' AS TEXT)", "damaged"),
+        ("completion = zeroblob(200000000)", "damaged"),
+        ("finish = 3.5", "row 1"),
+    ],
+)
+def test_a_strangers_rows_are_checked_as_they_are_read(root: Path, change: str, reason: str) -> None:
+    path = root / "bad" / "rollouts.db"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA journal_mode = DELETE")
+    if change.startswith("finish"):  # SQLite turns a number into text in this column: that is as good
+        db.execute("UPDATE rollouts SET finish = x'00'")
+    else:
+        db.execute(f"UPDATE rollouts SET {change}")
+    db.commit()
+    db.close()
+    with RolloutStore(path, read_only=True) as store, pytest.raises(DataError, match=reason):
+        store.training()
+
+
+def test_reading_ends_in_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.store import database
+
+    path = root / "bad" / "rollouts.db"
+    monkeypatch.setattr(database, "READ_SECONDS", 0.2)
+    with (
+        pytest.raises(DataError, match="interrupted"),
+        database.sqlite_errors(path),
+        database.connect(path, read_only=True) as db,
+    ):
+        db.execute(f"SELECT COUNT(*) FROM ({RECURSIVE} FROM c)").fetchall()
+
+
+def test_an_own_database_that_was_analyzed_and_vacuumed_is_read(root: Path) -> None:
+    path = root / "bad" / "rollouts.db"
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("ANALYZE")
+    db.execute("VACUUM")
+    db.close()
+    with RolloutStore(path, read_only=True) as store:
+        assert store.count_training() == {1: 1}
+        assert store.num_rows(1) == {"rollouts": 1, "evaluation_rollouts": 0}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["methods: {a: {}}\nseeds: 1000000000\n", "methods: 3\nseeds: 1\n", "- 1\n", "seeds: {}\n", "a: &a [*a]\n"],
+)
+def test_a_damaged_comparison_is_listed(root: Path, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "compared").mkdir()
+    (root / "compared" / "compare.yaml").write_text(plan)
+    assert main(["runs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["state"] for item in found["comparisons"]] == ["damaged"]
+    assert len(found["runs"]) == 2
+    assert main(["runs"]) == 0

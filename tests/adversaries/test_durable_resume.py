@@ -1,0 +1,202 @@
+"""A run goes on only as what it was: changed recipes and missing records are named, and need an explicit flag."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain.cli import main
+from posttrain.recipe import decisive, fingerprint_of, load_recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.store.manifest import seal
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+
+RECIPE: dict[str, Any] = {
+    "task": {"name": "stories", "size": 16, "max_steps": 1},
+    "rollout": {"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.5},
+    "rewards": [{"name": "xml_format"}],
+    "objective": "grpo",
+    "train": {"steps": 4, "lr": 1.0e-5, "save_every": 2, "keep": 5},
+    "eval": {"tasks": [{"name": "stories", "split": "validation", "size": 8}], "every": 4, "n": 2, "max_tokens": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four steps with checkpoints of the steps 2 and 4."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "mine.yaml").write_text(yaml.safe_dump(RECIPE))
+    assert main(["train", str(root / "mine.yaml"), "--run", "a", "--runs-dir", str(root / "runs"), "--quiet"]) == 0
+    return root
+
+
+@pytest.fixture
+def home(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that stands at step 2, as if it had been interrupted there; the working directory is its home."""
+    shutil.copytree(finished, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    (folder / "checkpoints" / "best").unlink(missing_ok=True)
+    MetricsLog(folder / "metrics.jsonl").trim(2)
+    with RolloutStore(folder / "rollouts.db") as store:
+        store.trim(2)
+    return tmp_path
+
+
+def resume(*more: str) -> int:
+    return main(["runs", "resume", "a", "--quiet", *more])
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in (".db-wal", ".db-shm"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != ".lock"}
+
+
+def edit_recipe(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = yaml.safe_load((folder / "recipe.yaml").read_text())
+    change(content)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def set_lr(content: dict[str, Any]) -> None:
+    content["train"]["lr"] = 2e-5
+
+
+def cut_metrics(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+
+
+def cut_rollouts(folder: Path) -> None:
+    with RolloutStore(folder / "rollouts.db") as store:
+        store.trim(1)
+
+
+def cut_first_line(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
+    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
+    "cut metrics": (cut_metrics, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
+    "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
+    "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),
+    "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
+    "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_not_as_the_checkpoint_left_it_is_named_and_nothing_changes(
+    home: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "runs" / "a"
+    make, expected = DAMAGE[damage]
+    make(folder)
+    before = everything(folder)
+    assert resume() == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert expected in said
+    assert "--accept-changes" in said
+    assert "Nothing was changed" in said
+    assert everything(folder) == before
+    assert resume("--accept-changes") == 0
+    assert expected in " ".join((folder / "log.txt").read_text().split())
+    status = RunDirectory(folder).read_status()
+    assert status is not None
+    assert (status.state, status.step) == ("finished", 4)
+    assert resume() == 0  # the newest checkpoint remembers what it was accepted with
+
+
+def test_untouched_it_goes_on_bit_for_bit_without_a_flag(home: Path, finished: Path) -> None:
+    assert resume() == 0
+    left, right = home / "runs" / "a", finished / "runs" / "a"
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        path = f"checkpoints/step-000004/{name}"
+        assert (left / path).read_bytes() == (right / path).read_bytes()
+    assert "accept" not in (left / "log.txt").read_text()
+
+
+def test_place_may_change_and_is_logged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = home / "runs" / "a"
+    arguments = ["train", "mine.yaml", "--run", "a", "--resume", "--quiet", "--model.device", "cpu"]
+    assert main(arguments) == 0
+    expected = "another place than at the last start: model.device: 'auto' in the run, 'cpu' now"
+    assert expected in (folder / "log.txt").read_text()
+    assert RunDirectory(folder).read_recipe()["model"]["device"] == "cpu"
+    (first, second) = json.loads((folder / "env.json").read_text())["starts"]
+    assert first["fingerprint"] == second["fingerprint"]
+
+
+def test_place_is_no_part_of_the_fingerprint_and_everything_else_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(RECIPE))
+    base = load_recipe(str(tmp_path / "mine.yaml")).resolve()
+    moved = [("model.device", "cpu"), ("description", "mine"), ("track", "[tensorboard]")]
+    assert load_recipe(str(tmp_path / "mine.yaml"), moved).resolve().fingerprint() == base.fingerprint()
+    for key, value in [("model.dtype", "bfloat16"), ("train.seed", "1"), ("rewards.0.weight", "2"), ("eval.n", "3")]:
+        other = load_recipe(str(tmp_path / "mine.yaml"), [(key, value)]).resolve()
+        assert other.fingerprint() != base.fingerprint(), key
+    assert fingerprint_of(decisive(base.dump())) == base.fingerprint()
+
+
+def test_the_original_recipe_puts_an_edited_one_back(home: Path) -> None:
+    folder = home / "runs" / "a"
+    edit_recipe(folder, set_lr)
+    assert main(["train", "mine.yaml", "--run", "a", "--resume", "--quiet"]) == 0
+    assert RunDirectory(folder).read_recipe()["train"]["lr"] == 1e-5
+    assert "recipe.yaml had been changed, and is again what was trained with" in (folder / "log.txt").read_text()
+
+
+def older_state(folder: Path, **train: Any) -> None:
+    """The checkpoint of step 2 as an earlier version wrote it: with a hash over all but ``track``, and no counts."""
+    import hashlib
+
+    place = folder / "checkpoints" / "step-000002"
+    state = json.loads((place / "state.json").read_text())
+    stored = yaml.safe_load((folder / "recipe.yaml").read_text())
+    stored["train"] |= train
+    stored.pop("track", None)
+    state["recipe"] = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
+    del state["settings"], state["records"]
+    (place / "state.json").write_text(json.dumps(state))
+    (place / "manifest.json").unlink()
+    seal(place, 2)
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(home: Path) -> None:
+    older_state(home / "runs" / "a")
+    assert resume() == 0
+
+
+def test_one_that_finished_and_was_given_more_steps_goes_on(home: Path) -> None:
+    older_state(home / "runs" / "a", steps=2)
+    assert resume() == 0
+
+
+@pytest.mark.parametrize("damage", ["edited recipe", "no metrics"])
+def test_an_earlier_version_is_looked_at_as_far_as_it_tells(
+    home: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "runs" / "a"
+    older_state(folder)
+    DAMAGE[damage][0](folder)
+    assert resume() == 2
+    expected = {"edited recipe": "recipe.yaml: changed since step 2 was saved", "no metrics": "2 of 2 lines"}
+    assert expected[damage] in " ".join(capsys.readouterr().err.split())
+    assert resume("--accept-changes") == 0
+
+
+def test_the_flag_alone_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "mine.yaml", "--accept-changes"]) == 2
+    assert "give --resume as well" in capsys.readouterr().err
+    assert sorted(path.name for path in (home / "runs").iterdir()) == ["a"]
