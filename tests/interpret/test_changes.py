@@ -43,8 +43,9 @@ def test_a_small_case_by_hand() -> None:
     spread = sum((d - delta * n) ** 2 for d, n in ((2, 2), (2, 3), (1, 1)))
     assert float(found.error[1, 0]) == pytest.approx(math.sqrt(1.5 * spread) / 6)
     log_error = math.sqrt(1.5 * sum((p / 9 - b / 4) ** 2 for p, b in ((3, 1), (5, 3), (1, 0))))
-    assert float(found.low[1, 0]) == pytest.approx(9 / 4 * math.exp(-1.959964 * log_error), rel=1e-6)
-    assert float(found.high[1, 0]) == pytest.approx(9 / 4 * math.exp(1.959964 * log_error), rel=1e-6)
+    # three documents: Student's t with two degrees of freedom
+    assert float(found.low[1, 0]) == pytest.approx(9 / 4 * math.exp(-4.302653 * log_error), rel=1e-6)
+    assert float(found.high[1, 0]) == pytest.approx(9 / 4 * math.exp(4.302653 * log_error), rel=1e-6)
     assert found.documents.tolist() == [3]
 
 
@@ -188,6 +189,15 @@ def test_holm_by_hand() -> None:
 def test_p_at_the_tables_five_percent(t: float, freedom: int) -> None:
     found = two_sided_p(torch.tensor([t], dtype=torch.float64), torch.tensor([freedom]))
     assert float(found) == pytest.approx(0.05, abs=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"), [(5.5, 300, 8.1393209e-8), (5.5, 1000, 4.823064e-8), (0.5, 4, 0.643329963)]
+)
+def test_p_is_students_at_every_number_of_documents(t: float, freedom: int, p: float) -> None:
+    """The normal distribution has 3.8e-8 at 5.5: with 20,000 tests, Holm's first threshold lies at 1.25e-6."""
+    found = two_sided_p(torch.tensor([t], dtype=torch.float64), torch.tensor([freedom]))
+    assert float(found) == pytest.approx(p, rel=1e-6)
 
 
 def test_documents_stay_whole_in_batches() -> None:

@@ -124,6 +124,16 @@ def test_a_tie_counts_one_half(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("nats", "accuracy"), [(0.05, 1.0), (-0.05, 0.0), (0.004, 0.5), (-0.004, 0.5)])
+def test_a_tie_is_one_in_log_probabilities(name: str, nats: float, accuracy: float):
+    """Answers of 2,500 nats: a millionth of both is 0.005, whatever β, means or odds make of it."""
+    word, options, _ = CASES[name]
+    plain = [[-625.0] * 4] * 2
+    chosen = [[-625.0 + nats, -625.0, -625.0, -625.0], plain[1]]
+    assert word(*make_pairs(chosen, plain), **options).metrics["pair_accuracy"].tolist() == [accuracy]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_word_wants_a_larger_difference_at_the_reference(name: str):
     """Chosen up relative to rejected: the sign of each gradient, at equal answers."""
     word, options, _ = CASES[name]

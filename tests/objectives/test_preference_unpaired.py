@@ -30,6 +30,13 @@ def test_traits():
     assert set(traits["needs"]) == {"ref_logprobs", "labels", "kl_baseline"}
 
 
+@pytest.mark.parametrize(("nats", "accuracy"), [(0.02, 1.0), (-0.02, 0.0), (0.002, 0.5), (-0.002, 0.5)])
+def test_a_tie_is_one_in_log_probabilities(nats: float, accuracy: float):
+    """An answer of 2,500 nats: a millionth is 0.0025, whatever β makes of it."""
+    outputs, batch = make_rows([[-2500.0 + nats]], [[-2500.0]], labels=[1.0], kl_baseline=[0.0])
+    assert kto(outputs, batch, beta=0.1).metrics["row_accuracy"].tolist() == [accuracy]
+
+
 @pytest.mark.parametrize(("label", "weight"), [(1.0, 2.0), (0.0, 3.0)])
 def test_limits(label: float, weight: float):
     """Far on its own side of the baseline a row costs nothing, far on the other its weight, at it half."""

@@ -15,15 +15,13 @@ chance of a single false finding at 5 %.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from posttrain.evals.compare_statistics import student_t_share
-from posttrain.evals.statistics import Z_95
+from posttrain.evals.compare_statistics import student_t_quantile, student_t_tail
 
 MEASURES = ("rate", "mean")
 # A feature of fewer documents is not tested: its t would rest on a handful of numbers.
@@ -31,7 +29,6 @@ MIN_DOCUMENTS = 12
 # A change smaller than this, however sure, is not called one.
 MIN_CHANGE = 0.2
 ALPHA = 0.05
-_MANY = 300  # degrees of freedom from which Student's t is the normal distribution
 
 
 class ChangeSums:
@@ -155,13 +152,7 @@ def holm(p: Tensor) -> Tensor:
 
 def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
     """P(|T| > |t|) of Student's t, entry by entry: float64 in the shape of ``t``; ``freedom`` of the same shape."""
-    normal = torch.special.erfc(t.abs() / math.sqrt(2))
-    # what no t with these degrees of freedom could bring below 10 % need not be computed
-    few = (freedom < _MANY) & (normal < 0.1)
-    for place in few.nonzero().tolist():
-        at = tuple(place)
-        normal[at] = 1.0 - student_t_share(float(t[at].abs()), max(1, int(freedom[at])))
-    return normal.clamp(0.0, 1.0)
+    return torch.from_numpy(student_t_tail(t.numpy(), freedom.clamp_min(1).numpy()))
 
 
 def number_documents(documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +189,9 @@ def _judge(
     adjusted = torch.ones_like(p)
     adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
     ratio = post / base
-    low, high = (ratio * torch.exp(sign * Z_95 * log_error) for sign in (-1, 1))
+    counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
+    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
+    low, high = (ratio * torch.exp(sign * quantiles[places] * log_error) for sign in (-1, 1))
     sure = adjusted < ALPHA
     large = (ratio > 1 + min_change) | (ratio < 1 / (1 + min_change))
     return Changes(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from posttrain.evals.compare_statistics import student_t_quantile
 from posttrain.interpret.diff_charts import Axes, Dot, Line, interval_bars, line_chart, scatter_chart, span_of
 from posttrain.interpret.diff_parts import decades, draw_chip, draw_table, draw_token, over_seeds, show_number
 from posttrain.interpret.diff_sentences import causal_lines
@@ -138,13 +139,18 @@ def _context(context: Mapping[str, Any], source: str) -> str:
     return f'<p class="text">{tokens}</p>'
 
 
+def _half_width(error: float, num_answers: int) -> float:
+    """Of the 95 % Student-t interval of a mean over answers, from its standard error."""
+    return student_t_quantile(max(1, num_answers - 1)) * error
+
+
 def divergence_section(found: Mapping[str, Any]) -> str:
     """Where KL sits: whole answers, places, tokens."""
     kl = found["divergence"]
     places = kl["places"]
     xs = [float(p["place"] + 1) for p in places]
     ys = [p["kl"] for p in places]
-    low, high = ([p["kl"] + sign * 1.96 * p["error"] for p in places] for sign in (-1, 1))
+    low, high = ([p["kl"] + sign * _half_width(p["error"], p["answers"]) for p in places] for sign in (-1, 1))
     charts = ""
     if places:
         axes = Axes("token of the answer", "KL, nats", (1, max(2.0, xs[-1])), span_of([*low, *high], zero=True))
@@ -164,9 +170,10 @@ def divergence_section(found: Mapping[str, Any]) -> str:
     )
     gained = "".join(draw_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["up"])
     lost = "".join(draw_chip(f"{t} {v:+.4f}") for t, v in kl["moved"]["down"])
+    half = _half_width(kl["per_answer_error"], kl["documents"])
     text = (
         f"{kl['per_token']:.4f} nats a token of an answer ({kl['per_prompt_token']:.4f} in prompts), "
-        f"{kl['per_answer']:.2f} ± {1.96 * kl['per_answer_error']:.2f} an answer, over {kl['documents']} answers."
+        f"{kl['per_answer']:.2f} ± {half:.2f} an answer, over {kl['documents']} answers."
     )
     return (
         f"<h2>Where the models disagree</h2><p>{escape(text)} The deeper the colour, the more the two distributions of "

@@ -6,8 +6,9 @@ one, ``log π(y)`` the sum of its trained tokens' log-probabilities (prompt excl
 included), and ``Δ = log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l)``.
 
 Metrics of every word: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; a reference-free
-word says what its reward is), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie counts
-one half), ``chosen_logprob``, ``rejected_logprob`` (``log π(y)``, sums).
+word says what its reward is), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie, which is a
+difference below a millionth of the log-probabilities, counts one half), ``chosen_logprob``,
+``rejected_logprob`` (``log π(y)``, sums).
 
 Nothing is clamped but ORPO's log(1 − p): no other word takes the exponential of a log-ratio outside of a
 sigmoid. A pair with an answer that the policy or the reference finds impossible (log-probability −inf)
@@ -24,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from posttrain.objectives.primitives import log1mexp, nan_unless_finite, row_sum, wins
+from posttrain.objectives.primitives import MAX_LOGPROB, log1mexp, nan_unless_finite, row_sum, wins
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
@@ -58,7 +59,8 @@ def dpo(
     chosen, rejected = _log_ratios(outputs, batch, length_normalized)
     logit = beta * (chosen - rejected)
     values = -(1.0 - label_smoothing) * logsigmoid(logit) - label_smoothing * logsigmoid(-logit)
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch)
+    per_nat = _per_nat(beta, batch, length_normalized)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, per_nat)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -78,7 +80,7 @@ def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rat
     chosen, rejected = _log_ratios(outputs, batch)
     logit = beta * (chosen - rejected)
     values = (-(1.0 - flip_rate) * logsigmoid(logit) + flip_rate * logsigmoid(-logit)) / (1.0 - 2.0 * flip_rate)
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -98,7 +100,8 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normaliz
     """
     chosen, rejected = _log_ratios(outputs, batch, length_normalized)
     values = (chosen - rejected - 1.0 / (2.0 * beta)).square()
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch)
+    per_nat = _per_nat(beta, batch, length_normalized)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, per_nat)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -118,7 +121,7 @@ def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Posit
     """
     chosen, rejected = _log_ratios(outputs, batch)
     values = torch.relu(margin - beta * (chosen - rejected))
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
 @register("objective", level="pair", needs=())
@@ -136,7 +139,8 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
     """
     logprobs = nan_unless_finite(_row_means(outputs.logprobs, batch.mask))
     chosen, rejected = beta * logprobs[0::2], beta * logprobs[1::2]
-    return _with_metrics(-logsigmoid(chosen - rejected - gamma), chosen, rejected, outputs, batch)
+    values = -logsigmoid(chosen - rejected - gamma)
+    return _with_metrics(values, chosen, rejected, outputs, batch, _per_nat(beta, batch, True))
 
 
 @register("objective", level="pair", needs=())
@@ -159,7 +163,8 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> L
     chosen, rejected = log_odds[0::2], log_odds[1::2]
     nll = -logprobs[0::2]
     values = nll - odds_weight * logsigmoid(chosen - rejected)
-    return _with_metrics(values, chosen, rejected, outputs, batch, nll)
+    slope = -1.0 / torch.expm1(logprobs.detach().clamp(max=MAX_LOGPROB))  # of the log odds in log p
+    return _with_metrics(values, chosen, rejected, outputs, batch, slope * _per_nat(1.0, batch, True), nll)
 
 
 @register("objective", level="pair", needs=())
@@ -187,7 +192,7 @@ def cpo(
     logprobs = nan_unless_finite(row_sum(outputs.logprobs, batch.mask))
     chosen, rejected = beta * logprobs[0::2], beta * logprobs[1::2]
     nll = -(_row_means(outputs.logprobs, batch.mask) if nll_length_normalized else logprobs)[0::2]
-    return _with_metrics(-logsigmoid(chosen - rejected) + nll_weight * nll, chosen, rejected, outputs, batch, nll)
+    return _with_metrics(-logsigmoid(chosen - rejected) + nll_weight * nll, chosen, rejected, outputs, batch, beta, nll)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -206,7 +211,7 @@ def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: Not
     chosen, rejected = _log_ratios(outputs, batch)
     nll = -_row_means(outputs.logprobs, batch.mask)[0::2]
     values = -logsigmoid(beta * (chosen - rejected)) + nll_weight * nll
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, nll)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta, nll)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -236,7 +241,7 @@ def exo(
     smooth = torch.tensor(label_smoothing, dtype=logit.dtype, device=logit.device)
     values = logit.sigmoid() * (logsigmoid(logit) - torch.log1p(-smooth))
     values = values + (-logit).sigmoid() * (logsigmoid(-logit) - smooth.log())
-    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -254,7 +259,7 @@ def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
-    return _with_metrics(values, chosen, rejected, outputs, batch)
+    return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -272,7 +277,7 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = torch.sigmoid(-chosen) + torch.sigmoid(rejected)
-    return _with_metrics(values, chosen, rejected, outputs, batch)
+    return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
 @register("objective", level="pair", needs=("ref_logprobs",))
@@ -290,7 +295,7 @@ def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
-    return _with_metrics(values, chosen, rejected, outputs, batch)
+    return _with_metrics(values, chosen, rejected, outputs, batch, beta)
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
@@ -305,15 +310,31 @@ def _log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> tuple[Ten
     return rows[0::2], rows[1::2]
 
 
+def _per_nat(beta: float, batch: Batch, mean: bool) -> float | Tensor:
+    """What one nat of an answer's log-probability adds to its reward: β, or β over its tokens, ``[B]``."""
+    return beta / batch.mask.sum(dim=1) if mean else beta
+
+
 def _with_metrics(
-    values: Tensor, chosen: Tensor, rejected: Tensor, outputs: Outputs, batch: Batch, nll: Tensor | None = None
+    values: Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
+    outputs: Outputs,
+    batch: Batch,
+    per_nat: float | Tensor,
+    nll: Tensor | None = None,
 ) -> Loss:
-    """The loss with the metrics of every pair word; ``chosen`` and ``rejected`` are rewards, ``[U]``."""
+    """The loss with the metrics of every pair word; ``chosen`` and ``rejected`` are rewards, ``[U]``.
+
+    ``per_nat``: what one nat of an answer's log-probability adds to its reward, of all or of each ``[B]``. A tie is one
+    in log-probabilities, whatever β makes of them.
+    """
     margin = (chosen - rejected).detach()
     logprobs = row_sum(outputs.logprobs.detach(), batch.mask)
+    size = logprobs.abs() * per_nat
     metrics = {
         "margin": margin,
-        "pair_accuracy": wins(margin, logprobs[0::2].abs() + logprobs[1::2].abs()),
+        "pair_accuracy": wins(margin, size[0::2] + size[1::2]),
         "chosen_reward": chosen.detach(),
         "rejected_reward": rejected.detach(),
         "chosen_logprob": logprobs[0::2],

@@ -56,7 +56,7 @@ def kto(
     metrics = {
         "reward": detached,
         "kl_baseline": baseline,
-        "row_accuracy": wins((2.0 * labels - 1.0) * gain, logprob.abs()),
+        "row_accuracy": wins((2.0 * labels - 1.0) * gain, beta * logprob.abs()),
         "logprob": logprob,
         "desirable": labels,
         "desirable_reward_part": labels * detached,

@@ -91,7 +91,7 @@ TIE = 1e-6
 def wins(margin: Tensor, size: Tensor | None = None) -> Tensor:
     """1 where the margin is positive, 0 where it is negative, 1/2 at a tie; NaN stays NaN. Detached.
 
-    ``size``: that of the numbers whose difference the margin is. A margin below a millionth of it is
+    ``size``: that of the numbers whose difference the margin is, in its unit. A margin below a millionth of it is
     rounding and counts as a tie, so that a policy that is its own reference is right half the time.
     """
     margin = margin.detach()

@@ -1,0 +1,175 @@
+"""Locks, where the file system has them and where it refuses: there a claim says who holds one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.store import locks
+from posttrain.store.locks import Held, hold, holder
+
+NOBODY = 2**22 + 1  # above the highest number that Linux gives to a process
+REFUSALS = [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL]
+# Read by every Python that finds it on its path: a file system without flock.
+WITHOUT_FLOCK = """\
+import fcntl, os
+def flock(descriptor, kind):
+    raise OSError(int(os.environ["REFUSAL"]), os.strerror(int(os.environ["REFUSAL"])))
+fcntl.flock = flock
+"""
+
+
+@pytest.fixture(params=[None, *REFUSALS])
+def refusal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """What ``flock`` raises; None: it works."""
+    if request.param is not None:
+
+        def flock(descriptor: int, kind: int) -> None:
+            raise OSError(request.param, os.strerror(request.param))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+    return request.param
+
+
+def hold_elsewhere(path: Path, place: Path, refusal: int | None) -> subprocess.Popen[str]:
+    """Another process that holds the lock until it is killed."""
+    (place / "sitecustomize.py").write_text(WITHOUT_FLOCK if refusal is not None else "")
+    program = "import sys, time, pathlib; from posttrain.store.locks import hold\n"
+    program += "with hold(pathlib.Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place), *sys.path]), "REFUSAL": str(refusal)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_held_lock_names_its_process_and_a_killed_one_is_free(tmp_path: Path, refusal: int | None) -> None:
+    path = tmp_path / ".lock"
+    assert holder(path) is None
+    other = hold_elsewhere(path, tmp_path, refusal)
+    name = f"pid {other.pid} on {socket.gethostname()}"
+    try:
+        assert holder(path) == name
+        with pytest.raises(Held, match=f"^{name}$"), hold(path, 0.1):
+            pytest.fail("the lock was given twice")
+        assert holder(path) == name
+    finally:
+        other.kill()
+        other.wait()
+    assert holder(path) is None
+    with hold(path, 0.0):
+        assert holder(path) == f"pid {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(Held), hold(path, 0.1):
+            pytest.fail("the lock was given twice")
+        assert holder(path) is not None
+    assert holder(path) is None
+    assert [item.name for item in tmp_path.glob(".lock*")] == [".lock"]  # no claim is left
+
+
+def test_a_folder_is_held_without_a_trace(tmp_path: Path, refusal: int | None) -> None:
+    with hold(tmp_path):
+        with pytest.raises(Held), hold(tmp_path, 0.1):
+            pytest.fail("the lock was given twice")
+        assert os.listdir(tmp_path) == ([] if refusal is None else [".lock-folder-claim"])
+    assert os.listdir(tmp_path) == []
+
+
+CLAIMS = {
+    "of a process that is gone": (f"pid {NOBODY} on {{host}}\n1 x\n", 0.0, None),
+    "of an earlier process with our number": (f"pid {os.getpid()} on {{host}}\n1 x\n", 0.0, None),
+    "of another machine": ("pid 1 on elsewhere\n1 x\n", 0.0, "pid 1 on elsewhere; if it is gone, delete {claim}"),
+    "not written yet": ("", 0.0, "unknown"),
+    "never written": ("", 60.0, None),
+    "hostile": ("pid \x1b[2J on x\n", 60.0, None),
+}
+
+
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_claims_that_count_and_claims_that_do_not(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, mode: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    text, age, expected = CLAIMS[kind]
+    path, claim = tmp_path / ".lock", tmp_path / ".lock-claim"
+    path.write_text("")
+    claim.write_text(text.format(host=socket.gethostname()))
+    os.utime(claim, (time.time() - age,) * 2)
+    assert holder(path) == (expected.format(claim=claim) if expected is not None else None)
+    if expected is None:
+        with hold(path, 0.0):
+            assert holder(path) == f"pid {os.getpid()} on {socket.gethostname()}"
+        assert not claim.exists()
+    else:
+        with pytest.raises(Held), hold(path, 0.1):
+            pytest.fail("a claim that counts was taken")
+        assert claim.read_text() == text
+
+
+def test_what_is_no_lock_file_is_held_by_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening one would wait for a writer
+    os.symlink(tmp_path / "pipe", tmp_path / "link")
+    assert [holder(tmp_path / name) for name in ("pipe", "link", "missing")] == [None, None, None]
+
+
+def test_a_real_error_is_not_taken_for_a_missing_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, kind: int) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="I/O error"), hold(tmp_path / ".lock"):
+        pytest.fail("held")
+
+
+def test_every_command_works_without_flock(tmp_path: Path) -> None:
+    """Training, resuming, listing, tagging, pruning and deleting on a file system that has no locks."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_FLOCK)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
+    try:
+        import killing
+    finally:
+        sys.path.pop(0)
+    import yaml
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(killing.sft_recipe(2)))
+    program = textwrap.dedent("""\
+        import json, sys
+        from posttrain.cli import main
+        words = json.loads(sys.argv[1])
+        print(json.dumps([main(each) for each in words]), file=sys.stderr)
+    """)
+    commands = [
+        ["train", "recipe.yaml", "--run", "a", "--quiet"],
+        ["train", "recipe.yaml", "--run", "a", "--quiet"],
+        ["runs"],
+        ["runs", "show", "a"],
+        ["runs", "tag", "a", "+good"],
+        ["runs", "resume", "a", "--quiet"],
+        ["runs", "prune", "a", "--yes"],
+        ["runs", "delete", "a", "--yes"],
+    ]
+    import json
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(commands)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "REFUSAL": str(errno.ENOLCK)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1:] == ["[0, 2, 0, 0, 0, 0, 0, 0]"], done.stderr[-3000:]
+    assert "exists already" in done.stderr  # the second training, refused in words
+    assert list((tmp_path / "runs").iterdir()) == []
