@@ -43,16 +43,16 @@ def server_address(url: str) -> tuple[str, str, int | None, str]:
     Raises:
         UsageError: not an http or https URL.
     """
-    try:
-        parts = urlsplit(url.strip())
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
-    except ValueError as error:
-        raise UsageError(f"engine.url: {url!r} is no URL ({error}); write it like http://127.0.0.1:8000") from None
     if "@" in url:
         raise UsageError(
             f"engine.url: {url!r} holds a name or password, which is not sent and would be written down; write it like "
             "http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
         )
+    try:
+        parts = urlsplit(url.strip())
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"engine.url: {url!r} is no URL ({error}); write it like http://127.0.0.1:8000") from None
     if scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise UsageError(
             f"engine.url: {url!r} is no server's URL; write it like http://127.0.0.1:8000 (a key belongs into the "

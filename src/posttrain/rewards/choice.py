@@ -244,7 +244,9 @@ def _is_word(letter: str, label: str, following: str, choices: Sequence[str]) ->
 def _read_opening(line: str, choices: Sequence[str]) -> str | None:
     """The answer with which a response begins: ``B``, or ``Answer: B``."""
     head = _HEAD.match(line.lstrip(" *_"))
-    return _read_short(line, choices) or (_read_tail(line.lstrip(" *_")[head.end() :], choices, head[0]) if head else None)
+    return _read_short(line, choices) or (
+        _read_tail(line.lstrip(" *_")[head.end() :], choices, head[0]) if head else None
+    )
 
 
 def _read_line(line: str, lines: Sequence[str], choices: Sequence[str]) -> str | None:

@@ -121,7 +121,9 @@ def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str,
             key = known[name.casefold()]
             agrees = not second and roles.get(key, is_knight) is is_knight
             roles[key] = is_knight if agrees else None
-    kept = all(roles.get(known[name.casefold()]) is ((role.casefold() == "knight") != bool(d)) for name, d, role, _ in doubts)
+    kept = all(
+        roles.get(known[name.casefold()]) is ((role.casefold() == "knight") != bool(d)) for name, d, role, _ in doubts
+    )
     return roles if kept else {}
 
 
