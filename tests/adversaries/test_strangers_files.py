@@ -290,7 +290,7 @@ def test_the_card_of_an_export_shows_text_as_text(tmp_path: Path) -> None:
     )
     assert [line.count(" | ") for line in lines if line.startswith("| ") and line != "| | |"] == [1] * 5
     assert "| from | ``x`](http://evil)` # d`` |" in lines
-    assert "| objective | a \\| b  # c |" in lines
+    assert "| objective | a \\| b # c |" in lines
 
 
 @pytest.mark.parametrize(
