@@ -50,16 +50,16 @@ def server_address(url: str) -> tuple[str, str, int | None, str]:
     Raises:
         UsageError: not an http or https URL.
     """
+    if "@" in url or hide_secrets(url) != url:  # looked for first: a message about the port would show a password
+        raise UsageError(
+            f"engine.url: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
+            "it; write it like http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
+        )
     try:
         parts = urlsplit(url.strip())
         scheme, host, port = parts.scheme, parts.hostname or "", parts.port
     except ValueError as error:
         raise _no_url(url, f" ({error})") from None
-    if hide_secrets(url) != url:
-        raise UsageError(
-            f"engine.url: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
-            "it; put a key into the environment variable VLLM_API_KEY"
-        )
     is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
     if scheme not in ("http", "https") or not (is_address or _HOST.fullmatch(host)) or port == 0:
         raise _no_url(url)
