@@ -171,6 +171,7 @@ def tricks() -> list[str]:
              "\\cos(n\\pi)", "\\cos(\\pi n)", "\\cos n\\pi", "\\sin(n\\pi)", "\\sin(\\pi n)", "\\cos(2\\pi n)",
              "\\sin\\frac{n\\pi}{2}",
              "\\tan(n\\pi)", "e^{i\\pi n}", "e^{i \\pi}", "i^{n}", "i^{2n}", "i^{4n}", "(-1)^{n(n+1)}",
+             "(-1)^n n", "-(-1)^n n",
              "(-1)^{n!}"]  # fmt: skip
     signs += [f"{s}{pattern}" for s in ("", "-") for pattern in (
         "\\frac{1+(-1)^n}{2}", "\\frac{1-(-1)^n}{2}", "\\frac{x}{|x|}", "\\frac{|x|}{x}", "\\frac{\\sqrt{x^2}}{x}",

@@ -14,8 +14,8 @@ from typing import Any
 
 import mpmath
 
-DIGITS = 150
-CLOSE = mpmath.mpf(10) ** -110
+DIGITS = 60
+CLOSE = mpmath.mpf(10) ** -46
 NUM_AGREEING = 3  # points at which two sides must be real and agree, to be called the same
 
 Value = Any  # mpmath's number
@@ -433,7 +433,7 @@ def points(names: frozenset[str]) -> list[Point]:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Equal to 110 decimals, or digits of large numbers."""
+    """Equal to 46 decimals, or digits of large numbers."""
     with mpmath.workdps(DIGITS):
         if mpmath.isinf(left) or mpmath.isinf(right):
             return bool(left == right)
