@@ -88,16 +88,18 @@ def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | N
     """
     found: dict[int, Result | None] = {}
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
+    subjects: dict[int, Any] = {}
     for place, (scorer, answer) in enumerate(asked):
         if answer is None or is_blank(answer):
             found[place] = None
         elif isinstance(scorer, WorkerScorer):
             places = pooled.setdefault((scorer.target, scorer.limits), {})
             places.setdefault((id(scorer.subject), answer), []).append(place)
+            subjects[id(scorer.subject)] = scorer.subject
         else:
             found[place] = Result("value", value=float(scorer(answer)))
     for (target, limits), places in pooled.items():
         pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
-        results = pool.run([[asked[own[0]][0].subject, answer] for (_, answer), own in places.items()])
+        results = pool.run([[subjects[subject], answer] for subject, answer in places])
         found.update((place, result) for own, result in zip(places.values(), results, strict=True) for place in own)
     return [found[place] for place in range(len(asked))]

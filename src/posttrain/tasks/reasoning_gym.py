@@ -99,23 +99,9 @@ def reasoning_gym(
         UsageError: an option that the data set does not have or does not accept; a scorer that evaluates answers or
             can be cheated; later, for an item, too few distinct questions to fill the split.
     """
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError:
-        raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
-    if dataset not in DATASETS:
-        raise UnknownWord(
-            f"task reasoning_gym: there is no data set named {dataset!r}.{suggest(dataset, DATASETS)} "
-            f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
-        )
     given = dict(options or {})
     accepted = {"accept_code_scorer": accept_code_scorer, "accept_exploitable": accept_exploitable}
-    known = [f.name for f in dataclasses.fields(DATASETS[dataset][1]) if f.name not in ("seed", "size")]
-    for key in given:
-        if key not in known:
-            raise UsageError(
-                f"task reasoning_gym: {dataset} has no option {key!r}.{suggest(key, known)} Known: {', '.join(known)}"
-            )
+    create_dataset = _load_factory(dataset, given)
 
     def make_round(number: int) -> Round:
         """The data set that draw ``number`` of every item comes from."""
@@ -131,6 +117,27 @@ def reasoning_gym(
     if not accept_exploitable and (given or dataset not in PAID or version("reasoning_gym") != VERSION):
         _refuse_payment(dataset, probe_dataset(dataset, json.dumps(given, sort_keys=True))[0])
     return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
+
+
+def _load_factory(dataset: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """What makes data sets, once it is sure that there is this one and that it has these options."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError:
+        raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
+    if dataset not in DATASETS:
+        raise UnknownWord(
+            f"task reasoning_gym: there is no data set named {dataset!r}.{suggest(dataset, DATASETS)} "
+            f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
+        )
+    known = [f.name for f in dataclasses.fields(DATASETS[dataset][1]) if f.name not in ("seed", "size")]
+    for key in given:
+        if key not in known:
+            raise UsageError(
+                f"task reasoning_gym: {dataset} has no option {key!r}.{suggest(key, known)} Known: {', '.join(known)}"
+            )
+    made: Callable[..., Any] = create_dataset
+    return made
 
 
 @cache  # training and evaluation ask for the same

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -68,7 +68,7 @@ def probe(sample: Sequence[Asked]) -> list[Payment]:
     asked = [(kind, pattern, i, answer) for kind, pattern, answers in _ways(sample) for i, answer in answers]
     results = score_answers([(sample[i].scorer, answer) for _, _, i, answer in asked])
     right: Counter[tuple[str, str]] = Counter()
-    paid: Counter[tuple[str, str]] = Counter()
+    paid: defaultdict[tuple[str, str], float] = defaultdict(float)
     for (kind, pattern, i, answer), result in zip(asked, results, strict=True):
         gold = sample[i].gold
         otherwise = gold is None or not _says(gold, answer)
