@@ -191,11 +191,7 @@ def _build_chat(
             top_k = gradio.Number(value=0, precision=0, minimum=0, label="top k (0: all)")
             max_tokens = gradio.Number(value=0, precision=0, minimum=0, label="longest reply (0: as in training)")
             seed = gradio.Number(value=0, precision=0, minimum=0, label="seed")
-    with gradio.Accordion("steered by features of a dictionary", open=False), gradio.Row():
-        first_dictionary = dictionaries[0] if dictionaries else NOBODY
-        folder = gradio.Dropdown([NOBODY, *dictionaries], value=first_dictionary, label="dictionary", elem_id="sae")
-        changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
-        steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
+    steering = _build_steering(gradio, dictionaries)
 
     def answer(own: Session, asked: str, *values: Any) -> Iterator[tuple[Session, str, str, str]]:
         name, other, scorer, colours, instruction, warmth, nucleus, best, longest, number, where, what, who = values
@@ -215,13 +211,22 @@ def _build_chat(
                 yield own, *_two(drawn), ""
 
     inputs = [session, question, left, right, judge, colouring, system, temperature, top_p, top_k, max_tokens, seed]
-    inputs += [folder, changes, steered]
+    inputs += steering
     outputs = [session, *pages, question]
     send.click(answer, inputs, outputs)
     question.submit(answer, inputs, outputs)
     stop.click(_stop, session, None)
     clear.click(lambda: (Session(), *_two([])), None, [session, *pages])
     colouring.change(lambda own, colours: _two([s.draw(colours) for s in own.speakers]), [session, colouring], pages)
+
+
+def _build_steering(gradio: Any, dictionaries: list[str]) -> list[Any]:
+    with gradio.Accordion("steered by features of a dictionary", open=False), gradio.Row():
+        first_dictionary = dictionaries[0] if dictionaries else NOBODY
+        folder = gradio.Dropdown([NOBODY, *dictionaries], value=first_dictionary, label="dictionary", elem_id="sae")
+        changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
+        steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
+    return [folder, changes, steered]
 
 
 def _stop(own: Session) -> None:
