@@ -56,7 +56,7 @@ class Some(Options):
 def test_what_is_refused_with_its_key(key: str, value: Any, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Some.model_validate({key: value})
-    assert [error["loc"][0] for error in caught.value.errors()][0] == key
+    assert caught.value.errors()[0]["loc"][0] == key
     assert message in caught.value.errors()[0]["msg"]
 
 

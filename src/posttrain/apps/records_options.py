@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from posttrain.apps.argument_types import Parser, folder_of_runs, positive
+from posttrain.apps.argument_types import Parser, add_runs_dir, positive
 
 ACTIONS = {
     "list": "every run: where it stands, what it came from, what it takes up",
@@ -33,13 +33,7 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
 def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
     places = Parser(add_help=False)
-    places.add_argument(
-        "--runs-dir",
-        type=folder_of_runs,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="where run directories are",
-    )
+    add_runs_dir(places, argparse.SUPPRESS)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
     made = {
         name: actions.add_parser(
