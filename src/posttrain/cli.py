@@ -33,7 +33,7 @@ from posttrain.apps import (
 )
 from posttrain.apps.argument_types import (
     Parser,
-    folder_of_runs,
+    add_runs_dir,
     names,
     natural,
     nonnegative_float,
@@ -99,13 +99,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
     places = Parser(add_help=False)
-    places.add_argument(
-        "--runs-dir",
-        type=folder_of_runs,
-        default="runs",
-        metavar="DIR",
-        help="where run directories are (default: runs)",
-    )
+    add_runs_dir(places)
     consent_options.add_options(places)
     parser = Parser(
         prog="posttrain",

@@ -42,9 +42,12 @@ class Options(BaseModel):
     @classmethod
     def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        held = _types(cls.model_fields[info.field_name].annotation)
+        field = cls.model_fields[info.field_name]
+        held = _types(field.annotation).union(map(type, field.metadata))
         if Unread in held:
             return value
+        if int in held and not held & {float, AnySize} and isinstance(value, float) and abs(value) > LARGEST_COUNT:
+            raise _too_large()
         if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in held):
             check_plain(value)
         if bool not in held and held & {int, float} and Any not in held and _holds(value, bool):
@@ -61,8 +64,12 @@ class Options(BaseModel):
         marked = any(isinstance(item, AnySize) for item in field.metadata)
         numbers = value if isinstance(value, list | tuple) else [value]
         if not marked and any(type(number) is int and abs(number) > LARGEST_COUNT for number in numbers):
-            raise PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")
+            raise _too_large()
         return value
+
+
+def _too_large() -> PydanticCustomError:
+    return PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")  # type: ignore[arg-type]
 
 
 def check_plain(value: Any) -> None:

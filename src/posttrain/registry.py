@@ -239,7 +239,8 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything; the cause is kept
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise UnknownWord(f"{place}{kind} {path!r}: module {module_name!r} cannot be imported ({reason})") from error
+        what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
+        raise UnknownWord(f"{place}{kind} {path!r}: {what}") from error
     for entry in _ENTRIES[kind].values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
             return entry  # it registered itself, with its traits

@@ -211,7 +211,7 @@ def override_cases(random: Random) -> list[Case]:
             if words == ("compare",) and "bad \udcff bytes" not in more and key.startswith("train.") is False:
                 continue
             cases.append(
-                Case("override", (*words, "mine.yaml", *more), (*names, "changes"), {"mine.yaml": dump(recipe)})
+                Case("override", (*words, "mine.yaml", *more), (*names, "changes", "'bad"), {"mine.yaml": dump(recipe)})
             )
     for command, sections in OVERRIDABLE.items():
         for section in sections or ():

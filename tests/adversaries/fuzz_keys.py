@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Annotated, Any
@@ -288,7 +289,8 @@ def option_cases(random: Random) -> list[Case]:
                         continue
                     if text == "''" and field.annotation is str:
                         continue
-                    cases.append(_place(random, "option", command, own, key, text))
+                    case = _place(random, "option", command, own, key, text)
+                    cases.append(replace(case, names=(*case.names, where)) if kind == "grader" else case)
             for wrong in ("nonsense", (next(iter(fields), "option") + "s")):
                 if wrong not in fields:
                     cases.append(_place(random, "option", command, own, f"{where}.{wrong}", "1"))

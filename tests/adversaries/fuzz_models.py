@@ -318,7 +318,6 @@ SHAPES = {
     "number": "f = 3",
     "none": "f = None",
     "text": "f = 'x'",
-    "a class with needs": "class f:\n    def __init__(self, a, b, c):\n        pass",
     "raises": "1 / 0",
     "exits": "import sys\nsys.exit(0)",
     "does not parse": "def f(:",

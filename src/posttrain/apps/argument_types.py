@@ -78,6 +78,12 @@ def folder_of_runs(text: str) -> str:
     return text
 
 
+def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None:
+    """Give a parser the option that says where runs are."""
+    help_line = "where run directories are (default: runs)"
+    parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
+
+
 def names(text: str) -> list[str]:
     """``a,b``: the names between the commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -26,10 +26,13 @@ class Collected:
         """Refuse data of which nothing can be used.
 
         Raises:
-            DataError: there were rows, and all of them were dropped; the message has the reasons.
+            DataError: there are no rows, or all of them were dropped; the message has the reasons.
         """
-        if not self.examples and self.dropped:
-            raise DataError(place, f"no row can be used: {show_counts(self.dropped)}")
+        if not self.examples and not self.dropped:
+            raise DataError(place, "no usable examples in it; give a file with rows")
+        if not self.examples:
+            reasons = show_counts(self.dropped)
+            raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
 
 
 def collect(rows: Iterable[Row], read: Callable[[Row], Example], place: str) -> Collected:

@@ -159,9 +159,10 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(path, f"not JSON: {error.msg} at column {error.colno}: {text[:60]!r}", number) from None
+        where = f"column {error.colno}: {text[:60]!r}"
+        raise DataError(path, f"not JSON: {error.msg} at {where}; write one object to a line", number) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; very deep nesting
-        raise DataError(path, f"not usable JSON: {error}", number) from None
+        raise DataError(path, f"not usable JSON: {error}; give a flatter object with shorter numbers", number) from None
     if not isinstance(value, dict):
         raise DataError(path, f"a line must be one JSON object; got {_shown(value)}", number)
     return value
