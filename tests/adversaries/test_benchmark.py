@@ -12,6 +12,7 @@ from real_golds import data_folder
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "grading.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
 def test_it_reports_what_it_asked_and_found() -> None:
     command = [sys.executable, str(SCRIPT), "--only", "adversary", "--size", "smallest"]
