@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from yaml.composer import ComposerError
@@ -126,7 +126,7 @@ class _Reader:
         return value
 
     def _error(self, event: Any, what: str) -> RecipeError:
-        line = f":{event.start_mark.line + 1}" if self.lines_told else ""
+        line = f":{_line(event)}" if self.lines_told else ""
         return RecipeError(f"{self.place}{line}: {what}")
 
     def _count(self, event: Any, more: int) -> None:
@@ -137,7 +137,8 @@ class _Reader:
     def _value(self, event: Any, prefix: str, depth: int) -> Any:
         if isinstance(event, AliasEvent):
             if event.anchor not in self._anchors:
-                raise ComposerError(None, None, f"*{event.anchor} stands for nothing that ends above", event.start_mark)
+                what = f"*{event.anchor} stands for nothing that ends above"
+                raise ComposerError(None, None, what, cast(Any, event.start_mark))
             value, size = self._anchors[event.anchor]
             self._count(event, size)
             return copy.deepcopy(value)
@@ -164,7 +165,7 @@ class _Reader:
             if isinstance(event, CollectionEndEvent):
                 break
             where = f"{prefix}{len(items)}"
-            self.lines[where] = event.start_mark.line + 1
+            self.lines[where] = _line(event)
             items.append(self._value(event, f"{where}.", depth + 1))
         return items
 
@@ -182,7 +183,7 @@ class _Reader:
             where = f"{prefix}{event.value}"
             if event.value in own or (merges and below):
                 raise self._error(event, f"{where}: this key stands twice; leave one of them out")
-            self.lines[where] = event.start_mark.line + 1
+            self.lines[where] = _line(event)
             value = self._value(next(self._events), f"{where}.", depth + 1)
             if merges:
                 below = self._merged(event, value)
@@ -214,6 +215,10 @@ class _Reader:
         if kind is not None and not _KINDS[kind](value):
             raise ConstructorError(None, None, f"{event.value[:60]!r} is no !!{kind}", event.start_mark)
         return value
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
