@@ -101,7 +101,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     places = Parser(add_help=False)
     add_runs_dir(places)
     consent_options.add_options(places)
-    parser = Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="posttrain",
         description=DESCRIPTION,
         epilog=EPILOG,

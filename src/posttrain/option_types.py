@@ -69,7 +69,7 @@ class Options(BaseModel):
 
 
 def _too_large() -> PydanticCustomError:
-    return PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")  # type: ignore[arg-type]
+    return PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")
 
 
 def check_plain(value: Any) -> None:

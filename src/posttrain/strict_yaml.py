@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from yaml.composer import ComposerError
@@ -19,7 +19,6 @@ from yaml.events import (
     AliasEvent,
     CollectionEndEvent,
     DocumentStartEvent,
-    Event,
     MappingStartEvent,
     ScalarEvent,
     SequenceStartEvent,
@@ -111,7 +110,7 @@ class _Reader:
     def __init__(self, text: str, place: str, *, lines_told: bool = True) -> None:
         self.place, self.lines_told = place, lines_told
         self.lines: dict[str, int] = {}
-        self._events: Iterator[Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
         self._anchors: dict[str, tuple[Any, int]] = {}
         self._num_values = 0
 
@@ -126,19 +125,20 @@ class _Reader:
                 value = self._value(next(self._events), "", 0)
         return value
 
-    def _error(self, event: Event, what: str) -> RecipeError:
-        line = f":{event.start_mark.line + 1}" if self.lines_told else ""
+    def _error(self, event: Any, what: str) -> RecipeError:
+        line = f":{_line(event)}" if self.lines_told else ""
         return RecipeError(f"{self.place}{line}: {what}")
 
-    def _count(self, event: Event, more: int) -> None:
+    def _count(self, event: Any, more: int) -> None:
         self._num_values += more
         if self._num_values > MAX_VALUES:
             raise self._error(event, f"more than {MAX_VALUES:,} values, aliases written out; a recipe must be smaller")
 
-    def _value(self, event: Event, prefix: str, depth: int) -> Any:
+    def _value(self, event: Any, prefix: str, depth: int) -> Any:
         if isinstance(event, AliasEvent):
             if event.anchor not in self._anchors:
-                raise ComposerError(None, None, f"*{event.anchor} stands for nothing that ends above", event.start_mark)
+                what = f"*{event.anchor} stands for nothing that ends above"
+                raise ComposerError(None, None, what, cast(Any, event.start_mark))
             value, size = self._anchors[event.anchor]
             self._count(event, size)
             return copy.deepcopy(value)
@@ -165,7 +165,7 @@ class _Reader:
             if isinstance(event, CollectionEndEvent):
                 break
             where = f"{prefix}{len(items)}"
-            self.lines[where] = event.start_mark.line + 1
+            self.lines[where] = _line(event)
             items.append(self._value(event, f"{where}.", depth + 1))
         return items
 
@@ -183,7 +183,7 @@ class _Reader:
             where = f"{prefix}{event.value}"
             if event.value in own or (merges and below):
                 raise self._error(event, f"{where}: this key stands twice; leave one of them out")
-            self.lines[where] = event.start_mark.line + 1
+            self.lines[where] = _line(event)
             value = self._value(next(self._events), f"{where}.", depth + 1)
             if merges:
                 below = self._merged(event, value)
@@ -191,7 +191,7 @@ class _Reader:
                 own[event.value] = value
         return below | own
 
-    def _merged(self, event: Event, value: Any) -> dict[str, Any]:
+    def _merged(self, event: Any, value: Any) -> dict[str, Any]:
         """What ``<<`` brings in: of several mappings, the first one that has a key."""
         mappings = value if isinstance(value, list) else [value]
         if not all(isinstance(item, dict) for item in mappings):
@@ -203,7 +203,7 @@ class _Reader:
             shown = f"!!{event.tag.removeprefix(_TAG)}" if event.tag.startswith(_TAG) else event.tag
             raise ConstructorError(None, None, f"the tag {shown} is not for this", event.start_mark)
 
-    def _scalar(self, event: ScalarEvent) -> Any:
+    def _scalar(self, event: Any) -> Any:
         kind = event.tag.removeprefix(_TAG) if event.tag not in (None, "!") else None
         if kind == "str" or (kind is None and not event.implicit[0]):
             return event.value
@@ -215,6 +215,10 @@ class _Reader:
         if kind is not None and not _KINDS[kind](value):
             raise ConstructorError(None, None, f"{event.value[:60]!r} is no !!{kind}", event.start_mark)
         return value
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         required = action.option_strings and action.nargs != "?" and action.dest not in MAY_BE_EMPTY
         if required and not all(text.strip() for text in arg_strings):
             raise argparse.ArgumentError(action, "the value is empty; give one, or leave the option out")
-        values = super()._get_values(action, arg_strings)  # type: ignore[misc]
+        values = super()._get_values(action, arg_strings)
         if arg_strings and action.option_strings and values == []:
             raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
         return values
