@@ -1,8 +1,8 @@
 """Audit the scorers of the installed reasoning-gym: write the table that the task goes by, and the document about it.
 
 For every data set: does its scorer evaluate text as code (read from its source), and what does it pay for answers that
-answer nothing (found by scoring them on 40 questions)? A quarter of an hour on two cores; name data sets to try only these
-and write nothing. The first part is also a test.
+answer nothing (found by scoring them on 40 questions)? A quarter of an hour on two cores; name data sets to try only
+these and write nothing. `make format` wraps the table afterwards. The first part is also a test.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -147,44 +148,44 @@ def write_table(evaluated: dict[str, Evaluated | None], paid: dict[str, Payment]
         "# The best of the answers that answer nothing.", "PAID = {",
     ]  # fmt: skip
     lines += [
-        f"    {name!r}: Payment({best.kind!r}, {_cut(best.pattern)!r}, {best.rate:.3f}, {best.score:.3f})," if best.rate
-        else f'    {name!r}: Payment("", "", 0.0),'
+        f'    "{name}": Payment("{best.kind}", {json.dumps(_cut(best.pattern))}, {best.rate:.3f}, {best.score:.3f}),'
+        if best.rate
+        else f'    "{name}": Payment("", "", 0.0),'
         for name, best in sorted(paid.items())
-    ]  # fmt: skip
+    ]
     return "\n".join([*lines, "}", ""])
 
 
 def _write_names(variable: str, names: list[str]) -> str:
-    listed = textwrap.fill(", ".join(f'"{name}"' for name in names), 110, initial_indent="    ", subsequent_indent="     ")
-    return f"{variable} = frozenset((\n{listed}\n))  # fmt: skip"
+    return f"{variable} = frozenset(({', '.join(json.dumps(name) for name in names)},))"
 
 
 def _cut(pattern: str) -> str:
     return pattern if len(pattern) <= MAX_SHOWN else pattern[:MAX_SHOWN] + "..."
 
 
-def write_document(
-    evaluated: dict[str, Evaluated | None], paid: dict[str, tuple[list[Payment], list[Asked]]]
-) -> str:
+def write_document(evaluated: dict[str, Evaluated | None], paid: dict[str, tuple[list[Payment], list[Asked]]]) -> str:
     """The results for all data sets as Markdown."""
     refused = [name for name, (best, _) in paid.items() if pays(best[0])]
     code = [name for name, kind in evaluated.items() if kind == "answers"]
     lines = [
         "# The data sets of reasoning-gym", "",
         f"Written by `python tools/audit_reasoning_gym.py` with reasoning-gym {version('reasoning_gym')}.", "",
-        "The task `reasoning_gym` asks a data set's own scorer whether an answer is right, in worker processes with limits "
-        "(`docs/grading.md`). Not every scorer can be trusted with what a model writes:", "",
-        f"- {len(code)} **evaluate the answer as code** and are refused without `task.accept_code_scorer: true`: "
-        f"{', '.join(code)}. Even then the code has limits, no environment and no folder; and it is no sandbox.",
-        f"- {len(refused)} **call answers right that answer nothing** and are refused without "
-        f"`task.accept_exploitable: true`: {', '.join(refused)}.", "",
-        f"On {reasoning_gym_probes.SAMPLE} questions of each data set constants, the copied question, listings of all gold "
-        "answers and hedges (the gold answer beside another question's) are scored. *Right* is the share of questions on "
-        "which the best of them gets the full score **where the gold answer says something else**: a data set of yes and no "
-        f"pays `yes` for half of its questions, and that is not counted. More than {reasoning_gym_probes.MAX_RATE:.0%} is "
-        "refused. *Commonest gold* is what the best honest constant gets. *Partial* is the most that an answer without the gold "
-        "answer gets on average of the reward `task_score`: much of it says to use `correct` instead. Blank answers are not in "
-        "the table: they never reach a scorer.", "",
+        "The task `reasoning_gym` asks a data set's own scorer whether an answer is right, in worker processes with",
+        "limits (`docs/grading.md`). Not every scorer can be trusted with what a model writes:", "",
+        f"- {len(code)} **evaluate the answer as code** and are refused without `task.accept_code_scorer: true`:",
+        f"  {', '.join(code)}.",
+        "  Even then the code has limits, no environment and no folder, and it is no sandbox.",
+        f"- {len(refused)} **call answers right that answer nothing** and are refused without",
+        f"  `task.accept_exploitable: true`: {', '.join(refused)}.", "",
+        f"On {reasoning_gym_probes.SAMPLE} questions of each data set constants, the copied question, listings of all",
+        "gold answers and hedges (the gold answer beside another question's) are scored. *Right* is the share of",
+        "questions on which the best of them gets the full score **where the gold answer says something else**: a data",
+        "set of yes and no pays `yes` for half of its questions, and that is not counted. More than",
+        f"{reasoning_gym_probes.MAX_RATE:.0%}",
+        "is refused. *Commonest gold* is what the best honest constant gets. *Partial* is the most that an answer made",
+        "without the gold answer gets on average of the reward `task_score`: where that is much, use `correct`. Blank",
+        "answers are not in the table: they never reach a scorer.", "",
         "| data set | right | with | commonest gold | partial | evaluates |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, (payments, sample) in sorted(paid.items()):

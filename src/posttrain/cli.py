@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -30,7 +31,18 @@ from posttrain.apps import (
     serve_options,
     study_options,
 )
-from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, share
+from posttrain.apps.argument_types import (
+    Parser,
+    folder_of_runs,
+    names,
+    natural,
+    nonnegative_float,
+    port,
+    positive,
+    seed,
+    share,
+    shown,
+)
 from posttrain.consent import declare_from_command_line
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.untrusted import guard_output
@@ -66,6 +78,8 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     **interpret_options.OVERRIDABLE,
 }
 INTERRUPTED = 130
+# What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
+NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 DESCRIPTION = "The laboratory for language-model post-training: pure words, one loop."
 EPILOG = """\
@@ -80,14 +94,20 @@ start here:
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
-    places = argparse.ArgumentParser(add_help=False)
-    places.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run directories are (default: runs)")
+    places = Parser(add_help=False)
+    places.add_argument(
+        "--runs-dir",
+        type=folder_of_runs,
+        default="runs",
+        metavar="DIR",
+        help="where run directories are (default: runs)",
+    )
     consent_options.add_options(places)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="posttrain",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -110,7 +130,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         )
 
     demo = add("demo", "watch a small model learn to reason, and read the report", places)
-    demo.add_argument("--seed", type=natural, default=0, help="seed of both training runs (default: 0)")
+    demo.add_argument("--seed", type=seed, default=0, help="seed of both training runs (default: 0)")
     demo.add_argument("--quiet", action="store_true", help="no live progress")
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
     _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
@@ -189,7 +209,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling and of the story (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling and of the story (default: 0)")
     features_options.add_steering_options(parser)
 
 
@@ -203,14 +223,14 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)")
     parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
     parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--colours", action="store_true", help="show how sure the model was of each token")
 
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=positive, default=7860, help="default: 7860")
+    parser.add_argument("--port", type=port, default=7860, help="default: 7860")
     parser.add_argument(
         "--token",
         nargs="?",
@@ -231,7 +251,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
     parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
-    parser.add_argument("--seed", type=natural, default=0, help="which examples are shown (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="which examples are shown (default: 0)")
     parser.add_argument("--plot", metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG")
 
 
@@ -247,6 +267,7 @@ def split_overrides(
     """
     own: list[str] = []
     overrides: list[tuple[str, str]] = []
+    keys: set[str] = set()
     tokens = iter(arguments)
     for token in tokens:
         name, equals, value = token.partition("=")
@@ -258,9 +279,17 @@ def split_overrides(
             _check_section(name, own_options, sections)
             following = value if equals else next(tokens, None)
             if following is None or (not equals and following.startswith("--")):
-                raise UsageError(f"{name}: this key needs a value.{_suggest(name, own_options)}")
+                raise UsageError(f"{shown(name)[1:-1]}: this key needs a value.{_suggest(name, own_options)}")
+            _note_key(name, keys)
             overrides.append((name.removeprefix("--"), following))
     return own, overrides
+
+
+def _note_key(name: str, keys: set[str]) -> None:
+    """Refuse a key that was given before; ``keys`` gains the key."""
+    if name in keys:
+        raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
+    keys.add(name)
 
 
 def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str] | None) -> None:
@@ -269,7 +298,9 @@ def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str
     section, dot, _ = name.removeprefix("--").partition(".")
     if section not in sections or not dot:
         known = [o for o in own_options if o.startswith("--")] + [f"--{s}.KEY" for s in sections]
-        raise UsageError(f"there is no option {name}.{_suggest(name, own_options)} Known: {', '.join(known)}")
+        raise UsageError(
+            f"there is no option {shown(name)[1:-1]}.{_suggest(name, own_options)} Known: {', '.join(known)}"
+        )
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
@@ -284,6 +315,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: an unknown command (with a suggestion) or a key without a value.
         SystemExit: after ``--help`` or ``--version``, and for what argparse refuses (code 2).
     """
+    for argument in arguments:
+        if any("\udc80" <= char <= "\udcff" for char in argument):  # bytes that are no UTF-8, as Python keeps them
+            raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
     parser, choices = build_parser()
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
@@ -293,7 +327,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if command not in choices:
             hint = _suggest(command, list(choices))
             known_commands = ", ".join(name for name in choices if " " not in name)
-            raise UsageError(f"there is no command {command!r}.{hint} Commands: {known_commands}")
+            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {known_commands}")
         name = " ".join(rest[start : start + 2])
         name, end = (name, start + 2) if name in choices else (command, start + 1)
         if name in OVERRIDABLE:
@@ -337,6 +371,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in NO_SUCH_PLACE or show_traceback:
+            raise
+        print(f"posttrain: {shown(str(error.filename))}: {error.strerror}; give another place or name", file=sys.stderr)
+        return UsageError.exit_code
     except KeyboardInterrupt:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
         remedy = (
@@ -346,9 +388,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ except ImportError:  # no such descriptors there
 
 _DESCRIPTORS = "/proc/self/fd"
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
+_STREAM_NAMES = {"stdin": "standard input", "stdout": "standard output", "stderr": "standard error"}
 _theirs: set[tuple[int, int, int]] = set()  # files that were opened during such a call: they may close them
 
 
@@ -108,7 +109,7 @@ class _Streams:
                 moved = True
             setattr(sys, name, stream)
             if moved:
-                changed.append(f"standard {name.removeprefix('std').replace('err', 'error').replace('in', 'input')}")
+                changed.append(_STREAM_NAMES[name])
         return changed
 
 

@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from posttrain import registry
 from posttrain.consent import is_declared, refuse_remote_code, without_remote_code
@@ -39,6 +39,7 @@ from posttrain.sections import (
     Words,
     as_list,
 )
+from posttrain.strict_yaml import write_yaml
 
 __all__ = [
     "AdapterSection",
@@ -185,7 +186,7 @@ class Recipe(Section):
         return plain
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100)
+        return write_yaml(self.dump())
 
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the resolved recipe; two runs with it are the same experiment.
@@ -300,8 +301,6 @@ def validate_recipe(
 def _as_init_error(item: Any) -> Any:
     if item["type"] in ("extra_forbidden", "missing"):
         return {"type": item["type"], "loc": item["loc"], "input": item["input"]}
-    from pydantic_core import PydanticCustomError
-
     message = item["msg"].removeprefix("Value error, ").replace("{", "(").replace("}", ")")
     return {"type": PydanticCustomError("invalid", message), "loc": item["loc"], "input": item["input"]}
 

@@ -8,11 +8,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain import registry
 from posttrain.consent import declare_code, is_stored
 from posttrain.errors import RecipeError
+from posttrain.file_kinds import kind_of_file
+from posttrain.option_types import shorten
+from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml
 
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
 INTERPRETATION = ("dictionary", "changes")
@@ -58,19 +59,29 @@ def recipe_text(name_or_path: str) -> tuple[str, str]:
         RecipeError: neither a file nor a known name.
     """
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise RecipeError(f"{path}: no such recipe file")
-        try:
-            return str(path), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise RecipeError(f"{path}: not a text file in UTF-8") from None
+    kind = kind_of_file(path)
+    if kind == "file":
+        return str(path), _read_file(path)
     known = recipe_names()
+    if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
+        what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
+        raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
     if name_or_path not in known:
         hint = registry.suggest(name_or_path, known)
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
     resource = resources.files("posttrain") / "recipes" / f"{name_or_path}.yaml"
     return f"{name_or_path}.yaml", resource.read_text(encoding="utf-8")
+
+
+def _read_file(path: Path) -> str:
+    try:
+        if path.stat().st_size > 4 * MAX_CHARS:
+            raise RecipeError(f"{path}: larger than any recipe; give a file of at most {MAX_CHARS:,} characters")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: not a text file in UTF-8; save it as one") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a file that can") from None
 
 
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
@@ -79,36 +90,14 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``consent``).
 
     Raises:
-        RecipeError: not YAML, not a mapping, or a key given twice.
+        RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).
     """
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{place}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    data, lines = read_yaml(text, place)
     if not isinstance(data, dict):
-        raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...)")
+        raise RecipeError(f"{place}: a recipe must be a mapping of sections (model, task, objective, ...)")
     if is_own and Path(place).is_file() and not is_stored(place):
         declare_code(data, Path(place).parent, Path.cwd())
-    lines: dict[str, int] = {}
-    _collect_lines(node, "", lines, place)
     return data, lines
-
-
-def _collect_lines(node: Any, prefix: str, lines: dict[str, int], place: str) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            key = f"{prefix}{key_node.value}"
-            if key in lines:
-                raise RecipeError(f"{place}:{key_node.start_mark.line + 1}: {key}: this key stands twice")
-            lines[key] = key_node.start_mark.line + 1
-            _collect_lines(value_node, f"{key}.", lines, place)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            lines[f"{prefix}{i}"] = item.start_mark.line + 1
-            _collect_lines(item, f"{prefix}{i}.", lines, place)
 
 
 def apply_override(data: dict[str, Any], key: str, value: str) -> None:
@@ -120,48 +109,42 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     Raises:
         RecipeError: the path runs through something that is not a section.
     """
-    try:
-        parsed = yaml.safe_load(value) if value else ""
-    except yaml.YAMLError:
-        parsed = value
-    if isinstance(parsed, str):  # YAML 1.1 reads 1e-4 as text; people mean a number
+    parsed = read_option(value, _shown(key)) if value else ""
+    if isinstance(parsed, str) and parsed.isascii():  # ``nan`` and ``inf``, and numbers between spaces
         with suppress(ValueError):
             parsed = float(parsed)
-    target: Any = data
     parts = key.split(".")
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    target: Any = data
     for i, part in enumerate(parts[:-1]):
         path = ".".join(parts[: i + 1])
-        if isinstance(target, list):
-            target = _list_item(target, part, path)
-            continue
-        child = target.get(part)
+        child = target[_index(target, part, path)] if isinstance(target, list) else target.get(part)
         if child is None:
-            child = target[part] = {}
+            child = {}
         elif isinstance(child, str):  # a bare word gains options
-            child = target[part] = {"name": child}
+            child = {"name": child}
         elif not isinstance(child, dict | list):
-            raise RecipeError(f"command line: {key}: {path} is a value, not a section")
+            raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
+        target[_index(target, part, path) if isinstance(target, list) else part] = child
         target = child
-    if isinstance(target, list):
-        index = int(parts[-1]) if parts[-1].isdigit() and int(parts[-1]) < len(target) else None
-        if index is None:
-            raise RecipeError(f"command line: {key}: the list has entries 0 to {len(target) - 1}")
-        target[index] = parsed
-    else:
-        target[parts[-1]] = parsed
+    target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
 
 
-def _list_item(target: list[Any], part: str, path: str) -> Any:
-    if not part.isdigit() or int(part) >= len(target):
-        raise RecipeError(f"command line: {path}: the list has entries 0 to {len(target) - 1}")
-    index = int(part)
-    if isinstance(target[index], str):
-        target[index] = {"name": target[index]}
-    return target[index]
+def _index(entries: list[Any], part: str, path: str) -> int:
+    if not (part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries)):
+        there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
+        raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
+    return int(part)
+
+
+def _shown(key: str) -> str:
+    return key if len(key) <= MAX_KEY_CHARS else f"{key[:40]}..."
 
 
 # Sections that have a key called name, and yet are no words: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
+_MAX_BELOW = 20
 
 
 def extend(
@@ -183,15 +166,16 @@ def extend(
         return own, {}
     where = f"{place}:{lines['extends']}: extends"
     if not isinstance(name, str):
-        raise RecipeError(f"{where}: give a recipe's name or file; got {name!r}")
+        raise RecipeError(f"{where}: give a recipe's name or file; got {shorten(name)}")
+    if len(above) == _MAX_BELOW:
+        raise RecipeError(f"{where}: more than {_MAX_BELOW} recipes extend one another; write some of them together")
     if name in above:
         what = " and ".join(map(repr, above))
-        raise RecipeError(
-            f"{where}: {what} {'extends itself' if len(above) == 1 else 'extend one another in a circle'}"
-        )
+        how = "extends itself" if len(above) == 1 else "extend one another in a circle"
+        raise RecipeError(f"{where}: {what} {how}; leave one out")
     beside = Path(place).parent / name
     try:
-        below_place, text = recipe_text(str(beside) if beside.is_file() else name)
+        below_place, text = recipe_text(str(beside) if name and kind_of_file(beside) != "nothing" else name)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     is_own = is_own and not is_stored(place)  # what a stored recipe extends is its business, and no word of the user's

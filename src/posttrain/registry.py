@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
+from posttrain.option_types import Options, shorten
 
 # Where the words of each kind live; imported when a word of that kind is first asked for.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -108,8 +109,12 @@ class Entry:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in kinds)
 
-    def options_model(self) -> type[BaseModel]:
-        """The pydantic model of the keyword-only parameters (unknown keys forbidden)."""
+    def options_model(self) -> type[Options]:
+        """The pydantic model of the keyword-only parameters (unknown keys forbidden).
+
+        Raises:
+            RecipeError: an annotation that is no type.
+        """
         fields: dict[str, Any] = {}
         for parameter in self._signature().parameters.values():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -117,13 +122,18 @@ class Entry:
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             fields[parameter.name] = (annotation, default)
-        config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-        return create_model(f"{self.kind}_{self.name}", __config__=config, **fields)
+        try:
+            return create_model(f"{self.kind}_{self.name}", __base__=Options, **fields)
+        except (PydanticUserError, NameError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise RecipeError(
+                f"{self.kind} {self.name!r}: its options cannot be read; give them types ({reason})"
+            ) from error
 
     def _signature(self) -> inspect.Signature:
         try:
             return inspect.signature(self.function, eval_str=True)
-        except NameError as error:
+        except (NameError, SyntaxError, TypeError, ValueError) as error:
             raise RecipeError(
                 f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
                 "module, outside of `if TYPE_CHECKING`"
@@ -237,7 +247,8 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownWord(
-            f"{place}{kind} {path!r}: {module_name} has no function {attribute!r}.{suggest(attribute, names)}"
+            f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
+            "Give one that is there"
         )
     return Entry(kind, path, function, {})
 
@@ -288,5 +299,5 @@ def explain_validation(
         elif item["type"] == "missing":
             lines.append(f"{place}: {label} needs this key")
         else:
-            lines.append(f"{place}: {item['msg']}; got {item['input']!r}")
+            lines.append(f"{place}: {item['msg']}; got {shorten(item['input'])}")
     return "\n".join(lines)

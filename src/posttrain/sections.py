@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.consent import trusts_remote_code
+from posttrain.errors import RecipeError
+from posttrain.option_types import Few, Options, Seed, Tokens
+from posttrain.registry import explain_validation
 
 
-class Section(BaseModel):
+class Section(Options):
     """A part of a recipe; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(validate_default=True)
 
 
-class Word(BaseModel):
+class Word(Options):
     """A named function with its options; a bare string is a name without options."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
     name: str
 
     @model_validator(mode="before")
@@ -34,6 +37,18 @@ class Word(BaseModel):
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+
+def read_word(value: Any, where: str) -> Word:
+    """A word from its name or from plain data.
+
+    Raises:
+        RecipeError: with the key; it has no name, or one that is no text.
+    """
+    try:
+        return Word.model_validate(value)
+    except ValidationError as error:
+        raise RecipeError(explain_validation(error, [], where, "a word")) from None
 
 
 class RewardWord(Word):
@@ -72,10 +87,10 @@ class AdapterSection(Section):
     """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1)."""
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(default=16, ge=1)
+    rank: Few = 16
     alpha: float | None = None
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 
 
 class ModelSection(Section):
@@ -110,7 +125,7 @@ class PromptSection(Section):
     """How an example becomes token ids. Longer prompts are dropped, counted and reported."""
 
     template: Word = Word(name="r1_zero")
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: Tokens | None = None
 
 
 class RolloutSection(Section):
@@ -129,9 +144,9 @@ class RolloutSection(Section):
     """
 
     engine: Word = Word(name="native")
-    prompts: int = Field(default=16, ge=1)
-    group: int = Field(default=8, ge=1)
-    max_tokens: int = Field(default=256, ge=1)
+    prompts: Few = 16
+    group: Few = 8
+    max_tokens: Tokens = 256
     temperature: float = Field(default=1.0, gt=0)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -193,8 +208,8 @@ class TeacherSection(Section):
 class DataSection(Section):
     """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted."""
 
-    batch: int = Field(default=16, ge=1)
-    max_tokens: int = Field(default=1024, ge=2)
+    batch: Few = 16
+    max_tokens: Tokens = Field(default=1024, ge=2)
     train_on: Literal["response", "all"] = "response"
 
 
@@ -217,7 +232,7 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
@@ -233,6 +248,6 @@ class EvalSection(Section):
     tasks: Words = Field(default_factory=list)
     every: int = Field(default=0, ge=0)
     n: int = Field(default=256, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Tokens | None = None
     temperature: float = Field(default=0.0, ge=0)
     drift_prompts: int = Field(default=0, ge=0)

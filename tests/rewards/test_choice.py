@@ -43,6 +43,16 @@ def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **m
      "It is A, no? The answer is B.",
      "B. No, because it is negative.", "The answer is B. No, because it is negative.", "The answer is B. It is B.",
      "The answer is B. That much is clear. It is B, since -4 < 0.",
+     "B is the answer", "B is the answer.", "**B** is the answer.", "(B) is the answer", "So B is the answer.",
+     "B is my answer",
+     "B is my final answer.", "Option B is the final answer.", "My final choice is B.", "My choice: B", "My pick is B",
+     "answer: b",
+     "Answer: b.", "ANSWER: b", "Final answer: b", "**Answer:** b", "答案是B", "答案是 B。", "答案：B", "答案为B",
+     "正确答案是B",
+     "所以答案是（B）", "选B", "故选：B", "应选B。", "答案是B，因为它是负数。", "I think B.",
+     "Definitely B.", "B!", "I'd say B.",
+     "B is the answer. A is wrong.", "B is the answer, but A is tempting.",
+     "The final choice is B, because it is negative.",
      "B) Wait for the sign", "The answer is B. No other number fits.", "The answer is B. It is wrong to say 4."],
 )  # fmt: skip
 def test_one_letter_is_chosen(text: str) -> None:
@@ -70,7 +80,18 @@ def test_one_letter_is_chosen(text: str) -> None:
      "If not A, it is B.", "Is it B?", "It is not B.", "Say it is B. Then 4 < 0.", "They think it is B.",
      "It is B or C.",
      "It is B cells", "No B.", "I. think", "B - wait, no", "I, for one, pass", "I - I pass", "I don't believe it is B.",
-     "I cannot say it is B."],
+     "I cannot say it is B.", "B or C", "A. No, B? maybe C", "B is the answer, or maybe C",
+     "B is the answer. Or is it C?",
+     "A or B is the answer", "Either A or B is the answer.", "B is not the answer", "I doubt B is the answer",
+     "I doubt that B is correct.", "If B is the answer, then", "B is the answer?", "Is B the answer?",
+     "My choice is A or B",
+     "My final choice is between A and B", "My choice is not B", "answer: a or b", "answer: a b c d",
+     "answer: a letter",
+     "答案是A或B", "答案是A、B", "答案是A还是B", "选A或者B", "不选B", "答案不是B", "答案是B细胞", "选项B错误",
+     "如果选B",
+     "答案是B。不对", "选A、B、C、D", "答案：ABCD", "答案是A，也可能是B", "B is the answer. Wait, no.",
+     "B! C! D!", "B! Or C!",
+     "I think B or C.", "Definitely B or C", "My guess is B, maybe C"],
 )  # fmt: skip
 def test_nothing_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) is None

@@ -40,6 +40,73 @@ def test_right(text: str) -> None:
     assert found.extracted == "Jack: knight, Jackson: knave, Zoey: knight"
 
 
+GROUPS = [
+    "Knights: Jack, Zoey; knaves: Jackson",
+    "**Knights:** Jack and Zoey\n**Knaves:** Jackson",
+    "- Knights (2): Jack, Zoey\n- Knaves (1): Jackson",
+    "The knights are Jack and Zoey, and the only knave is Jackson.",
+    "knights = {Jack, Zoey}, knaves = {Jackson}",
+    "Both Jack and Zoey are knights, while Jackson is a knave.",
+    "Jack, Zoey: knights. Jackson: knave.",
+    "<answer>Knights: Jack, Zoey; Knaves: Jackson</answer>",
+    "| Name | Role |\n|---|---|\n| Jack | Knight |\n| Jackson | Knave |\n| Zoey | Knight |",
+    "| # | Name | Role |\n|--:|:--|---|\n| 1 | **Jack** | Knight |\n| 2 | Jackson | Knave |\n| 3 | Zoey | Knight |",
+    "| Knights | Knaves |\n|---|---|\n| Jack, Zoey | Jackson |",
+    "| Knights | Knaves |\n|---|---|\n| Jack | Jackson |\n| Zoey | |",
+    "| Name | Knight | Knave |\n|---|---|---|\n| Jack | ✓ | |\n| Jackson | | ✓ |\n| Zoey | ✓ | |",
+    "| Name | Knight | Knave |\n|---|---|---|\n| Jack | yes | no |\n| Jackson | no | yes |\n| Zoey | yes | no |",
+    "| Knights | Jack, Zoey |\n|---|---|\n| Knaves | Jackson |",
+]
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_groups_and_tables_are_read(text: str) -> None:
+    found = verdict(text)
+    assert (found.outcome, found.extracted) == ("right", "Jack: knight, Jackson: knave, Zoey: knight")
+    for one, other in (("Jackson", "Zoey"), ("Jackson", "Jack")):
+        swapped = text.replace(one, "\0").replace(other, one).replace("\0", other)
+        assert verdict(swapped).outcome == "wrong", swapped
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Knights: Jack, Zoey", "Knights: Jack, Zoey or Jackson; knaves: Jackson", "Knights: Jack, Zoey, Jackson",
+     "Knights: Jack, Jackson, Zoey; knaves: Jack, Jackson, Zoey", "Jack and Zoey are not knights; Jackson is a knave",
+     "Knights: Jack, Zoey; knaves: Jackson\nKnaves: Jack, Zoey; knights: Jackson", "Knights: none; knaves: none",
+     "If Jack and Zoey are knights, Jackson is a knave", "Knights and knaves: Jack, Jackson, Zoey",
+     "| Name | Knight | Knave |\n|---|---|---|\n| Jack | ✓ | ✓ |\n| Jackson | ✓ | ✓ |\n| Zoey | ✓ | ✓ |"],
+)  # fmt: skip
+def test_groups_that_leave_out_or_call_everything_are_not_right(text: str) -> None:
+    assert verdict(text).outcome != "right"
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["\nNo: the opposite.", "\nNo: the opposite", " No: the opposite.", "\nThe opposite.", "\n\nWait, no.",
+     "\nVice versa.",
+     "\nJust kidding.", "\nOr the other way round.", "\nThat is wrong.", "\nAll of this is false.", "\nI lied.",
+     "\nNone of this is true.", "\nActually, it's the opposite.", "\nNo, Zoey is a knave.", "\nNo.", "\nNot!",
+     "\nHmm, maybe vice versa", "\nSorry, I was wrong.", "\nActually no, Zoey is a knave"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>"])
+@pytest.mark.parametrize("stated", [GOLD, GROUPS[0], GROUPS[8]])
+def test_a_list_that_is_taken_back_is_not_right(end: str, form: str, stated: str) -> None:
+    assert verdict(form.format(stated + end)).outcome != "right"
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["\n\nI hope this helps. No other assignment works.", "\nThe opposite assignment leads to a contradiction.",
+     "\nBob says so. This is false.", "\nActually, this is the only solution.", "\nThat is correct.",
+     "\nNo, Zoey is a knight.",
+     "\nThis is not so hard.", "\nSorry for the long explanation.", "\nNo contradiction arises.",
+     "\nIf Zoey were a knave, this would be wrong."],
+)  # fmt: skip
+@pytest.mark.parametrize("start", ["", "Jack is a knave. Wait, no.\n", "Wait, no: the opposite.\n"])
+def test_what_else_stands_around_a_list_takes_nothing_back(start: str, end: str) -> None:
+    assert verdict(start + GOLD + end).outcome == "right"
+
+
 @pytest.mark.parametrize(
     ("text", "people_right"),
     [
@@ -136,8 +203,10 @@ def test_reading_stops_above_the_last_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Zoey is " * 10**5, " " * 10**6, "knight " * 10**5, "Zoey" + " " * 10**6 + "knight", "if\n" * 10**5]
-)
+    "text", ["Zoey is " * 10**5, " " * 10**6, "knight " * 10**5, "Zoey" + " " * 10**6 + "knight", "if\n" * 10**5,
+     "Knights: " + "Jack, " * 10**5, "|" * 10**6, "| Jack " * 10**5, "(knights: " * 10**5,
+     "Jack, " * 10**5 + "are knights"],
+)  # fmt: skip
 def test_hostile_texts_are_read_at_once(text: str) -> None:
     start = time.process_time()
     assert verdict(text).outcome != "right"

@@ -27,10 +27,32 @@ def test_numeric_compares_values_not_spelling() -> None:
     assert outcome("Yes", "yes") == "right"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is 17", "the answer is: 17.", "Answer: 17", "So, the final answer is $17$", "My answer is 17 dollars",
+     "The result = 17", "Thus the correct answer is 34/2"],
+)  # fmt: skip
+def test_what_introduces_an_answer_is_no_part_of_it(text: str) -> None:
+    assert outcome(text, "17") == "right"
+    assert outcome(text, "16") == "wrong"
+    assert outcome(text.replace("17", "blue").replace("34/2", "blue").replace("$", ""), "Blue") == (
+        "wrong" if "dollars" in text else "right"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is not 17", "The answer is 17 or 16", "The answer is 16, no, 17", "The answer is", "16. Answer: 17",
+     "The answer is the answer is 17", "answers 17", "The answer is 17 and the answer is 16"],
+)  # fmt: skip
+def test_what_is_more_than_an_introduction_stays_wrong(text: str) -> None:
+    assert outcome(text, "17") == "wrong"
+
+
 def test_without_an_extracted_or_gold_answer_nothing_is_right() -> None:
     assert outcome(None, "3") == "no_answer"
     assert outcome("3", None) == "ungraded"
-    assert outcome("", "3") == "wrong"
+    assert outcome("", "3") == "no_answer"
 
 
 def test_exact_compares_spelling_not_values() -> None:
@@ -108,10 +130,9 @@ def test_options_are_checked_by_signature(name: str, options: dict[str, float], 
 
 def test_task_score_asks_the_task() -> None:
     meta = {"score": lambda text: 0.25 * len(text)}
-    assert task_score("ab", meta) == 0.5
-    assert task_score(None, meta) == 0.0
+    assert task_score(["ab", None, "abcd", "\u200b"], [meta] * 4) == [0.5, 0.0, 1.0, 0.0]
     with pytest.raises(UsageError, match="brings no scorer of its own; use the reward 'correct'"):
-        task_score("ab", {})
+        task_score(["ab", "ab"], [meta, {}])
 
 
 def test_the_rewards_of_the_house_are_registered() -> None:

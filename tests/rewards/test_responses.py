@@ -34,7 +34,7 @@ def test_thinking_is_over_at_the_last_closing_tag(text: str, expected: str | Non
         ("<think><answer>no</answer></think> y", " y"),
         ("<answer>a <answer> b </answer> c </answer>", "b"),
         ("</answer> y <answer>", "</answer> y <answer>"),
-        ("<answer>  </answer>", "<answer>  </answer>"),
+        ("<answer>  </answer>", ""),
         ("<answer> y", "<answer> y"),
         ("<think>x", None),
     ],

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -211,6 +212,42 @@ def test_a_worker_opens_no_connection(pool: WorkerPool) -> None:
 def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:
     facts = values(pool.run([["facts", 0]] * 8))
     assert facts == [[[], facts[0][1], "0", True]] * 8
+
+
+def test_a_worker_has_an_empty_folder_and_none_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    pool = WorkerPool(TARGET, 1, LIMITS)
+    try:
+        for environment, files, relative in values(pool.run([["surroundings", 0]] * 8)):
+            assert set(environment) - {"LD_LIBRARY_PATH", "PYTHONHOME", "LC_CTYPE"} == {
+                "PYTHONHASHSEED", "PYTHONUTF8", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+            }  # fmt: skip
+            assert (files, relative) == ([], [])
+        assert list(tmp_path.iterdir()) == [], "the folder is gone while the worker is in it"
+    finally:
+        pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_may_compile_still_has_no_effects_and_reads_no_strangers_files(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key", encoding="utf-8")
+    pool = WorkerPool(TARGET, 1, replace(PATIENT, compiles=True))
+    attacks = ["__import__('os').system('true')", f"open({str(secret)!r}).read()", f"open({str(secret)!r}, 'w')",
+               f"open('/proc/{os.getpid()}/environ').read()", "__import__('ctypes').CDLL(None)",
+               "__import__('socket').create_connection(('127.0.0.1', 9))"]  # fmt: skip
+    try:
+        assert values(pool.run([["eval", "1 + 1"]])) == [2]
+        results = pool.run([["eval", text] for text in attacks])
+    finally:
+        pool.close()
+    assert [result.kind for result in results] == ["crash"] * len(attacks)
+    assert all(result.reason.startswith("PermissionError: a worker ") for result in results), results
+    assert secret.read_text(encoding="utf-8") == "key"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ def _facts(_: Any) -> list[Any]:
     return [sorted(heavy), hash("one"), os.environ["PYTHONHASHSEED"], os.getsid(0) == os.getpid()]
 
 
+def _surroundings(_: Any) -> list[Any]:
+    return [dict(os.environ), os.listdir("."), [place for place in sys.path if not os.path.isabs(place)]]
+
+
 BEHAVIOURS: dict[str, Any] = {
     "echo": lambda value: value,
     "length": len,
@@ -90,6 +94,7 @@ BEHAVIOURS: dict[str, Any] = {
     "close": _close_everything,
     "nonsense": _write_nonsense,
     "facts": _facts,
+    "surroundings": _surroundings,
     "system": lambda path: os.system(f"touch {path}"),
     "start": lambda path: subprocess.run(["touch", path], check=False).returncode,
     "open": lambda path: open(path, "w").close(),
@@ -100,3 +105,10 @@ BEHAVIOURS: dict[str, Any] = {
     "exec": lambda text: exec(text),
     "compile": lambda text: compile(text, "<string>", "exec") and None,
 }
+
+
+def answer_as_number(item: list[Any]) -> Any:
+    """``[what to do, a number as text]``."""
+    kind, argument = item
+    number = float(argument)
+    return answer([kind, int(number) if kind in ("allocate", "leave", "recurse") else number])

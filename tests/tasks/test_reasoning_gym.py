@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain import registry
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.rewards.grading import Submission, grade
 from posttrain.rewards.scored import task_score
-from posttrain.tasks.reasoning_gym import GymExamples, reasoning_gym, split_of
+from posttrain.tasks import reasoning_gym as module
+from posttrain.tasks.reasoning_gym import GymExamples, make_scorer, reasoning_gym, split_of
+from posttrain.tasks.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
+from posttrain.tasks.reasoning_gym_probes import MAX_RATE, Asked, pays, probe
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +29,8 @@ def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_answers_are_right_and_ids_stable() -> None:
@@ -75,7 +83,7 @@ def test_a_data_set_that_reads_only_within_its_size() -> None:
 
 
 def test_too_few_questions_for_a_split_are_refused() -> None:
-    same = [{"question": "1 + 1?", "answer": "2"}]
+    same = {}, [{"question": "1 + 1?", "answer": "2"}]
     held = split_of("1 + 1?")
     other = "test" if held != "test" else "train"
     assert GymExamples("same", held, 1, same, lambda _: same)[0].answer == "2"
@@ -85,14 +93,131 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
 
 def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
     """A countdown question has many solutions; each that reaches the target scores 1."""
-    example = reasoning_gym(dataset="countdown", size=1, options={"min_numbers": 2, "max_numbers": 2}).examples[0]
+    settings = {"min_numbers": 2, "max_numbers": 2}
+    task = reasoning_gym(
+        dataset="countdown", size=1, options=settings, accept_code_scorer=True, accept_exploitable=True
+    )
+    example = task.examples[0]
     assert example.answer is not None
-    assert task_score(example.answer, example.meta) == 1.0
-    assert task_score(f"({example.answer})", example.meta) == 1.0
-    assert task_score("nonsense", example.meta) < 0.1
-    assert task_score(None, example.meta) == 0.0
-    score = pickle.loads(pickle.dumps(example.meta["score"]))
-    assert score(example.answer) == 1.0
+    kept = pickle.loads(pickle.dumps(example.meta))
+    given = [example.answer, f"({example.answer})", "nonsense", None, example.answer]
+    right, also, nonsense, nothing, again = task_score(given, [example.meta] * 4 + [kept])
+    assert (right, also, nothing, again) == (1.0, 1.0, 0.0, 1.0)
+    assert nonsense < 0.1
+
+
+def outcomes(dataset: str, answers: list[str], **accepted: bool) -> list[str]:
+    meta = reasoning_gym(dataset=dataset, size=1, **accepted).examples[0].meta
+    return [verdict.outcome for verdict in grade("scored", [Submission("", answer, None, meta) for answer in answers])]
+
+
+def test_a_scorer_that_raises_is_an_outcome() -> None:
+    assert outcomes("boxnet", ["0", "[]", "0"]) == ["crash", "wrong", "crash"]
+
+
+def test_an_accepted_code_scorer_runs_where_it_can_do_little(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    attacks = [f"__import__('os').system('touch {mark}')", f"open('{mark}', 'w')", "9**9**9"]
+    found = outcomes("binary_matrix", attacks, accept_code_scorer=True)
+    assert found[:2] in (["wrong", "wrong"], ["crash", "crash"])
+    assert found[2] in ("timeout", "crash")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("dataset", sorted(EVALUATES_ANSWERS))
+def test_a_scorer_that_evaluates_answers_is_refused_by_name_and_key(dataset: str) -> None:
+    with pytest.raises(UsageError, match=rf"{dataset} evaluates the answer as code.*task.accept_code_scorer: true"):
+        reasoning_gym(dataset=dataset, size=1)
+
+
+@pytest.mark.parametrize("dataset", sorted(name for name, best in PAID.items() if pays(best)))
+def test_a_scorer_that_can_be_cheated_is_refused_with_its_rate(dataset: str) -> None:
+    best = PAID[dataset]
+    assert best.rate > MAX_RATE
+    with pytest.raises(UsageError, match=rf"right on {best.rate:.0%} of .*task.accept_exploitable: true"):
+        reasoning_gym(dataset=dataset, size=1, accept_code_scorer=True)
+    assert reasoning_gym(dataset=dataset, size=1, accept_code_scorer=True, accept_exploitable=True).examples[0].id
+
+
+def test_other_options_and_other_versions_are_tried_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"coin_flip .*the constant '0(\.0)?' is right on 9\d% of the questions"):
+        reasoning_gym(dataset="coin_flip", size=1, options={"max_trials": 14})
+    assert reasoning_gym(dataset="chain_sum", size=1, options={"min_terms": 3}).examples[0].id
+    monkeypatch.setattr(module, "PAID", {})
+    with pytest.raises(UsageError, match=r"complex_arithmetic .*the constant 'nan' is right on 100%"):
+        reasoning_gym(dataset="complex_arithmetic", size=1)
+
+
+def test_an_honest_constant_is_no_cheat() -> None:
+    """Yes and no: the constant is right on half of the questions, and each time the gold answer says so."""
+    sample = [
+        Asked(f"{i}?", ("yes", "no")[i % 2], lambda text, i=i: float(text == ("yes", "no")[i % 2])) for i in range(40)
+    ]
+    assert probe(sample)[0].rate == 0.0
+    lenient = [Asked(one.question, one.gold, lambda text, one=one: float(one.gold in text)) for one in sample]
+    best = probe(lenient)[0]
+    assert (best.kind in ("hedge", "listing", "constant"), best.rate, pays(best)) == (True, 1.0, True)
+
+
+def test_the_table_says_what_the_installed_scorers_do() -> None:
+    from importlib.metadata import version
+
+    from reasoning_gym.factory import DATASETS
+
+    spec = importlib.util.spec_from_file_location("audit", ROOT / "tools" / "audit_reasoning_gym.py")
+    assert spec is not None
+    assert spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    assert version("reasoning_gym") == VERSION
+    kinds = {name: audit.evaluated_text(dataset) for name, (dataset, _) in DATASETS.items()}
+    assert {name for name, kind in kinds.items() if kind == "answers"} == EVALUATES_ANSWERS
+    assert {name for name, kind in kinds.items() if kind == "questions"} == EVALUATES_QUESTIONS
+    assert {*PAID, *audit.UNUSABLE} == set(DATASETS)
+    document = (ROOT / "docs" / "reasoning_gym.md").read_text(encoding="utf-8")
+    assert [name for name in PAID if f"| `{name}` | " not in document] == []
+
+
+SLOW = {
+    "futoshiki",
+    "knight_swap",
+    "zebra_puzzles",
+    "puzzle24",
+    "sokoban",
+    "sudoku",
+    "composite",
+    "intermediate_integration",
+}
+
+
+def test_entries_travel_as_they_are_and_the_gold_answer_is_right_in_a_worker() -> None:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    from posttrain.tasks.reasoning_gym_scoring import decode, encode
+
+    answers, metas = [], []
+    for name in sorted(set(DATASETS) - SLOW):
+        settings = {"seed": 7, "size": 2}
+        entry = create_dataset(name, **settings)[1]
+        back = decode(encode(entry))
+        assert (back, str(types_of(back))) == (entry, str(types_of(entry))), name
+        if name not in NO_GOLD:
+            answers.append(str(entry["answer"]))
+            metas.append({"score": make_scorer(name, settings, entry), "name": name})
+    scores = task_score(answers, metas)
+    assert [meta["name"] for meta, score in zip(metas, scores, strict=True) if score != 1.0] == []
+
+
+NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+
+
+def types_of(value: Any) -> Any:
+    """The types below a value; those of NumPy's numbers and texts are the plain ones."""
+    if isinstance(value, dict):
+        return {str(key): (type(key).__name__, types_of(one)) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [type(value).__name__, *map(types_of, value)]
+    return next(kind.__name__ for kind in (bool, int, float, str, type(None)) if isinstance(value, kind))
 
 
 def test_options_reach_the_data_set() -> None:
@@ -116,6 +241,7 @@ def test_options_reach_the_data_set() -> None:
         ({"dataset": "chain_sum", "options": {"seed": 2}}, UsageError, "has no option 'seed'"),
         ({"dataset": "chain_sum", "options": {"min_terms": 9, "max_terms": 2}}, UsageError, "does not accept"),
         ({"dataset": "chain_sum", "options": {"min_terms": "x"}}, UsageError, "does not accept"),
+        ({"dataset": "composite", "options": {"datasets": [{"name": "chain_sum"}]}}, UsageError, "does not accept"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: type[UsageError], message: str) -> None:

@@ -3,6 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import stat
+from pathlib import Path
+from typing import Any
+
+LARGEST = 10**9
+LARGEST_PORT = 65_535
+_SHOWN_CHARS = 60
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options are given once and not empty, unless they say otherwise (``nargs``, ``may_be_empty``)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        required = action.option_strings and action.nargs != "?" and action.dest not in MAY_BE_EMPTY
+        if required and not all(text.strip() for text in arg_strings):
+            raise argparse.ArgumentError(action, "the value is empty; give one, or leave the option out")
+        values = super()._get_values(action, arg_strings)  # type: ignore[misc]
+        if arg_strings and action.option_strings and values == []:
+            raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
+        return values
+
+    def error(self, message: str) -> Any:
+        """End with the usage, the message and exit code 2."""
+        message = message.replace("ignored explicit argument", "it takes no value, so leave out")
+        super().error(message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}")
+
+
+# Where nothing is something, such as no system message.
+MAY_BE_EMPTY = ("system",)
+
+
+class _StoreOnce(argparse._StoreAction):
+    """Keeps a value, once: of two, one would be lost without a word."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None:
+            seen: set[str] = namespace.__dict__.setdefault("_given", set())
+            if self.dest in seen:
+                raise argparse.ArgumentError(self, "given twice; give it once")
+            seen.add(self.dest)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def shown(text: str) -> str:
+    """The text in quotes, the end of a long one left out."""
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+
+
+def folder_of_runs(text: str) -> str:
+    """A folder, or a name that one could be made under."""
+    try:
+        mode = Path(text).stat().st_mode
+    except FileNotFoundError:
+        if not Path(text).is_symlink():
+            return text
+        raise argparse.ArgumentTypeError(f"{shown(text)} is a link that leads nowhere; give a folder") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a folder ({reason}); give one") from None
+    if not stat.S_ISDIR(mode):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder; give one, or a name for a new one")
+    return text
 
 
 def names(text: str) -> list[str]:
@@ -14,7 +87,7 @@ def positive(text: str) -> int:
     """A whole number of at least 1."""
     value = natural(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {shown(text)}")
     return value
 
 
@@ -24,13 +97,29 @@ def positives(text: str) -> list[int]:
 
 
 def natural(text: str) -> int:
+    """A whole number of at least 0 and at most ``LARGEST``."""
+    value = seed(text)
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"a whole number of at most {LARGEST:,} is needed, not {shown(text)}")
+    return value
+
+
+def seed(text: str) -> int:
     """A whole number of at least 0."""
     try:
-        value = int(text)
+        value = int(text) if text.isascii() else -1
     except ValueError:
         value = -1
     if value < 0:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {shown(text)}")
+    return value
+
+
+def port(text: str) -> int:
+    """The number of a port."""
+    value = seed(text)
+    if not 1 <= value <= LARGEST_PORT:
+        raise argparse.ArgumentTypeError(f"a port from 1 to {LARGEST_PORT} is needed, not {shown(text)}")
     return value
 
 
@@ -42,11 +131,11 @@ def naturals(text: str) -> list[int]:
 def nonnegative_float(text: str) -> float:
     """A number of at least 0."""
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else -1.0
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {shown(text)}")
     return value
 
 
@@ -54,5 +143,5 @@ def share(text: str) -> float:
     """A number above 0 and at most 1."""
     value = nonnegative_float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a number above 0 and at most 1 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a number above 0 and at most 1 is needed, not {shown(text)}")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import names, natural, nonnegative_float, positive, positives, share
+from posttrain.apps.argument_types import names, nonnegative_float, positive, positives, seed, share
 
 # Sections whose keys are options: --task.path, --template.preamble, --engine.url
 SECTIONS = ("task", "template", "engine")
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)")
     drawn.add_argument("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)")
     drawn.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
-    drawn.add_argument("--seed", type=natural, default=0, help="seed of the sampling (default: 0)")
+    drawn.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
     drawn.add_argument("--engine", default="native", help="what samples: native, vllm (default: native)")
     drawn.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)"

@@ -19,6 +19,7 @@ from posttrain.evals.items import digest_of
 from posttrain.evals.measures import default_ks
 from posttrain.models.load import resolve_model_name
 from posttrain.recipe import Word, apply_override
+from posttrain.sections import read_word
 from posttrain.tasks.base import Task
 from posttrain.train.setup import build_task, build_template
 
@@ -203,7 +204,7 @@ def words_of(arguments: argparse.Namespace) -> dict[str, list[Word]]:
         owner, own_key = _owner(section, rest, named[section])
         wrapped: dict[str, Any] = {section: data[section][owner]}
         apply_override(wrapped, f"{section}.{own_key}", value)
-    words = {section: [Word.model_validate(word) for word in own.values()] for section, own in data.items()}
+    words = {section: [read_word(word, f"--{section}") for word in own.values()] for section, own in data.items()}
     return {section: [word for word in own if word.name or word.options] for section, own in words.items()}
 
 

@@ -198,11 +198,13 @@ class Progress:
 
 
 def start_text(payload: dict[str, Any]) -> str:
-    """What begins: steps, examples, what was dropped and why."""
+    """What begins: steps, examples, what was dropped and why, what stands there twice."""
     text = f"{payload['steps']} steps on {payload['num_examples']:,} examples"
     dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
     if dropped:
         text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    if payload.get("num_repeated"):
+        text += f"; {payload['num_repeated']:,} rows repeat an earlier one, and count again"
     if payload.get("resumed_from"):
         text += f"; resumed after step {payload['resumed_from']}"
     return text

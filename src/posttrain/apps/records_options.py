@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from posttrain.apps import consent_options
-from posttrain.apps.argument_types import positive
+from posttrain.apps.argument_types import Parser, folder_of_runs, positive
 
 ACTIONS = {
     "list": "every run: where it stands, what it came from, what it takes up",
@@ -33,8 +33,14 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
 
 def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
-    places = argparse.ArgumentParser(add_help=False)
-    places.add_argument("--runs-dir", default=argparse.SUPPRESS, metavar="DIR", help="where run directories are")
+    places = Parser(add_help=False)
+    places.add_argument(
+        "--runs-dir",
+        type=folder_of_runs,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="where run directories are",
+    )
     consent_options.add_options(places)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
     made = {

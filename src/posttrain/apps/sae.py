@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from posttrain.apps.progress import choose_progress, show_duration
 from posttrain.cli import INTERRUPTED
+from posttrain.errors import UsageError
 from posttrain.interpret.sae_recipe import SaeRecipe, load_sae_recipe
 from posttrain.recipe import Recipe
 from posttrain.train.files import Observer, RunFiles
@@ -69,7 +71,9 @@ def _train(
         observer("notice", {"message": message})
 
     trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
-    store = open_or_record(recipe.activations, files.folder / ACTIVATIONS, notify, allow_large=allow_large)
+    recorded = files.folder / ACTIVATIONS
+    is_new = not recorded.exists()
+    store = open_or_record(recipe.activations, recorded, notify, allow_large=allow_large)
     rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
     metrics = TrackedMetrics(files.metrics, trackers)
     try:
@@ -82,6 +86,10 @@ def _train(
             observer=observer,
             should_stop=should_stop,
         )
+    except UsageError:
+        if is_new and not resume:  # so that the run, which came to nothing, can be taken back
+            shutil.rmtree(recorded, ignore_errors=True)
+        raise
     finally:
         metrics.close()
     if trained.reason == "finished":

@@ -6,8 +6,10 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,17 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     from posttrain.interpret.diff_report import findings, render_diff
 
     setting, recipe = _setting(recipe, root, arguments.yes)
+    is_new, is_new_root = not folder.exists(), not root.exists()
     _claim(folder, recipe)
-    found = _about(recipe, setting.sections, arguments) | compare(recipe, setting, folder, say)
+    try:
+        found = _about(recipe, setting.sections, arguments) | compare(recipe, setting, folder, say)
+    except UsageError:
+        with suppress(OSError):  # what was worked out before stays
+            if is_new and [item.name for item in folder.iterdir()] == [RECIPE]:
+                shutil.rmtree(folder)
+            if is_new_root:
+                root.rmdir()
+        raise
     found["seconds"]["all"] = round(time.monotonic() - started, 1)
     replace_file(folder / RESULTS, harmless_json(json.dumps(found, indent=1, ensure_ascii=False)).encode() + b"\n")
     replace_file(folder / REPORT, render_diff(found).encode())

@@ -23,6 +23,7 @@ from posttrain.recipe import ModelSection, Recipe, RewardWord, Word, apply_overr
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.rollout import Attempt, Grader, build_grader
 from posttrain.runs.directory import find_run, run_names
+from posttrain.sections import read_word
 from posttrain.train.setup import build_task, build_template, context_length, held_out_task
 from posttrain.types import Completion, Example, Message
 
@@ -204,7 +205,7 @@ def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
     for value in data.values():
         if isinstance(value, dict):
             value.setdefault("name", "")  # options of a word that is not named here
-    return {key: Word.model_validate(value) for key, value in data.items()}
+    return {key: read_word(value, f"--{key}") for key, value in data.items()}
 
 
 def choose_task(given: Word | None, model: str, recipe: Recipe | None) -> Word:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import natural, naturals, positive, share
+from posttrain.apps.argument_types import naturals, port, positive, seed, share
 
 EPILOG = """\
 the command is printed, not run; a shell takes it as it is:
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
     )
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=positive, default=8000, help="default: 8000")
+    parser.add_argument("--port", type=port, default=8000, help="default: 8000")
     parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
     parser.add_argument("--gpu-memory", type=share, metavar="SHARE", help="of the GPU's memory (default: vLLM's)")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="processed: log-probabilities at any temperature; raw: with top-k or top-p, at temperature 1 only "
         "(default: processed)",
     )
-    parser.add_argument("--seed", type=natural, default=0, help="of requests that name none (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of requests that name none (default: 0)")
     parser.add_argument(
         "--module",
         metavar="PYTHON",

@@ -10,12 +10,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm_http import HttpServer, Refused, Unanswered, plain_url, server_address
+from posttrain.engines.vllm_http import HttpServer, Refused, ServerUrl, Unanswered, server_address
 from posttrain.engines.vllm_protocol import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -47,7 +45,7 @@ def vllm(
     model: Any,
     tokenizer: Any,
     *,
-    url: Annotated[str, AfterValidator(plain_url)] = DEFAULT_URL,
+    url: ServerUrl = DEFAULT_URL,
     checkpoint: str | None = None,
     served_name: str | None = None,
     timeout_seconds: float = 900.0,

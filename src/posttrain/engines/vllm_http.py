@@ -8,21 +8,28 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 from posttrain.engines.vllm_protocol import Interrupted, read_error
 from posttrain.errors import UsageError, hide_secrets
+from posttrain.option_types import shorten
 
 Result = TypeVar("Result")
 # Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
 CONNECT_SECONDS = 10.0
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
+_PATH = re.compile(r"[!-~]*")
 
 
 class Unanswered(Exception):
@@ -43,36 +50,42 @@ def server_address(url: str) -> tuple[str, str, int | None, str]:
     Raises:
         UsageError: not an http or https URL.
     """
-    if "@" in url:
+    if hide_secrets(url) != url:
         raise UsageError(
-            f"engine.url: {url!r} holds a name or password, which is not sent and would be written down; write it like "
-            "http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
+            f"engine.url: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
+            "it; put a key into the environment variable VLLM_API_KEY"
         )
     try:
         parts = urlsplit(url.strip())
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        scheme, host, port = parts.scheme, parts.hostname or "", parts.port
     except ValueError as error:
-        raise UsageError(f"engine.url: {url!r} is no URL ({error}); write it like http://127.0.0.1:8000") from None
-    if scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise UsageError(
-            f"engine.url: {url!r} is no server's URL; write it like http://127.0.0.1:8000 (a key belongs into the "
-            "environment variable VLLM_API_KEY)"
-        )
+        raise _no_url(url, f" ({error})") from None
+    is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
+    if scheme not in ("http", "https") or not (is_address or _HOST.fullmatch(host)) or port == 0:
+        raise _no_url(url)
+    if parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
+        raise _no_url(url)
     return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def plain_url(url: str) -> str:
-    """The URL, if there is no secret in it: what recipes, records and results may hold.
+def checked_url(url: str) -> str:
+    """The URL, if it is a server's and holds no secret: what recipes, records and results may keep.
 
     Raises:
-        ValueError: a name, a password or a key in it.
+        UsageError: it is none, or a name, a password or a key stands in it.
     """
-    if hide_secrets(url) != url:
-        raise ValueError(
-            "a name, password or key in a URL would be written down with it; put a key into the environment variable "
-            "VLLM_API_KEY"
-        )
+    server_address(url)
     return url
+
+
+ServerUrl = Annotated[str, AfterValidator(checked_url)]
+
+
+def _no_url(url: str, reason: str = "") -> UsageError:
+    return UsageError(
+        f"engine.url: {shorten(hide_secrets(url))} is no server's URL{reason}; write it like http://127.0.0.1:8000 "
+        "(a key belongs into the environment variable VLLM_API_KEY)"
+    )
 
 
 class HttpServer:

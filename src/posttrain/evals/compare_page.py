@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.evals.compare_results import Comparison, MethodResult
 from posttrain.evals.compare_table import NOTHING, Table, describe_differences, make_table, show_seconds, show_share
 from posttrain.evals.report_charts import draw_interval
-from posttrain.evals.report_style import STYLE
+from posttrain.evals.report_style import draw_page
 
 _STYLE = """
 .comparison td, .comparison th { padding-right: 18px; }
@@ -44,12 +44,7 @@ def render_comparison(comparison: Comparison, picture: bytes | None) -> str:
     parts.append(f"<h2>Make it again</h2>{command}")
     if comparison.environment:
         parts.append(f"<h2>Where it ran</h2>{_facts(_flatten(comparison.environment))}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(comparison.title)}</title><style>{STYLE}{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return draw_page(comparison.title, "".join(parts), _STYLE)
 
 
 def _draw_table(comparison: Comparison, table: Table) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.evals.report_charts import draw_interval, draw_panel
 from posttrain.evals.report_panels import Panel
-from posttrain.evals.report_style import STYLE
+from posttrain.evals.report_style import draw_page
 from posttrain.store.durable import replace_file
 
 TAG = re.compile(r"&lt;/?(?:think|answer|reasoning)&gt;")
@@ -104,12 +104,7 @@ def render_report(report: Report) -> str:
         parts.append(f'<h2>What to type next</h2><div class="card scroll"><table>{rows}</table></div>')
     if report.environment:
         parts.append(f"<h2>Where it ran</h2>{_facts(list(_flatten(report.environment)))}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return draw_page(report.title, "".join(parts))
 
 
 def _stages(stages: Sequence[Stage], note: str) -> str:

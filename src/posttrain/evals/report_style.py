@@ -1,6 +1,8 @@
-"""The look of ``report.html``: one style sheet, light and dark, no outside resource."""
+"""The shell of every report: one style sheet, light and dark, no outside resource, and no script."""
 
 from __future__ import annotations
+
+from html import escape
 
 STYLE = """
 :root {
@@ -73,3 +75,15 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 details { margin-top: 12px; } summary { cursor: pointer; font-weight: 600; } details pre { margin-top: 10px; }
 .commands pre { padding: 3px 0; }
 """
+
+
+def draw_page(title: str, body: str, style: str = "") -> str:
+    """A whole page as HTML. ``body`` is HTML already; the policy holds even if something in it was not escaped."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from posttrain.evals.evaluation_tables import TextTable
-from posttrain.evals.report_style import STYLE
+from posttrain.evals.report_style import draw_page
 from posttrain.evals.study_results import StudyReport
 
 _STYLE = """
@@ -37,12 +37,7 @@ def render_study(report: StudyReport, picture: bytes) -> str:
     parts.append(f"<h2>Make it again</h2>{command}")
     if report.environment:
         parts.append(f"<h2>Where it ran</h2>{_facts(_flatten(report.environment))}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>{STYLE}{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return draw_page(report.title, "".join(parts), _STYLE)
 
 
 def _table(table: TextTable) -> str:

@@ -10,15 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from posttrain import registry
 from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.interpret.sae_recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.option_types import Seed, Tokens, shorten
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import Section, Word
+from posttrain.strict_yaml import write_yaml
 
 SECTION = "changes"
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -92,11 +93,11 @@ class ChangesSection(Section):
     samples: int = Field(default=2, ge=1)
     by: Literal["post", "base", "both"] = "post"
     temperature: float = Field(default=1.0, ge=0)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Tokens | None = None
     outliers: float = Field(default=10.0, ge=0)
     dtype: Literal["bf16", "fp32"] = "fp32"
     seeds: int = Field(default=3, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     dictionaries: list[str] = Field(default_factory=list)
     dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])
     train: DictionaryTrainSection = Field(
@@ -163,7 +164,7 @@ class DiffRecipe(Section):
         return dict(data)
 
     def to_yaml(self) -> str:
-        return str(yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100))
+        return write_yaml(self.dump())
 
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the recipe."""
@@ -237,7 +238,7 @@ def _explain(item: Any, path: Sequence[str]) -> str:
         known = _known_keys(path[:-1])
         return f"there is no such key.{registry.suggest(path[-1], known)} Known keys: {', '.join(known)}"
     message = str(item["msg"]).removeprefix("Value error, ")
-    return message if item["type"] == "value_error" else f"{message}; got {item['input']!r}"
+    return message if item["type"] == "value_error" else f"{message}; got {shorten(item['input'])}"
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:

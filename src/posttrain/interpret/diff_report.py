@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from posttrain.evals.report_style import STYLE
+from posttrain.evals.report_style import draw_page
 from posttrain.interpret.diff_sections import (
     answers_section,
     causal_section,
@@ -58,12 +58,7 @@ def render_diff(found: Mapping[str, Any]) -> str:
         trust_section(found),
         _again(found),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(found['title'])}</title><style>{STYLE}{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return draw_page(found["title"], "".join(parts), _STYLE)
 
 
 def _lead(found: Mapping[str, Any]) -> str:

@@ -17,7 +17,14 @@ from transformers.utils import logging as transformers_logging
 from posttrain.errors import UsageError
 from posttrain.interpret.extract import shorten_config, truncate
 from posttrain.interpret.sites import read_site
-from posttrain.models.load import LoadedModel, adapter_base, load_model, load_tokenizer, resolve_model_name
+from posttrain.models.load import (
+    LoadedModel,
+    adapter_base,
+    load_model,
+    load_tokenizer,
+    reading_model,
+    resolve_model_name,
+)
 from posttrain.recipe import ModelSection
 
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
@@ -49,8 +56,9 @@ def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
 def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | None:
     """A backbone of ``layer`` blocks without a final norm; None where the whole model has to be loaded."""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
-    except (OSError, ValueError, ImportError, KeyError):
+        with reading_model(section.name, source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
+    except UsageError:
         return None
     text = config.get_text_config()
     if text is not config or getattr(config, "quantization_config", None) is not None:
@@ -60,16 +68,17 @@ def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | 
     transformers_logging.set_verbosity_error()  # it would report the blocks above as left over
     transformers_logging.disable_progress_bar()
     try:
-        model, found = AutoModel.from_pretrained(
-            source,
-            config=config,
-            dtype=getattr(torch, section.dtype),
-            trust_remote_code=section.runs_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError):
-        return None
+        with reading_model(section.name, source):
+            model, found = AutoModel.from_pretrained(
+                source,
+                config=config,
+                dtype=getattr(torch, section.dtype),
+                trust_remote_code=section.runs_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except UsageError:
+        return None  # loading all of it says what is wrong
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
@@ -92,11 +101,8 @@ def read_config(name: str) -> Any:
     source = resolve_model_name(name)
     while (base := adapter_base(source)) is not None:
         source = base
-    try:
+    with reading_model(name, source):
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{name}: no configuration of a model that can be read: {reason}") from error
 
 
 def check_layers(name: str, sites: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from posttrain.errors import UsageError
 from posttrain.interpret.extract import shorten_config
 from posttrain.interpret.sites import backbone_of
 from posttrain.models.forward import causal_lm
-from posttrain.models.load import adapter_base, load_model, load_tokenizer, resolve_model_name
+from posttrain.models.load import adapter_base, load_model, load_tokenizer, reading_model, resolve_model_name
 from posttrain.recipe import ModelSection
 
 CONVENTION = (
@@ -109,20 +109,21 @@ def _load_both_ends(section: ModelSection, source: str) -> Any | None:
     """Embeddings, one block, final norm and head; None where the whole model has to be loaded."""
     trusted = section.runs_remote_code
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-        if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
-            return None
-        shorten_config(config, 1)
-        with _quiet_loading():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=getattr(torch, section.dtype),
-                trust_remote_code=trusted,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError):
+        with reading_model(section.name, source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+                return None
+            shorten_config(config, 1)
+            with _quiet_loading():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=getattr(torch, section.dtype),
+                    trust_remote_code=trusted,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+    except UsageError:
         return None  # loading all of it says what is wrong
     return None if found["missing_keys"] else model
 

@@ -11,14 +11,15 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain import registry
 from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
+from posttrain.option_types import Seed, Tokens, shorten
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import ModelSection, Section, Word, Words, as_list
+from posttrain.strict_yaml import write_yaml
 
 SECTION = "dictionary"
 
@@ -41,7 +42,7 @@ class ActivationsSection(Section):
     text: str | None = None
     rollouts: str | None = None
     template: Word = Word(name="r1_zero")
-    context_tokens: int = Field(default=1024, ge=2)
+    context_tokens: Tokens = Field(default=1024, ge=2)
     max_rows: int | None = Field(default=None, ge=1)
     batch: int | None = Field(default=None, ge=1)
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -98,7 +99,7 @@ class DictionaryTrainSection(Section):
     dead_after: float = Field(default=0.02, gt=0)
     precision: Literal["fp32", "bf16"] = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     log_every: int = Field(default=20, ge=1)
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
@@ -157,7 +158,7 @@ class SaeRecipe(Section):
         return {key: value for key, value in _plain(self).items() if value not in (None, [])}
 
     def to_yaml(self) -> str:
-        return str(yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True, width=100))
+        return write_yaml(self.dump())
 
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the resolved recipe; who watches (``track``) is no part of it."""
@@ -236,7 +237,7 @@ def _explain(error: ValidationError, line_of: Any) -> str:
             lines.append(f"{line_of(key)}{key}: this key is needed")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            shown = "" if item["type"] == "value_error" else f"; got {item['input']!r}"
+            shown = "" if item["type"] == "value_error" else f"; got {shorten(item['input'])}"
             lines.append(f"{line_of(key)}{key}: {message}{shown}")
     return "\n".join(lines)
 

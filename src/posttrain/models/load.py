@@ -7,21 +7,23 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from posttrain.consent import TRUST_REMOTE_CODE, trusts_remote_code
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.models.scorer import SCORE
+from posttrain.models.stated_sizes import check_folder, check_sizes, read_object
 from posttrain.models.tokenizer import train_tokenizer
+from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
@@ -55,14 +57,20 @@ def resolve_model_name(name: str) -> str:
     """
     if name == "tiny":
         return str(TINY)
-    if not name:
+    if not name.strip():
         raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
     if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
         checkpoint = _checkpoint_of(path)
         refuse_damaged(checkpoint)
         return str(checkpoint)
+    if kind_of_file(path) not in ("folder", "nothing"):
+        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
     if path.is_dir():
+        check_folder(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
@@ -72,7 +80,9 @@ def resolve_model_name(name: str) -> str:
         return str(path)
     looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     if looks_local:
-        raise UsageError(f"model.name: there is no folder {name!r}")
+        raise UsageError(
+            f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
+        )
     return name
 
 
@@ -130,10 +140,23 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         UsageError: no such model, or it has no tokenizer.
     """
     source = resolve_model_name(name)
-    check_files(source)
-    try:
+    with reading_model(name, source):
+        check_files(source)
         return _load_tokenizer(source, trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+
+
+@contextmanager
+def reading_model(name: str, source: str) -> Iterator[None]:
+    """Around what the libraries read of a model: any file may be damaged, and they raise anything then.
+
+    Raises:
+        UsageError: with the model's name and the reason; the cause is kept.
+    """
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:
         raise UsageError(_explain(name, source, error)) from error
 
 
@@ -157,17 +180,16 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
     try:
-        check_files(source)
-        if section.adapter is None and _is_adapter(source):
-            from peft import PeftModel
+        with reading_model(section.name, source):
+            check_files(source)
+            if section.adapter is None and _is_adapter(source):
+                from peft import PeftModel
 
-            base = _load_weights(_base_of(source), _section_of_base(source, section))
-            model = PeftModel.from_pretrained(base, source, is_trainable=True)
-        else:
-            model = _load_weights(source, section)
-        tokenizer = _load_tokenizer(source, section.runs_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UsageError(_explain(section.name, source, error)) from error
+                base = _load_weights(_base_of(source), _section_of_base(source, section))
+                model = PeftModel.from_pretrained(base, source, is_trainable=True)
+            else:
+                model = _load_weights(source, section)
+            tokenizer = _load_tokenizer(source, section.runs_remote_code)
     finally:
         transformers_logging.set_verbosity(verbosity)
         if quiet:
@@ -286,7 +308,7 @@ def check_files(source: str) -> None:
         if os.path.realpath(source) in seen:
             raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
         seen.append(os.path.realpath(source))
-        settings = _adapter_settings(source)
+        settings = read_object(Path(source) / ADAPTER_CONFIG)
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
             raise UsageError(
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
@@ -306,14 +328,6 @@ def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
         )
 
 
-def _adapter_settings(adapter: str) -> dict[str, Any]:
-    path = Path(adapter) / ADAPTER_CONFIG
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"model.name: {path} is damaged ({error})") from None
-
-
 def _is_adapter(source: str) -> bool:
     return (Path(source) / ADAPTER_CONFIG).is_file()
 
@@ -323,7 +337,10 @@ def _base_of(adapter: str) -> str:
 
     The embedded model is found again where another installation of this package wrote its path.
     """
-    base = str(_adapter_settings(adapter).get("base_model_name_or_path") or "")
+    place = Path(adapter) / ADAPTER_CONFIG
+    base = read_object(place).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
     return resolve_model_name(base)
@@ -349,21 +366,37 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
     for key in init.config:
         if key not in known:
             raise UsageError(f"model.init.config: {init.architecture} has no key {key!r}.{suggest(key, known)}")
+    check_sizes(init.config, "model.init.config.")
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     try:
         config = AutoConfig.for_model(init.architecture, **{"vocab_size": len(tokenizer), **ids, **init.config})
+        _check_room(init, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key(seed, "model weights") % (1 << 63))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+    except PosttrainError:
+        raise
+    except Exception as error:  # whatever settings that do not fit make of the libraries; the cause is kept
+        reason = " ".join(str(error).split())[:300]
         raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
     if config.vocab_size < len(tokenizer):
         raise UsageError(
             f"model.init.config.vocab_size: {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens"
         )
     return model, tokenizer
+
+
+def _check_room(init: InitSection, config: Any) -> None:
+    """Refuse a new model whose weights alone are more than this machine's memory."""
+    with torch.device("meta"):
+        num_bytes = 4 * num_parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > room:
+        raise UsageError(
+            f"model.init.config: this {init.architecture} takes {num_bytes / 2**30:,.0f} GiB, and the machine has "
+            f"{room / 2**30:,.0f}; give smaller sizes"
+        )
 
 
 def _checkpoint_of(run: Path) -> Path:
@@ -403,4 +436,4 @@ def _explain(name: str, source: str, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -114,10 +114,10 @@ def multiple_choice(submission: Submission) -> Verdict:
 
     The answer is read in the answer tags or the last box, else in the response behind the thinking: as a letter
     (``B``, ``(B)``, ``B.``, ``B) text``, ``\\text{B}``, ``Option B``), as the full text of a choice, or in a sentence
-    (``the answer is (B)``, ``answer: b``, ``my choice is B``, ``B is the answer``, ``答案是B``; at the end also ``It is B`` and ``So B``), of which
-    the last counts. Letters are A to J, capitals save in brackets. No answer: ``A or B``, ``A B C D``, a letter that
-    is a word (``A cat``), a label with another choice's text, an answer that is taken back (``B. Wait, no.``), and
-    thinking that never ends.
+    (``the answer is (B)``, ``answer: b``, ``my choice is B``, ``B is the answer``, ``B is correct``, ``答案是B``;
+    at the end also ``It is B`` and ``So B``), of which the last counts. Letters are A to J, capitals save in brackets
+    and behind a colon. No answer: ``A or B``, ``A B C D``, a letter that is a word (``A cat``), a label with another
+    choice's text, an answer that is taken back (``B. Wait, no.``), and thinking that never ends.
 
     ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
     once and then makes up further questions is graded by its first line.

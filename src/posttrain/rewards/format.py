@@ -23,7 +23,7 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
     """1 if the text is exactly one reasoning block followed by exactly one answer block, else 0.
 
     ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks
-    stands once, and something can be seen in the answer (``rewards.blank``). The reasoning may be empty: whether working pays is
+    stands once, and something can be seen in the answer. The reasoning may be empty: whether working pays is
     for the accuracy reward to teach. Text before, between or after the blocks, repeated or reversed
     tags give 0.
 

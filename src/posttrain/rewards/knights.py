@@ -33,7 +33,8 @@ _DENIED = (
 )
 # Sentences that take back the list above them: "Wait, no.", "No: the opposite.", "Just kidding."
 _TAKEN_BACK = re.compile(
-    r"(?:^|[.!?;\n])[\s*_(]{0,4}(?:(?:oh|but|ah|well|ok|okay|or|and|so|rather|in fact|actually|no)\b[,.:;!–—-]{0,3}\s{1,3}){0,3}(?:"
+    r"(?:^|[.!?;\n])[\s*_(]{0,4}"
+    r"(?:(?:oh|but|ah|well|ok|okay|or|and|so|rather|in fact|actually|no)\b[,.:;!–—-]{0,3}\s{1,3}){0,3}(?:"
     r"wait\b(?=\s{0,3}(?:[,.!:;…–—-]|$|no\b))|no\b[,.!:]{0,3}+\s{0,3}+(?=[.!]?\s{0,3}$|wait\b|sorry\b|that['’]s|it['’]s)|not[.!]{0,3}\s{0,3}$|hmm|"
     r"sorry\b(?=\s{0,3}(?:[,.!:;]|$))|correction\b|scratch\s{1,3}that\b|never\s?mind\b|on\s{1,3}second\s{1,3}thoughts?\b|"
     r"i\s{1,3}(?:was|am)\s{1,3}(?:wrong|mistaken|joking)\b|i\s{1,3}lied\b|(?:just\s{1,3})?kidding\b|"

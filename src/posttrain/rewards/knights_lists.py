@@ -42,7 +42,7 @@ def _groups(names: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     behind = (
         rf"{_START}(?P<role>knight|knave)s?\s{{0,3}}(?:\(s\)|\([0-9]\))?\s{{0,3}}(?:are\b|is\b|->|[:=→–—-])\s{{0,3}}[\[{{(]?\s?"
         rf"(?P<names>{one}{further}{{0,99}}|{_NOBODY})[\])}}]?"
-        r"(?=\s{0,3}(?:[.;!|]|$|,?\s{0,3}(?:(?:and|while|but)\s{1,3})?(?:the\s{1,3})?(?:knight|knave)))"
+        r"(?=\s{0,3}(?:[.;!|]|$|,?\s{0,3}(?:(?:and|while|but)\s{1,3})?(?:(?:the|only|all)\s{1,3}){0,2}(?:knight|knave)))"
     )
     before = (
         rf"(?P<start>\bboth\s{{1,3}})?(?P<names>{one}{further}{{1,99}})\s{{0,3}}(?:(?:are|must\s{{1,3}}be)\b|[:=→–—-])\s{{0,3}}"

@@ -23,8 +23,8 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
-    words, ``a/b``, mixed numbers; see ``rewards.answers``), maybe behind "the answer is". A gold answer that is no number is compared as
-    text. Fast, and linear in the length of the text.
+    words, ``a/b``, mixed numbers; see ``rewards.answers``), maybe behind "the answer is". A gold answer that is no
+    number is compared as text. Fast, and linear in the length of the text.
 
     Args:
         tolerance: the largest absolute difference that still counts as equal.

@@ -26,11 +26,14 @@ def final_response(text: str) -> str | None:
 def tagged_response(text: str) -> str | None:
     """``final_response``, or what is between its first ``<answer>`` and the next ``</answer>`` where it has these tags.
 
-    So a prompt template that asks for the tags does not count as part of the response. Answer tags that are
-    reversed, or of which one is missing, are text.
+    So a prompt template that asks for the tags does not count as part of the response; with nothing between them it
+    is empty. Answer tags that are reversed, or of which one is missing, are text.
     """
     response = final_response(text)
-    return None if response is None else _between_tags(response) or response
+    if response is None:
+        return None
+    inner = _between_tags(response)
+    return response if inner is None else inner
 
 
 def answer_region(submission: Submission) -> tuple[str, bool] | None:
@@ -52,7 +55,10 @@ def answer_region(submission: Submission) -> tuple[str, bool] | None:
 
 
 def _between_tags(response: str) -> str | None:
+    """What is between the answer tags, "" where it is blank; None without complete tags."""
     _, opened, rest = response.partition("<answer>")
     inner, closed, _ = rest.partition("</answer>")
     answer = inner.rpartition("<answer>")[2].strip()
-    return None if is_blank(answer) or not (opened and closed) else answer
+    if not (opened and closed):
+        return None
+    return "" if is_blank(answer) else answer

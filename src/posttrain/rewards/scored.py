@@ -31,7 +31,7 @@ class WorkerScorer:
 
     target: str
     subject: Any
-    limits: Limits = Limits()
+    limits: Limits
 
 
 Scorer = WorkerScorer | Callable[[str], float]

@@ -3,7 +3,8 @@
 This module is all that the process imports besides the function's own module, so it must stay light. It is
 started by ``workers`` in a fresh interpreter. Messages are JSON with a length in front, both ways.
 
-From the parent: first the settings (``target`` and what ``workers.Limits`` holds), then any number of ``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
+From the parent: first the settings (``target`` and what ``workers.Limits`` holds), then any number of
+``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
 ``{"number": n, "value": ...}`` or ``{"number": n, "crash": reason}``; ``"last": true`` says that the process ends
 with this answer.
 """
@@ -155,9 +156,9 @@ def _refuse_effects(compiles: bool) -> None:
             if _opens_to_write(arguments):
                 raise PermissionError("a worker writes no files")
             path = arguments[0]
-            if compiles and isinstance(path, str | bytes) and path != STATM:
-                if not os.path.realpath(os.fsdecode(path)).startswith(readable):
-                    raise PermissionError("a worker reads no files but Python's")
+            named = compiles and isinstance(path, str | bytes) and path != STATM
+            if named and not os.path.realpath(os.fsdecode(path)).startswith(readable):
+                raise PermissionError("a worker reads no files but Python's")
         elif event.startswith(_REFUSED) and event not in _PERMITTED:
             raise PermissionError(f"a worker does no {event}")
 

@@ -36,16 +36,15 @@ the file with everything resolved; it makes the same cells again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.option_types import Unread
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import (
     apply_override,
@@ -58,17 +57,18 @@ from posttrain.recipe_files import (
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare_merge import belongs_to_method, changes_between, differences, without_method
 from posttrain.runs.compare_sources import SourceReader
+from posttrain.runs.directory import NAME_RULE, RUN_NAME
 from posttrain.sections import Section
+from posttrain.strict_yaml import write_yaml
 
 COMPARISONS = "compare/"  # the folder of the shipped recipes that holds compare files
-_METHOD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def _as_source(value: Any) -> Any:
     return {"recipe": value} if isinstance(value, str) else {} if value is None else value
 
 
-Source = Annotated[dict[str, Any], BeforeValidator(_as_source)]
+Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
 class CompareFile(Section):
@@ -134,7 +134,7 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The compare file with everything resolved."""
-        return yaml.safe_dump(self.resolved, sort_keys=False, allow_unicode=True, width=100)
+        return write_yaml(self.resolved)
 
 
 def comparison_names() -> list[str]:
@@ -266,10 +266,10 @@ def _validate_file(data: Mapping[str, Any], place: str, lines: Mapping[str, int]
         known = list(CompareFile.model_fields)
         raise RecipeError(explain_validation(error, known, "", "a comparison", line_of)) from None
     for name in content.methods:
-        if not _METHOD_NAME.fullmatch(name):
+        if not RUN_NAME.fullmatch(name):
             raise RecipeError(
-                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of letters, digits, '.', '_' and "
-                "'-', because its runs are called by it"
+                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of {NAME_RULE}, "
+                "because its runs are called by it"
             )
     return content
 

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
+from posttrain.file_kinds import kind_of_file
+from posttrain.option_types import shorten
 from posttrain.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.runs.environment import describe_environment
@@ -31,7 +33,10 @@ from posttrain.store.locks import Held, hold, holder
 from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# What a run, a comparison, or a part of one may be called: a folder with room for what is written beside it.
+MAX_NAME_CHARS = 200
+NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
+RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
 _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast where libyaml is there
 PATIENCE_SECONDS = 10.0
@@ -62,10 +67,10 @@ def check_run_name(name: str) -> str:
     Raises:
         UsageError: characters other than letters, digits, ``.``, ``_`` and ``-``.
     """
-    if not _NAME.fullmatch(name):
+    if not RUN_NAME.fullmatch(name):
         raise UsageError(
-            f"--run {name!r}: a run's name is made of letters, digits, '.', '_' and '-', and does not start with "
-            "'.' or '-'; the folder that holds it is given by --runs-dir"
+            f"--run {shorten(name)}: a run's name is made of {NAME_RULE}, "
+            "and does not start with '.' or '-'; the folder that holds it is given by --runs-dir"
         )
     return name
 
@@ -74,7 +79,7 @@ def name_of_recipe(recipe_name: str) -> str:
     """A run's default name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
     path = Path(recipe_name)
     plain = path.stem if path.suffix in (".yaml", ".yml") else recipe_name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.")[:MAX_NAME_CHARS] or "run"
 
 
 def find_run(root: str | Path, name: str) -> Path:
@@ -83,12 +88,12 @@ def find_run(root: str | Path, name: str) -> Path:
     Raises:
         UsageError: there is none; the message suggests the nearest name.
     """
-    for path in (Path(root) / name, Path(name)):
-        if (path / "recipe.yaml").is_file():
+    for path in (Path(root) / name, Path(name)) if name else ():
+        if kind_of_file(path / "recipe.yaml") == "file":
             return path
     known = run_names(root)
     there = ", ".join(known) or "none"
-    raise UsageError(f"there is no run {name!r} in {root}.{suggest(name, known)} Runs there: {there}")
+    raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} Runs there: {there}")
 
 
 def run_names(root: str | Path) -> list[str]:

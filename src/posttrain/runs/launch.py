@@ -77,6 +77,7 @@ def launch(
     recipe = recipe.resolve()
     if name is not None:
         check_run_name(name)
+    is_new_root = not Path(root).exists()
     if resume:
         folder = _folder_to_resume(recipe, Path(root), name, recipe_name)
     else:
@@ -95,6 +96,9 @@ def launch(
         except UsageError:
             if not resume and not record.started:
                 directory.discard()  # the same command, once corrected, finds the name free
+                with suppress(OSError):  # other runs may have come into it
+                    if is_new_root:
+                        Path(root).rmdir()
             raise
 
 
@@ -289,6 +293,8 @@ class _Record:
             self.directory.log("started" if at is None else f"resumed after step {at}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
+            if facts.get("num_repeated"):
+                self.directory.log(f"{facts['num_repeated']} rows of the data repeat an earlier one, and count again")
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":

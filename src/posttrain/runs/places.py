@@ -8,20 +8,19 @@ is a symbolic link is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from posttrain.errors import UsageError
+from posttrain.option_types import shorten
 from posttrain.registry import suggest
-from posttrain.runs.directory import run_names
+from posttrain.runs.directory import NAME_RULE, RUN_NAME, run_names
 
 CELLS, START = "cells", "start"
 # What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
 PLANS = ("compare.yaml", "study.yaml")
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _PATTERN = "*?["
 _NUM_NAMES_SHOWN = 12
 
@@ -76,10 +75,10 @@ def locate(root: str | Path, name: str) -> Place:
     folder = Path(root)
     runs, comparisons = every_run_name(folder), comparison_names(folder)
     relative = _relative(folder, name, {*runs, *comparisons})
-    if not all(_PART.fullmatch(part) for part in relative.split("/")):
+    if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
-            f"{name!r}: a run's name is made of letters, digits, '.', '_' and '-', with '/' between a comparison and "
-            f"its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
+            f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a comparison "
+            f"and its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
         )
     path = folder
     for part in relative.split("/"):
@@ -93,7 +92,7 @@ def locate(root: str | Path, name: str) -> Place:
         return Place(relative, path, is_comparison=True)
     if relative not in runs:
         known = [*runs, *comparisons]
-        raise UsageError(f"there is no run {name!r} in {folder}.{suggest(relative, known)} {_list_names(known)}")
+        raise UsageError(f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {_list_names(known)}")
     return Place(relative, path)
 
 
@@ -110,7 +109,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
             known = [*every_run_name(root), *comparison_names(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {name!r}. {_list_names(known)}")
+                raise UsageError(f"nothing in {root} fits {shorten(name)}. {_list_names(known)}")
         for exact in matching:
             place = locate(root, exact)
             found.setdefault(place.name, place)

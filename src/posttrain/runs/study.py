@@ -34,27 +34,27 @@ them can be looked at, or repeated by hand. Unknown keys are refused with a sugg
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.option_types import Tokens
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, recipe_text
 from posttrain.registry import explain_validation, suggest
 from posttrain.runs.compare import Cell, Source
 from posttrain.runs.compare_sources import SourceReader
+from posttrain.runs.directory import NAME_RULE, RUN_NAME
 from posttrain.sections import RewardWord, Section, Word
+from posttrain.strict_yaml import write_yaml
 
 STUDIES = "study/"  # the folder of the shipped recipes that holds study files
 STUDY_FILE = "study.yaml"
 Kind = Literal["overoptimization", "best_of_n"]
-_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SOURCES = ("reward_models", "policies")
 
 
@@ -64,7 +64,7 @@ class BestOfNSection(Section):
     task: Word
     n: int = Field(default=256, ge=2)
     samples: int = Field(default=64, ge=2)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: Tokens = 128
     temperature: float = Field(default=1.0, gt=0)
 
 
@@ -74,7 +74,7 @@ class LabelledSection(Section):
     task: Word
     n: int = Field(default=256, ge=1)
     samples: int = Field(default=8, ge=2)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: Tokens = 128
     temperature: float = Field(default=1.0, gt=0)
 
 
@@ -163,7 +163,7 @@ class StudyPlan:
 
     def to_yaml(self) -> str:
         """The study file with everything resolved; it makes the same study again."""
-        return yaml.safe_dump(self.resolved, sort_keys=False, allow_unicode=True, width=100)
+        return write_yaml(self.resolved)
 
 
 def _seed(part: Part) -> int:
@@ -250,11 +250,10 @@ def _validate(data: Mapping[str, Any], place: str, lines: Mapping[str, int], ove
         raise RecipeError(explain_validation(error, known, "", "a study", line_of)) from None
     for section in _SOURCES:
         for name in getattr(content, section):
-            if not _PART_NAME.fullmatch(name):
+            if not RUN_NAME.fullmatch(name):
                 where = f"{section}.{name}"
                 raise RecipeError(
-                    f"{line_of(where)}{where}: a name is made of letters, digits, '.', '_' and '-', because runs are "
-                    "called by it"
+                    f"{line_of(where)}{where}: a name is made of {NAME_RULE}, because runs are called by it"
                 )
     shared = set(content.reward_models) & set(content.policies)
     if shared:

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from posttrain.errors import StorageError
+from posttrain.errors import StorageError, UsageError
+from posttrain.option_types import shorten
 from posttrain.store.locks import is_alive
 
 ASIDE = ".tmp-"  # what is written aside is called so, until it gets its name
 CHECKPOINTS = "checkpoints"  # a folder that keeps its own order: ``train/checkpoint_files.py``
 _ASIDE_NAME = re.compile(r"\.tmp-.+-([0-9]{1,9})", re.DOTALL)
+# The place is not one that files can be in: the caller's mistake, not the disk's.
+_NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,6 +50,9 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _NO_PLACE:
+            where = shorten(str(error.filename or place))
+            raise UsageError(f"{where}: cannot write {what} there: {error.strerror}. Give another place") from error
         raise explain_storage(what, place, error) from error
 
 

@@ -52,3 +52,13 @@ class ExamplesOnDemand(Sequence[Example]):
 
     def __iter__(self) -> Iterator[Example]:
         return (self.make(item) for item in range(self.size))
+
+
+def num_repeated(examples: Sequence[Example]) -> int:
+    """How many examples say the same as an earlier one: prompt, answer, solution and given answers.
+
+    0 for examples that are made on demand.
+    """
+    if isinstance(examples, ExamplesOnDemand):
+        return 0
+    return len(examples) - len({(e.messages, e.answer, e.solution, e.responses) for e in examples})

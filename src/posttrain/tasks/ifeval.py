@@ -47,7 +47,7 @@ def ifeval(*, split: Literal["test"] = "test", path: str | None = None, hub: str
         else:
             dropped[problem] += 1
     if not examples:
-        raise DataError(path or f"hub:{hub}", "no usable examples in it")
+        raise DataError(path or f"hub:{hub}", "no usable examples in it; give a file with rows")
     return Task("ifeval", split, examples, dict(dropped))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import Any, Literal
 
 from posttrain.errors import DataError
+from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.rewards.answers import last_boxed
 from posttrain.tasks import math
@@ -239,7 +241,7 @@ def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row]
         else:
             examples.append(example)
     if not examples:
-        raise DataError(place, "no usable examples in it")
+        raise DataError(place, "no usable examples in it; give a file with rows")
     return Task(name, "test", examples, dict(dropped))
 
 
@@ -247,7 +249,10 @@ def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -
     meta: dict[str, Any] = {}
     for key, kept in _META.items():
         if row.has(key) and kept not in meta:
-            meta[kept] = _MISSPELLED.get(row.data[key], row.data[key]) if key == "Type" else row.data[key]
+            value = row.data[key]
+            if not isinstance(value, str | int | float) or isinstance(value, bool) or value != value:
+                raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+            meta[kept] = _MISSPELLED.get(value, value) if isinstance(value, str) else value
     if len(golds) > 1:
         if grader != "math":
             raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
@@ -285,5 +290,7 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
 
 def _read_gold(row: Row, key: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if not isfinite(value):
+            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
         return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
     return row.checked(value, key).strip()

@@ -95,7 +95,7 @@ def mmlu(
             )
         examples.append(read_example(row, split, own))
     if not examples:
-        raise DataError(place, "no usable examples in it")
+        raise DataError(place, "no usable examples in it; give a file with rows")
     return Task("mmlu", split, examples)
 
 

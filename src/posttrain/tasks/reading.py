@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, MissingExtra
+from posttrain.file_kinds import kind_of_file
 from posttrain.registry import suggest
 from posttrain.types import Message
 
@@ -60,6 +62,8 @@ class Row:
         """
         value = self.data.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise self.fail(f"{key!r} must be a finite number or text; got {value!r}")
             return repr(value)
         return self.text(key)
 
@@ -72,11 +76,11 @@ class Row:
         if not isinstance(value, str):
             raise self.fail(f"{name!r} must be text; got {_shown(value)}")
         if not value.strip():
-            raise self.fail(f"{name!r} is empty")
+            raise self.fail(f"{name!r} is empty; give a text, or leave the row out")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise self.fail(f"{name!r} holds half of a surrogate pair, which is no character") from None
+            raise self.fail(f"{name!r} holds half of a surrogate pair, which is no character; write it whole") from None
         return value
 
     def messages(self, key: str) -> tuple[Message, ...]:
@@ -121,11 +125,13 @@ def read_file(path: str | Path) -> Iterator[Row]:
         MissingExtra: a parquet file without pyarrow.
     """
     path = Path(path)
-    if not path.exists():
-        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else ""
-        raise DataError(path, f"no such file.{near}")
-    if path.is_dir():
-        raise DataError(path, f"this is a folder; give one file ({', '.join(SUFFIXES)})")
+    kind = kind_of_file(path)
+    if kind == "nothing":
+        parent = kind_of_file(path.parent) == "folder"
+        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if parent else ""
+        raise DataError(path, f"no such file.{near} Give one that is there")
+    if kind != "file":
+        raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
     if not path.name.endswith(SUFFIXES):
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
     yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
@@ -140,9 +146,11 @@ def _read_lines(path: Path) -> Iterator[Row]:
                 if text:
                     yield Row(str(path), number, _parse_object(text, path, number))
     except UnicodeDecodeError as error:
-        raise DataError(path, f"not UTF-8 text ({error.reason})", number) from None
+        raise DataError(path, f"not UTF-8 text ({error.reason}); save it as UTF-8", number) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(path, f"the gzip file is damaged or cut off ({error})", number + 1) from None
+        raise DataError(
+            path, f"the gzip file is damaged or cut off ({error}); get it again, or compress it again", number + 1
+        ) from None
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from None
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
 from posttrain.rewards.scored import WorkerScorer
@@ -63,7 +64,7 @@ def reasoning_gym(
     *,
     dataset: str,
     split: Split = "train",
-    seed: Annotated[int, Field(ge=0)] = 0,
+    seed: Seed = 0,
     size: Annotated[int, Field(ge=1)] = 1000,
     options: dict[str, Any] | None = None,
     accept_code_scorer: bool | None = None,
@@ -79,8 +80,9 @@ def reasoning_gym(
     processes that can be killed, since some hang or fail on what a model may write.
 
     Before a data set is used, constants, copies, listings and hedges are scored on 40 questions. It is refused if one
-    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on record
-    for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and versions.
+    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on
+    record for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and
+    versions.
 
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``countdown``, ...).

@@ -61,9 +61,9 @@ def pays(best: Payment) -> bool:
 def probe(sample: Sequence[Asked]) -> list[Payment]:
     """What each way of answering got, best first.
 
-    A constant is no cheat where the gold answer says the same: a set of yes and no pays "yes" for half of its questions,
-    and that is not counted. Hedges (the gold answer beside another) and listings of all gold answers never say
-    what the gold says.
+    A constant is no cheat where the gold answer says the same: a set of yes and no pays "yes" for half of its
+    questions, and that is not counted. Hedges (the gold answer beside another) and listings of all gold answers
+    never say what the gold says.
     """
     asked = [(kind, pattern, i, answer) for kind, pattern, answers in _ways(sample) for i, answer in answers]
     results = score_answers([(sample[i].scorer, answer) for _, _, i, answer in asked])

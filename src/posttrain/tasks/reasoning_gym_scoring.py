@@ -1,7 +1,7 @@
 """What scores an answer to a reasoning-gym question, in a worker process (``rewards.workers``).
 
-An entry travels as JSON in which tuples, dates and keys that are no text are marked, and comes back as it was. It is not
-made again in the worker: some data sets walk through sets, so that another process makes other questions.
+An entry travels as JSON in which tuples, dates and keys that are no text are marked, and comes back as it was. It is
+not made again in the worker: some data sets walk through sets, so that another process makes other questions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_DATASETS = 32  # of one worker: a split draws from several seeds
 
 
 def score(item: list[Any]) -> float:
-    """The data set's own score of an answer; ``item`` is ``[[data set, settings, entry], answer]``, the inner ones JSON.
+    """The data set's own score of an answer; ``item`` is ``[[data set, settings, entry], answer]``, these as JSON.
 
     Raises:
         ValueError: the score is not finite.

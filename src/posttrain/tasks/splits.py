@@ -54,7 +54,7 @@ def choose_split(
         DataError: nothing is left for the split.
     """
     if not examples:
-        raise DataError(place, "no usable examples in it")
+        raise DataError(place, "no usable examples in it; give a file with rows")
     if split == "test" or (split == "train" and share == 0):
         return list(examples)
     if share == 0:

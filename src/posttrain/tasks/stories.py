@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.errors import UsageError
+from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register
 from posttrain.tasks import story_text as text
@@ -45,7 +46,7 @@ _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of op
 def stories(
     *,
     split: Split = "train",
-    seed: Annotated[int, Field(ge=0)] = 0,
+    seed: Seed = 0,
     size: Annotated[int, Field(ge=1)] = 50_000,
     min_steps: Annotated[int, Field(ge=1, le=6)] = 1,
     max_steps: Annotated[int, Field(ge=1, le=6)] = 4,

@@ -22,7 +22,7 @@ from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.selection import Units, choose_units
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.annotate import Annotator
 from posttrain.train.credit import Credit
 from posttrain.train.feedback import Feedback
@@ -67,7 +67,7 @@ class RolloutSource:
         self.credit, self.annotate, self.feedback = credit, annotate, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
-        self.dropped = dict(task.dropped)
+        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:

@@ -23,7 +23,7 @@ from posttrain.randomness import draw_indices
 from posttrain.recipe import Recipe
 from posttrain.render import Template
 from posttrain.store.durable import replace_file
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.annotate import Annotator
 from posttrain.train.rows import Row, Shape, rows_of
 from posttrain.types import Batch, Rollout, Sample, collate
@@ -76,7 +76,7 @@ class SupervisedSource:
                 "leave it out"
             )
         self.rows_per_unit = 2 if shape == "pair" else 1
-        self.dropped = dict(task.dropped)
+        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.units: list[tuple[Row, ...]] = []
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"

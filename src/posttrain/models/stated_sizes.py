@@ -1,0 +1,61 @@
+"""What a model's config.json says before anything is built by it: a folder from elsewhere may say anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.option_types import shorten
+
+# The largest that a model of today could have, and room; the names are those of transformers' configurations.
+LARGEST: dict[str, int] = {
+    **dict.fromkeys(("vocab_size",), 10**8),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim"), 10**6),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 10**7),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 10**5),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**9),
+}
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a model folder whose config.json is no JSON object or states sizes that no model has.
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    place = folder / "config.json"
+    if place.is_file():
+        check_sizes(read_object(place), f"model.name: {place}: ")
+
+
+def read_object(place: Path) -> dict[str, Any]:
+    """The JSON object in a small file of a model.
+
+    Raises:
+        UsageError: it is none, or cannot be read.
+    """
+    try:
+        content = json.loads(place.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # a ValueError is bad UTF-8, bad JSON or a huge number
+        reason = str(error).partition("\n")[0][:200]
+        raise UsageError(f"model.name: {place} cannot be read ({reason}); give a complete model") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"model.name: {place} must hold a JSON object; got {shorten(content)}")
+    return content
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes that no model has; ``where`` stands in front of the key.
+
+    Raises:
+        UsageError: not a whole number from 1 to the largest that there is.
+    """
+    for key, largest in LARGEST.items():
+        value = config.get(key)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 1 <= value <= largest):
+            raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")

@@ -1,0 +1,117 @@
+"""What the keys of a recipe may hold: plain values of an honest size, whatever section or word they belong to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from posttrain.strict_yaml import OldTruth
+
+LARGEST_COUNT = 10**9
+_SHOWN_CHARS = 100
+
+
+class AnySize:
+    """Marks a whole number without an upper bound."""
+
+
+class Unread:
+    """Marks plain data that are read as a recipe later."""
+
+
+# A whole number from which random numbers follow: any will do.
+Seed = Annotated[int, Field(ge=0), AnySize()]
+# Rows, prompts or samples that are in memory at once.
+Few = Annotated[int, Field(ge=1, le=65_536)]
+# The length of a text.
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+class Options(BaseModel):
+    """Keys with types; what JSON has no value for, or what is of another type by accident, is refused.
+
+    Truth values are no numbers. Texts can be written as UTF-8. A whole number is at most ``LARGEST_COUNT`` from zero,
+    unless its type is ``Seed``.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        held = _types(cls.model_fields[info.field_name].annotation)
+        if Unread in held:
+            return value
+        if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in held):
+            check_plain(value)
+        if bool not in held and held & {int, float} and Any not in held and _holds(value, bool):
+            raise PydanticCustomError("truth", "Input should be a number, and true and false are none")
+        if Any in held and _holds(value, OldTruth):
+            raise PydanticCustomError("old_truth", "Input should be true or false, or text in quotes, not yes or no")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        field = cls.model_fields[info.field_name]
+        marked = any(isinstance(item, AnySize) for item in field.metadata)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if not marked and any(type(number) is int and abs(number) > LARGEST_COUNT for number in numbers):
+            raise PydanticCustomError("size", f"Input should be at most {LARGEST_COUNT:,}")
+        return value
+
+
+def check_plain(value: Any) -> None:
+    """Refuse texts that are no characters, and numbers that JSON has not, inside free-form values.
+
+    Raises:
+        PydanticCustomError: for pydantic to put the key before it.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError(
+                "surrogate", "Input should be text; this holds half of a surrogate pair"
+            ) from None
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            check_plain(key)
+            check_plain(held)
+            _check_finite(held)
+    elif isinstance(value, list | tuple):
+        for held in value:
+            check_plain(held)
+            _check_finite(held)
+
+
+def _check_finite(value: Any) -> None:
+    if isinstance(value, float) and value - value != 0:
+        raise PydanticCustomError("finite", "Input should be a finite number")
+
+
+def _holds(value: Any, kind: type) -> bool:
+    if isinstance(value, dict):
+        return any(_holds(held, kind) for held in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds(held, kind) for held in value)
+    return isinstance(value, kind)
+
+
+def _types(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    if isinstance(annotation, Unread):
+        return {Unread}
+    inner = [_types(item) for item in get_args(annotation)]
+    return ({annotation} if isinstance(annotation, type) or annotation is Any else set()).union(*inner)
+
+
+def shorten(value: Any) -> str:
+    """``value`` as Python writes it, the middle of a long one left out."""
+    text = repr(value)
+    half = _SHOWN_CHARS // 2
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,258 @@
+"""Data files that are none, for every task that reads one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from random import Random
+from typing import Any
+
+from fuzz_case import FIFO, FOLDER, SFT, Case, dump, merged
+
+from posttrain import registry
+
+PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 8.5, "score_rejected": 4}
+PROBLEM = {"problem": "What is 1+1?", "answer": "2", "solution": "It is \\boxed{2}."}
+TALK = "\n\nHuman: {}\n\nAssistant: {}"
+STEPS = {
+    "instruction": "What is 1+1?",
+    "responses": [],
+    "next_response": "It is 2.",
+    "rating": 1,
+    "is_human_response": False,
+    "is_solution": True,
+    "is_preferred_response": True,
+    "answer": None,
+}
+# A good row of each task that reads a file, with the keys that it must have. A new task is entered here.
+ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "aime24": (PROBLEM, ("problem", "answer")),
+    "aime25": (PROBLEM, ("problem", "answer")),
+    "amc": (PROBLEM, ("problem", "answer")),
+    "gsm8k": ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, ("question", "answer")),
+    "gsm8k_solutions": (
+        {
+            "question": "1+1?",
+            "ground_truth": "1+1=2\n#### 2",
+            "model": "6b",
+            "solution": "1+1=2\nA: 2",
+            "is_correct": True,
+        },
+        ("question", "solution"),
+    ),
+    "hh_rlhf": ({"chosen": TALK.format("a", "b"), "rejected": TALK.format("a", "c")}, ("chosen", "rejected")),
+    "ifeval": (
+        {"key": 7, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+        ("prompt", "instruction_id_list", "kwargs"),
+    ),
+    "jsonl": ({"prompt": "1+1?", "answer": "2"}, ("prompt", "answer")),
+    "judged_solutions": ({"question": "1+1?", "response": "It is 2.", "is_correct": True}, ("question", "response")),
+    "knights_and_knaves": (
+        {"quiz": "Who is who?", "names": ["Ann", "Bob"], "solution": [True, False]},
+        ("quiz", "names", "solution"),
+    ),
+    "llmbar": ({"input": "Say yes.", "output_1": "yes", "output_2": "no", "label": 1}, ("input", "output_1", "label")),
+    "math": (PROBLEM | {"level": "Level 1", "type": "Algebra"}, ("problem", "level")),
+    "math500": (PROBLEM | {"level": 1, "subject": "Algebra"}, ("problem", "level")),
+    "math_shepherd": (
+        {"input": "1+1? Step 1: It is 2. ки", "label": "1+1? Step 1: It is 2. +", "task": "GSM8K"},
+        ("input", "label"),
+    ),
+    "minerva_math": (PROBLEM, ("problem", "answer")),
+    "mmlu": (
+        {"subject": "anatomy", "question": "Which?", "choices": ["a", "b"], "answer": 1},
+        ("subject", "question", "choices", "answer"),
+    ),
+    "mr_gsm8k": (
+        {
+            "question": "How many?",
+            "model_output_steps": ["a", "b"],
+            "model_output_solution_correctness": "wrong",
+            "model_output_solution_first_error_step": 2,
+        },
+        ("question", "model_output_steps", "model_output_solution_correctness"),
+    ),
+    "olympiad_bench": (PROBLEM, ("problem", "answer")),
+    "pandalm": (
+        {
+            "instruction": "Say it.",
+            "input": "",
+            "response1": "it",
+            "response2": "that",
+            "annotator1": 1,
+            "annotator2": 1,
+            "annotator3": 2,
+        },
+        ("instruction", "response1"),
+    ),
+    "preferences": (PAIR, ("prompt", "chosen", "rejected")),
+    "prm800k": (STEPS, ("instruction", "next_response", "responses")),
+    "prmbench": (
+        {
+            "original_question": "How many?",
+            "modified_question": "How many now?",
+            "original_process": ["a", "b"],
+            "modified_process": ["a", "x"],
+            "modified_steps": [2],
+            "error_steps": [2],
+            "classification": "deception",
+        },
+        ("modified_question", "modified_process", "error_steps", "classification"),
+    ),
+    "svamp": (
+        {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
+        ("Body", "Question", "Answer", "Type"),
+    ),
+    "ultrafeedback": (PAIR, ("prompt", "chosen", "rejected", "score_chosen")),
+}
+NEEDS = {"split": "test"}
+WRONG_VALUES: tuple[Any, ...] = ([], {}, [[1]], {"a": 1}, True, float("nan"), float("inf"), "\ud800", [None])
+
+
+def path_tasks() -> dict[str, Any]:
+    """The registered tasks that read a file of rows."""
+    return {
+        name: entry for name, entry in registry.entries("task").items() if "path" in entry.options_model().model_fields
+    }
+
+
+@cache
+def options_of(task: str) -> tuple[str, ...]:
+    return tuple(registry.entries("task")[task].options_model().model_fields)
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def damaged(row: dict[str, Any]) -> list[tuple[str, str, bytes | str]]:
+    """(what, name of the file, contents)."""
+    good = lines(row, row)
+    deep = '{"prompt": ' + "[" * 10_000 + "]" * 10_000 + "}\n"
+    return [
+        ("empty", "rows.jsonl", b""),
+        ("blank lines", "rows.jsonl", b"\n\n  \n"),
+        ("a list", "rows.jsonl", b"[1, 2]\n"),
+        ("a number", "rows.jsonl", b"3\n"),
+        ("null", "rows.jsonl", b"null\n"),
+        ("a text", "rows.jsonl", b'"x"\n'),
+        ("an empty object", "rows.jsonl", b"{}\n"),
+        ("other keys", "rows.jsonl", b'{"nonsense": 1}\n'),
+        ("cut off", "rows.jsonl", good + lines(row)[:-9]),
+        ("a JSON list over lines", "rows.jsonl", json.dumps([row, row], indent=1).encode()),
+        ("deep", "rows.jsonl", good + deep.encode()),
+        ("deep and unclosed", "rows.jsonl", good + b"[" * 100_000),
+        ("huge integer", "rows.jsonl", good + b'{"prompt": ' + b"9" * 5000 + b"}\n"),
+        ("bad UTF-8", "rows.jsonl", good + b'{"prompt": "\xff\xfe"}\n'),
+        ("UTF-16", "rows.jsonl", json.dumps(row).encode("utf-16")),
+        ("NUL", "rows.jsonl", good + b"\0\0\0\n"),
+        ("binary", "rows.jsonl", bytes(range(256)) * 9),
+        ("BOM in the middle", "rows.jsonl", good + b"\xef\xbb\xbf" + lines(row)),
+        ("not gzip", "rows.jsonl.gz", good),
+        ("empty gzip", "rows.jsonl.gz", b""),
+        ("cut gzip", "rows.jsonl.gz", gzip.compress(good * 50)[:-12]),
+        ("gzip with a wrong sum", "rows.jsonl.gz", gzip.compress(good)[:-8] + b"\0" * 8),
+        ("empty in gzip", "rows.jsonl.gz", gzip.compress(b"")),
+        ("not parquet", "rows.parquet", good),
+        ("empty parquet", "rows.parquet", b""),
+        ("parquet's mark", "rows.parquet", b"PAR1"),
+        ("a folder", "rows.jsonl", FOLDER),
+        ("a folder as gzip", "rows.jsonl.gz", FOLDER),
+        ("a folder as parquet", "rows.parquet", FOLDER),
+        ("a pipe", "rows.jsonl", FIFO),
+        ("a pipe as gzip", "rows.jsonl.gz", FIFO),
+        ("a pipe as parquet", "rows.parquet", FIFO),
+        ("another kind", "rows.csv", good),
+        ("no kind", "rows", good),
+        ("zeros", "rows.jsonl->", "/dev/zero"),
+        ("a circle", "rows.jsonl->", "rows.jsonl"),
+        ("nothing", "nowhere.jsonl", ""),
+        ("a long name", "x" * 300 + ".jsonl", ""),
+        (
+            "duplicate key",
+            "rows.jsonl",
+            good + b'{"prompt": ' + b'"a", "prompt": "b"}\n' if "prompt" not in row else b"",
+        ),
+    ]
+
+
+def data_cases(random: Random) -> list[Case]:
+    """Every task that reads a file, with files that cannot be read and rows that cannot be used."""
+    cases = []
+    for task in path_tasks():
+        row, keys = ROWS[task]
+        for what, name, content in damaged(row):
+            if what == "duplicate key":
+                continue
+            plain = name.removesuffix("->")
+            files = {name: content} if content != "" else {}
+            cases.append(_ask(random, f"data: {what}", task, plain, files))
+        for key in keys:
+            for value in WRONG_VALUES:
+                if isinstance(value, list | dict) and _allowed(task, key, value):
+                    continue
+                content = lines(row | {key: value})
+                cases.append(_ask(random, "data: wrong value", task, "rows.jsonl", {"rows.jsonl": content}))
+            content = lines({k: v for k, v in row.items() if k != key})
+            if (task, key) not in OPTIONAL:
+                cases.append(_ask(random, "data: key missing", task, "rows.jsonl", {"rows.jsonl": content}))
+    return cases
+
+
+OPTIONAL = {
+    ("math", "level"),
+    ("math500", "level"),
+    ("aime24", "answer"),
+    ("aime25", "answer"),
+    ("amc", "answer"),
+    ("minerva_math", "answer"),
+    ("olympiad_bench", "answer"),
+    ("svamp", "Type"),
+    ("ultrafeedback", "score_chosen"),
+    ("prm800k", "responses"),
+    ("preferences", "prompt"),
+    ("ultrafeedback", "prompt"),
+}
+
+
+def _allowed(task: str, key: str, value: Any) -> bool:
+    """Lists where lists belong: an empty one of steps before this one, alternatives of answers."""
+    return value == [] and (task, key) in {("prm800k", "responses"), ("prmbench", "error_steps")}
+
+
+def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any]) -> Case:
+    fields = options_of(task)
+    own = {key: value for key, value in NEEDS.items() if key in fields}
+    words = tuple(f"--task.{key}={value}" for key, value in own.items())
+    ways: list[tuple[tuple[str, ...], dict[str, bytes]]] = [
+        (("data", "show", task, f"--task.path={name}", *words), {}),
+        (("evaluate", "tiny", "--task", task, f"--task.path={name}", *words, "--n", "2", "--quiet"), {}),
+        (
+            ("train", "mine.yaml", "--quiet"),
+            {"mine.yaml": dump(merged(SFT, {"task": None}) | {"task": {"name": task, "path": name, **own}})},
+        ),
+    ]
+    way, more = random.choice(ways[:2] if random.random() < 0.8 else ways)
+    return Case(kind, way, (name[:60],), {**files, **more})
+
+
+def good_data_cases(random: Random) -> list[Case]:
+    """Good rows of every task, also with what editors add: they are read."""
+    cases = []
+    for task in path_tasks():
+        row, _ = ROWS[task]
+        for content in (
+            lines(row, row),
+            b"\xef\xbb\xbf" + lines(row),
+            lines(row, row).replace(b"\n", b"\r\n"),
+            b"\n" + lines(row) + b"\n\n",
+        ):
+            case = _ask(Random(0), "good data", task, "rows.jsonl", {"rows.jsonl": content})
+            words = (
+                ("data", "show", *case.words[2:])
+                if case.words[0] == "data"
+                else ("data", "show", task, *case.words[4:-3])
+            )
+            cases.append(Case("good data", words, (), {"rows.jsonl": content}, good=True))
+    return cases

@@ -1,0 +1,325 @@
+"""Bad values for every key of every recipe and every option of every word, made from their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+from typing import Annotated, Any
+
+from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value, without
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from posttrain import registry
+from posttrain.interpret.diff_recipe import DiffRecipe
+from posttrain.interpret.sae_recipe import SaeRecipe
+from posttrain.recipe import Recipe
+from posttrain.runs.study import StudyFile
+from posttrain.sections import Word
+
+# YAML of a value, and the types that it fits; what fits nothing is bad for every key.
+POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    (text, frozenset(types.split()))
+    for text, types in (
+        ("[]", "array"),
+        ("{}", "object"),
+        ("[1, [2]]", ""),
+        ("{nonsense: 1}", "object"),
+        ("maybe", "string"),
+        ("''", "string"),
+        ("7.5", "number"),
+        ("-3", "number integer"),
+        ("true", "boolean"),
+        ("yes", "boolean string"),
+        ("null", "null"),
+        ("2024-05-17", "string"),
+        ("2024-02-31", "string"),
+        ("2001-12-14t21:59:43.10-05:00", "string"),
+        ("1:30", "string"),
+        ("190:20:30.15", "string"),
+        (".nan", ""),
+        (".inf", ""),
+        ("-.inf", ""),
+        ("1e400", ""),
+        ("010", ""),
+        ("100000000000", "number"),
+        ("1e11", "number"),
+        ("1e30", "number"),
+        ("9" * 5000, ""),
+        ("-" + "9" * 4400, ""),
+        ("²", "string"),
+        ("1²", "string"),
+        ("!!binary aGk=", ""),
+        ("!!set {a, b}", ""),
+        ("!!timestamp 2024-01-01", ""),
+        ("!!python/name:os.system", ""),
+        ("!own 3", ""),
+        ('"\\ud800"', ""),
+        ('"half \\udfff"', ""),
+        ("*nowhere", ""),
+        ("&a [*a]", ""),
+        ("&a {b: *a}", ""),
+        ("[" * 3000 + "]" * 3000, ""),
+        ("{<<: 3}", ""),
+        ("{a: 1, a: 2}", ""),
+    )
+)
+# Not YAML, so text where an option has it; in a file it is refused.
+NO_YAML = ("!", "*", "&a [*", "&a {b: *")
+SEEDS = {"seed"}  # any whole number is a seed
+PARENTS: dict[str, dict[str, Any]] = {
+    "model.init": {"model": {"init": {"architecture": "qwen3"}}},
+    "kl_in_reward": {"kl_in_reward": {"weight": 0.1}},
+    "teacher": {"teacher": {"name": "tiny"}},
+    "data": {},
+}
+
+
+@cache
+def _schema_of(annotation: Any) -> dict[str, Any]:
+    return TypeAdapter(annotation).json_schema()
+
+
+def types_of(field: FieldInfo) -> tuple[set[str], dict[str, Any]]:
+    """The JSON types that a field takes, and its schema."""
+    schema = _schema_of(_annotated(field))
+    choices = schema.get("anyOf", [schema])
+    return {str(choice.get("type", "ref" if "$ref" in choice else "any")) for choice in choices}, schema
+
+
+def _annotated(field: FieldInfo) -> Any:
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def bad_texts(field: FieldInfo, key: str) -> list[str]:
+    """YAML that the field must refuse."""
+    types, schema = types_of(field)
+    choices = schema.get("anyOf", [schema])
+    if "any" in types and not any("enum" in c or "const" in c for c in choices):
+        return []
+    last = key.rpartition(".")[2]
+    lists_enum = any("enum" in c or "const" in c for c in choices)
+    bad = []
+    for text, fits in POOL:
+        taken = set(types)
+        if last in SEEDS and text in ("100000000000", "1e11", "1e30"):
+            continue
+        if "number" in taken and "integer" not in taken and text in ("-3",):
+            limits = [c for c in choices if c.get("type") == "number"]
+            if not all(c.get("minimum", c.get("exclusiveMinimum", -9)) >= 0 for c in limits):
+                continue
+            taken.discard("number")
+        if "integer" in taken and text == "-3":
+            limits = [c for c in choices if c.get("type") == "integer"]
+            if not all(c.get("minimum", -9) >= 0 for c in limits):
+                continue
+            taken.discard("integer")
+        if "number" in taken and text in ("7.5", "100000000000", "1e11", "1e30"):
+            limits = [c for c in choices if c.get("type") == "number"]
+            if all("maximum" in c or "exclusiveMaximum" in c for c in limits):
+                taken.discard("number")
+        if lists_enum:  # words from a list
+            taken -= {"string", "boolean"} if "boolean" not in types else {"string"}
+        if taken & fits:
+            continue
+        if "string" in taken and text == "''":
+            continue
+        bad.append(text)
+    return bad
+
+
+def is_word(annotation: Any) -> bool:
+    args = getattr(annotation, "__args__", ())
+    return (isinstance(annotation, type) and issubclass(annotation, Word)) or any(is_word(a) for a in args)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    choices = [annotation, *getattr(annotation, "__args__", ())]
+    return next(
+        (c for c in choices if isinstance(c, type) and issubclass(c, BaseModel) and not issubclass(c, Word)), None
+    )
+
+
+def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from walk(inner, f"{prefix}{name}.")
+
+
+WORD_TEXTS = (
+    "7.5",
+    "true",
+    "[]",
+    "{}",
+    "{nonsense: 1}",
+    "nowhere_to_be_found",
+    "{name: null}",
+    "{name: [a]}",
+    "''",
+    "2024-05-17",
+    "1:30",
+    ".nan",
+    "&a [*a]",
+    "!!binary aGk=",
+    "{name: 3}",
+    '"\\ud800"',
+    "{name: ''}",
+    "9" * 5000,
+    "{name: {name: grpo}}",
+    "[[]]",
+    "[null]",
+)
+
+
+def _bases() -> Iterator[tuple[str, tuple[str, ...], type[BaseModel], dict[str, Any]]]:
+    yield "recipe", ("train",), Recipe, RL
+    yield "sae recipe", ("sae", "train"), SaeRecipe, SAE
+    yield "diff recipe", ("sae", "diff"), DiffRecipe, DIFF
+    yield "study", ("study",), StudyFile, STUDY
+
+
+def key_cases(random: Random) -> list[Case]:
+    """Every key of every kind of recipe with values that it must refuse, in the file or as an option."""
+    cases = []
+    for _, command, model, base in _bases():
+        for key, field in walk(model):
+            head = key.partition(".")[0]
+            own = merged(base, PARENTS.get(head, {}), PARENTS.get(".".join(key.split(".")[:2]), {}))
+            if model is Recipe and head == "data":
+                own = SFT
+            word = is_word(field.annotation)
+            texts = WORD_TEXTS if word else bad_texts(field, key)
+            for text in texts:
+                if word and text in ("[]", "''") and "list" in str(field.annotation):
+                    continue
+                cases.append(_place(random, "key", command, own, key, text))
+            if section_of(field.annotation) is not None and not word:
+                cases += _unknown_keys(command, own, key, section_of(field.annotation))
+    return cases
+
+
+def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model: Any) -> list[Case]:
+    cases = []
+    for wrong in ("nonsense", "²", "x" * 300, next(iter(model.model_fields))[:-1] + "_"):
+        name = f"{key}.{wrong}"
+        cases.append(
+            Case("unknown key", (*command, "mine.yaml"), (name, wrong), {"mine.yaml": with_value(own, name, "1")})
+        )
+        cases.append(
+            Case(
+                "unknown key",
+                (*command, "mine.yaml", f"--{name}", "1"),
+                (name, wrong),
+                {"mine.yaml": with_value(own, "description", "x")},
+            )
+        )
+    return cases
+
+
+def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, Any], key: str, text: str) -> Case:
+    file = with_value(own, key, text)
+    where = (key, "mine.yaml:")
+    if random.random() < 0.5 or text == "null" or text.startswith(NO_YAML):
+        return Case(f"{kind}, file", (*command, "mine.yaml"), where, {"mine.yaml": file})
+    raw = "" if text == "''" else text
+    named = (f"{key}", f"--{key}")
+    if random.random() < 0.5:
+        return Case(
+            f"{kind}, option",
+            (*command, "mine.yaml", f"--{key}={raw}"),
+            named,
+            {"mine.yaml": with_value(own, "description", "x")},
+        )
+    if raw.startswith("-"):
+        raw = " " + raw
+    return Case(
+        f"{kind}, option",
+        (*command, "mine.yaml", f"--{key}", raw),
+        named,
+        {"mine.yaml": with_value(own, "description", "x")},
+    )
+
+
+# Where a word of each kind stands in a recipe, with what else the recipe then needs.
+WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+    "objective": (("train",), RL, "objective"),
+    "advantage": (("train",), RL, "advantage"),
+    "aggregation": (("train",), RL, "aggregate"),
+    "selection": (("train",), RL, "rollout.select"),
+    "correction": (("train",), merged(RL, {"rollout": {"old_logprobs": "trainer"}}), "correction"),
+    "reward": (("train",), RL, "rewards.0"),
+    "grader": (("train",), merged(RL, {"rewards": [{"name": "correct"}]}), "rewards.0.mode"),
+    "template": (("train",), RL, "prompt.template"),
+    "task": (("train",), SFT, "task"),
+    "engine": (("train",), RL, "rollout.engine"),
+    "optimizer": (("train",), RL, "optimizer"),
+    "tracker": (("train",), merged(RL, {"track": [{"name": "tensorboard"}]}), "track.0"),
+    "dictionary": (("sae", "train"), SAE, "dictionary"),
+}
+REQUIRED = {
+    "path": "rows.jsonl",
+    "dataset": "chain_sum",
+    "run": "runs/x",
+    "texts": ["a"],
+    "length": 4,
+    "limit": 8,
+    "cache": 4,
+    "threshold": 0.5,
+}
+
+
+def option_cases(random: Random) -> list[Case]:
+    """Every option of every registered word with values that it must refuse, and options that it has not."""
+    cases = []
+    for kind, (command, base, where) in WORD_PLACES.items():
+        for name, entry in registry.entries(kind).items():
+            fields = entry.options_model().model_fields
+            needed = {key: REQUIRED[key] for key, field in fields.items() if field.is_required()}
+            own = with_word(base, where, {"name": name, **needed})
+            for option, field in fields.items():
+                key = f"{where}.{option}"
+                if option in ("texts", "variables", "options", "mode"):
+                    continue
+                for text in bad_texts(field, key):
+                    if option == "url" and text == "''":
+                        continue
+                    if text == "''" and field.annotation is str:
+                        continue
+                    cases.append(_place(random, "option", command, own, key, text))
+            for wrong in ("nonsense", (next(iter(fields), "option") + "s")):
+                if wrong not in fields:
+                    cases.append(_place(random, "option", command, own, f"{where}.{wrong}", "1"))
+    return cases
+
+
+def with_word(base: dict[str, Any], where: str, word: dict[str, Any]) -> dict[str, Any]:
+    recipe = merged(base)
+    target: Any = recipe
+    *above, last = where.split(".")
+    for part in above:
+        target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
+    if isinstance(target, list):
+        target[int(last)] = word
+    else:
+        target[last] = word
+    return recipe
+
+
+def size_cases(random: Random) -> list[Case]:
+    """Counts with no upper bound in sight."""
+    cases = []
+    for _, command, model, base in _bases():
+        for key, field in walk(model):
+            if "integer" in types_of(field)[0] and key.rpartition(".")[2] not in SEEDS:
+                head = key.partition(".")[0]
+                own = merged(base, PARENTS.get(head, {}), PARENTS.get(".".join(key.split(".")[:2]), {}))
+                own = SFT if model is Recipe and head == "data" else own
+                for text in ("100000000000", "1e12", "10_000_000_000_000", "1" + "0" * 30):
+                    cases.append(_place(random, "size", command, own, key, text))
+    return cases
+
+
+__all__ = ["key_cases", "option_cases", "size_cases", "without"]

@@ -1,0 +1,131 @@
+"""Bad command lines, recipes, models and data, by the thousand: one message, exit code 2, nothing left behind.
+
+The cases are made by the files ``fuzz_*.py`` beside this one, from the parser, the sections, the registered words and
+lists of what has gone wrong before; each knows by its making that it is bad and what the message has to name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import fuzz_arguments
+import fuzz_data
+import fuzz_keys
+import fuzz_runner
+import pytest
+from fuzz_case import Case
+
+from posttrain import registry
+from posttrain.cli import BODIES
+from posttrain.recipe import Recipe
+
+FEW, MANY, REAL = 300, 5000, 50
+
+
+def run_fuzzer(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The report of the fuzzer's own process."""
+    place = folder / "report.json"
+    command = [sys.executable, str(Path(__file__).parent / "fuzz_runner.py"), "--out", str(place), *arguments]
+    found = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert place.is_file(), found.stderr
+    return dict(json.loads(place.read_text()))
+
+
+def assert_all_held(report: dict[str, Any], count: int) -> None:
+    told = "\n".join(
+        f"{name}: {case['faults']} {case['words']}\n    {case['text'][-300:]}"
+        for name, cases in report["records"].items()
+        for case in cases
+    )
+    assert not report["failed"], told
+    assert sum(report["total"].values()) == count
+
+
+def test_three_hundred_bad_commands(tmp_path: Path) -> None:
+    assert_all_held(run_fuzzer(tmp_path, "--seed", "12", "--count", str(FEW)), FEW)
+
+
+@pytest.mark.slow
+def test_five_thousand_bad_commands_fifty_of_them_as_a_user_starts_them(tmp_path: Path) -> None:
+    report = run_fuzzer(tmp_path, "--seed", "5", "--count", str(MANY), "--real", str(REAL))
+    assert_all_held(report, MANY)
+    assert report["real"] == REAL
+
+
+def test_every_command_option_key_word_and_task_is_tried() -> None:
+    random = Random(0)
+    tried = {word for case in fuzz_arguments.argument_cases(random) for word in case.words}
+    for words, parser in fuzz_arguments.parsers():
+        for action in parser._actions:
+            options = [o for o in action.option_strings[:1] if not isinstance(action, argparse._HelpAction)]
+            assert all(any(word.startswith(option) for word in tried) for option in options), (words, options)
+    assert {" ".join(words) for words, _ in fuzz_arguments.parsers()} >= set(BODIES) - {"runs"}
+    keys = {name for case in fuzz_keys.key_cases(random) for name in case.names}
+    free = {key for key, field in fuzz_keys.walk(Recipe) if not fuzz_keys.is_word(field.annotation)}
+    assert free <= keys
+    options = {name for case in fuzz_keys.option_cases(random) for name in case.names}
+    for kind, (_, _, where) in fuzz_keys.WORD_PLACES.items():
+        for entry in registry.entries(kind).values():
+            wanted = {f"{where}.{key}" for key in entry.options_model().model_fields}
+            assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
+    assert fuzz_keys.WORD_PLACES.keys() == registry.HOMES.keys()
+    assert fuzz_data.path_tasks().keys() == fuzz_data.ROWS.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "output", "faults"),
+    [
+        (2, "posttrain: mine.yaml:3: train.lr: Input should be a number; got 'x'\n", "", []),
+        (2, "usage: posttrain train\nposttrain train: error: argument --run: give one, train.lr\n", "", []),
+        (1, "posttrain: train.lr: give a number\n", "", ["exit code 1"]),
+        (0, "", "", ["exit code 0", "0 messages", "no place", "no remedy"]),
+        (2, "posttrain: train.lr: no\nposttrain: give it\n", "", ["2 messages"]),
+        (2, "posttrain: give it\n", "", ["no place"]),
+        (2, "posttrain: train.lr is bad\n", "", ["no remedy"]),
+        (2, "Traceback (most recent call last):\nposttrain: train.lr: give it\n", "", ["traceback"]),
+        (2, "posttrain: train.lr: give it\n" + "x" * 9000, "", ["a message of 9029 characters"]),
+    ],
+)
+def test_what_the_judge_finds_fault_with(code: int, text: str, output: str, faults: list[str]) -> None:
+    case = Case("key", ("train", "mine.yaml"), ("train.lr",))
+    assert fuzz_runner.judge(case, code, text, output) == faults
+    assert fuzz_runner.judge(Case("good", ("runs",), good=True), 2, "", "") == ["good input ended with 2"]
+
+
+def test_the_runner_sees_files_processes_and_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(words: list[str]) -> int:
+        if words[0] == "file":
+            Path("left").write_text("x")
+        if words[0] == "temporary":
+            Path(os.environ["TMPDIR"], "left").write_text("x")
+        if words[0] == "hang":
+            import time
+
+            time.sleep(60)
+        if words[0] == "memory":
+            assert len(bytearray(64 * 2**30))
+        print("posttrain: give this", file=sys.stderr)
+        return 2
+
+    monkeypatch.setattr(fuzz_runner.cli, "main", main)
+    monkeypatch.setattr(fuzz_runner, "WALL_SECONDS", 0.5)
+    monkeypatch.setattr(fuzz_runner, "PATIENCE", 1)
+    expected = {
+        "nothing": [],
+        "file": ["left files: ['left']"],
+        "temporary": ["left temporary files: ['left']"],
+        "hang": ["did not end"],
+    }
+    for word, faults in expected.items():
+        outcome = fuzz_runner.run_case(Case("test", (word,), ("this",)), tmp_path / word)
+        assert outcome.faults == faults, word
+    assert "traceback" in fuzz_runner.run_case(Case("test", ("memory",), ("this",)), tmp_path / "memory").faults

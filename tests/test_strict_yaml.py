@@ -1,0 +1,173 @@
+"""YAML as recipes are written in it: what is read, as what, and what is refused with its line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.errors import RecipeError
+from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, OldTruth, read_option, read_yaml, write_yaml
+
+
+def read(text: str) -> Any:
+    return read_yaml(text, "mine.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8", 8),
+        ("-8", -8),
+        ("+8", 8),
+        ("0", 0),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("1e-4", 1e-4),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("1E3", 1000.0),
+        ("-1.5e+3", -1500.0),
+        ("010.5", 10.5),
+        (".inf", math.inf),
+        ("-.Inf", -math.inf),
+        ("~", None),
+        ("", None),
+        ("null", None),
+        ("true", True),
+        ("FALSE", False),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("1:30", "1:30"),
+        ("190:20:30", "190:20:30"),
+        ("2024-05-17", "2024-05-17"),
+        ("2024-13-45", "2024-13-45"),
+        ("0b11", "0b11"),
+        ("0o17", "0o17"),
+        ("²", "²"),
+        ("٣", "٣"),
+        ("1,000", "1,000"),
+        ("1e", "1e"),
+        ("_1", "_1"),
+        ("=", "="),
+        ("<<", "<<"),
+        ("'010'", "010"),
+        ('"\\u00e9"', "é"),
+        ("!!str 3", "3"),
+        ("!!int 3", 3),
+        ("!!float 3", 3),
+        ("!!null ~", None),
+        ("[1, [a, {b: 2}]]", [1, ["a", {"b": 2}]]),
+        ("|\n  a\n  b\n", "a\nb\n"),
+    ],
+)
+def test_values(text: str, value: Any) -> None:
+    found = read(f"key: {text}")["key"]
+    assert found == value
+    assert type(found) in (type(value), OldTruth)
+    assert (type(found) is OldTruth) == (text in ("yes", "off"))
+
+
+def test_nan_is_a_number_for_the_types_to_refuse() -> None:
+    assert math.isnan(read("key: .nan")["key"])
+
+
+def test_keys_are_the_texts_that_stand_there() -> None:
+    assert read("3: a\ntrue: b\n2024-05-17: c\n~: d\non: e\n") == {
+        "3": "a",
+        "true": "b",
+        "2024-05-17": "c",
+        "~": "d",
+        "on": "e",
+    }
+
+
+def test_lines_of_every_key() -> None:
+    text = "a:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n"
+    assert read_yaml(text, "x")[1] == {"a": 1, "a.b": 2, "a.c": 3, "a.c.0": 4, "a.c.1": 5, "a.c.1.d": 5}
+
+
+def test_anchors_are_copies_and_merges_give_way() -> None:
+    data = read("one: &o {a: 1, b: [2]}\ntwo: {<<: *o, a: 3}\nthree: *o\nfour: {<<: [{a: 5}, *o]}\n")
+    assert data["two"] == {"a": 3, "b": [2]}
+    assert data["four"] == {"a": 5, "b": [2]}
+    data["three"]["b"].append(9)
+    assert data["one"] == {"a": 1, "b": [2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 010", "mine.yaml:2: 010 is octal to some and decimal to others"),
+        ("a: " + "9" * 5000, "mine.yaml:1: a number of 5,000 characters; give one of at most 1,000"),
+        ("a: 1\na: 2", "mine.yaml:2: a: this key stands twice; leave one of them out"),
+        ("1: 1\n'1': 2", "mine.yaml:2: 1: this key stands twice"),
+        ("a:\n- {b: 1, b: 2}", "mine.yaml:2: a.0.b: this key stands twice"),
+        ("a: &x [*x]", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
+        ("a: *x", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
+        ("a: &x {<<: *x}", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
+        ("<<: 3", "mine.yaml:1: << takes a mapping in"),
+        ("a: !!python/name:os.system", "mine.yaml:1: not valid YAML: the tag !!python/name:os.system is not for this"),
+        ("a: !!set {b}", "the tag !!set is not for this"),
+        ("a: !!binary aGk=", "the tag !!binary is not for this"),
+        ("a: !own {b: 1}", "the tag !own is not for this"),
+        ("a: !!int x", "'x' is no !!int"),
+        ("a: !!bool maybe", "'maybe' is no !!bool"),
+        ("a: 1\n---\nb: 2", "mine.yaml:2: a second document begins here"),
+        ("? [1]\n: 2", "mine.yaml:1: a key must be a plain word"),
+        ("k" * 201 + ": 1", "mine.yaml:1: a key of 201 characters; one has at most 200"),
+        ("a: " + "[" * 60 + "]" * 60, f"mine.yaml:1: nested more than {MAX_DEPTH} deep"),
+        ("a: [1", "mine.yaml:1: not valid YAML: expected ',' or ']'"),
+        ("a: b: c", "mine.yaml:1: not valid YAML: mapping values are not allowed here"),
+        ("a: \x07", "mine.yaml: not valid YAML: special characters are not allowed"),
+        ("a: " + "x" * MAX_CHARS, "mine.yaml: 524,291 characters; a recipe has at most 524,288"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(text)
+    assert message in str(caught.value)
+
+
+def test_an_alias_bomb_is_counted_as_written_out() -> None:
+    levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    with pytest.raises(RecipeError, match=r"^mine\.yaml:6: more than 50,000 values, aliases written out"):
+        read("a0: &a0 [x]\n" + levels)
+
+
+def test_an_option_that_is_no_yaml_is_text() -> None:
+    assert read_option("[1, 2]", "key") == [1, 2]
+    for text in ("[1", "a: b: c", "*.jsonl", "*x", "!!own", "@x", "`x`"):
+        assert read_option(text, "key") == text
+    with pytest.raises(RecipeError, match=r"^command line: key: 010 is octal to some"):
+        read_option("010", "key")
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=12)
+    | st.sampled_from(
+        ["yes", "no", "1:30", "010", "1e5", "0o17", "0x1f", "2024-05-17", ".inf", "~", "=", "<<", "- a", "1_0"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_what_is_written_is_read_again(value: Any) -> None:
+    assert read(write_yaml({"key": value})) == {"key": value}
+
+
+def test_what_needs_no_quotes_is_written_as_before() -> None:
+    data = {"a": 1, "b": ["x", 1e-05, None, True], "c": "1:30", "d": "é" * 40, "e": {"f": "no"}}
+    assert write_yaml(data) == yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
