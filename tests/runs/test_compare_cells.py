@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RunConflict, RunFailure
+from posttrain.runs import directory
+from posttrain.runs.children import thread_settings, threads_per_child
 from posttrain.runs.compare import Cell, Plan, load_comparison
 from posttrain.runs.compare_cells import last_error, num_cores, run_cells, train_command
 from posttrain.runs.compare_results import collect_results, write_comparison
@@ -108,6 +110,12 @@ def starts(plan: Plan, name: str) -> list[str]:
     return (plan.folder / "cells" / name / "starts.txt").read_text().splitlines()
 
 
+@pytest.fixture(autouse=True)
+def say_nothing_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_every_cell_runs_and_tells_its_evaluations(tmp_path: Path, make_plan: Callable[..., Plan]) -> None:
     plan, stand = make_plan(num_seeds=2), Stand(tmp_path)
     outcome = stand.run(plan, jobs=2)
@@ -118,6 +126,23 @@ def test_every_cell_runs_and_tells_its_evaluations(tmp_path: Path, make_plan: Ca
         assert starts(plan, cell.name) == [f"finish {threads}"]
         assert [e for e, name in stand.events if name == cell.name] == ["begin", "evaluation", "evaluation", "end"]
     assert (plan.folder / "compare.yaml").read_text() == plan.to_yaml()
+
+
+def test_threads_are_those_of_the_environment(
+    tmp_path: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    plan, stand = make_plan(), Stand(tmp_path)
+    outcome = stand.run(plan, jobs=1)
+    assert (outcome.num_threads, stand.plan_facts["num_threads"]) == (7, 7)
+    assert [starts(plan, cell.name) for cell in plan.cells] == [["finish 7"]] * 2
+    assert thread_settings(2) == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "7"}
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    assert thread_settings(2) == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "3"}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert thread_settings(2) == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "3"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # of nested parallel regions: the outer one first
+    assert (threads_per_child(2), thread_settings(2)["OMP_NUM_THREADS"]) == (4, "4,2")
 
 
 def test_one_job_runs_cells_in_order_and_no_two_at_once(tmp_path: Path, make_plan: Callable[..., Plan]) -> None:
@@ -210,11 +235,18 @@ def test_cells_of_another_recipe_are_refused_and_nothing_changes(
 
 
 def test_a_cell_in_another_process_and_a_strange_folder_are_refused(
-    tmp_path: Path, make_plan: Callable[..., Plan]
+    tmp_path: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 0.1)
     plan = make_plan()
     Stand(tmp_path).run(plan)
-    with lock_run(plan.cells[1].folder), pytest.raises(RunConflict, match="other-seed0: another process is working"):
+    with lock_run(plan.cells[1].folder), pytest.raises(RunConflict) as caught:
+        Stand(tmp_path).run(plan)
+    assert f"other-seed0: another process is working in it (pid {os.getpid()} on " in str(caught.value)
+    assert "Wait for it or stop it; the same command then goes on" in str(caught.value)
+    assert "delete" not in str(caught.value)  # what is at work is no rubbish
+    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 600.0)  # another comparison at work is not waited for
+    with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"in this run \(pid {os.getpid()} on "):
         Stand(tmp_path).run(plan)
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "thesis.tex").write_text("dear")

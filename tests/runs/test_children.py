@@ -1,0 +1,111 @@
+"""Children end with their parent, however it ends, and what they have started ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.runs.children import LIFELINE, Child, end_children, start_child
+
+# A child that has a child of its own, and a thread that works; it says so in the folder.
+CHILD = """\
+import pathlib, subprocess, sys, threading, time
+from posttrain.runs.children import end_with_parent
+end_with_parent()
+end_with_parent()  # the second time there is nothing to do
+other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+pathlib.Path(sys.argv[1]).write_text(str(other.pid))
+time.sleep(300)
+"""
+# A parent with two children, which does not let go of either.
+PARENT = """\
+import pathlib, sys, time
+from posttrain.runs.children import start_child
+folder = pathlib.Path(sys.argv[1])
+for name in ("one", "two"):
+    child = start_child([sys.executable, "-c", sys.argv[2], str(folder / name)], folder / f"{name}.log", "a child", 1)
+    print(child.process.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
+
+
+def wait_for(what: object, seconds: float = 60.0) -> bool:
+    assert callable(what)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_parent_takes_children_and_theirs_along(tmp_path: Path, how: signal.Signals) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path), CHILD]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    children = [int(parent.stdout.readline()) for _ in range(2)]
+    notes = [tmp_path / name for name in ("one", "two")]
+    assert wait_for(lambda: all(note.is_file() and note.read_text() for note in notes)), "\n".join(
+        path.read_text() for path in tmp_path.glob("*.log")
+    )
+    everyone = [*children, *(int(note.read_text()) for note in notes)]
+    assert all(map(is_alive, everyone))
+    os.kill(parent.pid, how)
+    parent.wait()
+    assert wait_for(lambda: not any(map(is_alive, everyone)), 10.0)
+
+
+def test_a_parent_that_is_gone_before_the_child_looks(tmp_path: Path) -> None:
+    """The end of a pipe stays there to be read: a child that comes late ends all the same."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "x")],
+        env=os.environ | {LIFELINE: str(reading)},
+        pass_fds=(reading,),
+        process_group=0,
+    )
+    os.close(reading)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_without_a_parent_of_that_kind_nothing_happens(tmp_path: Path) -> None:
+    program = "from posttrain.runs.children import end_with_parent; import threading; end_with_parent()\n"
+    program += "print(threading.active_count())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "1\n"
+
+
+def test_a_child_that_ends_gives_its_pipe_back(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    child = start_child([sys.executable, "-S", "-c", "print(3)"], tmp_path / "log", "a child", 1)
+    assert wait_for(lambda: child.poll() is not None)
+    assert (child.poll(), child.log.read_text()) == (0, "3\n")
+    stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True); time.sleep(300)"
+    working: list[Child] = [start_child([sys.executable, "-S", "-c", stubborn], tmp_path / "b", "a child", 1)]
+    assert wait_for(lambda: working[0].log.read_text() == "1\n")
+    working[0].process.kill()
+    end_children(working)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_child_that_cannot_be_started_leaves_no_pipe(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Exception, match="cannot write the log of a child"):
+        start_child([str(tmp_path / "no program")], tmp_path / "log", "a child", 1)
+    assert len(os.listdir("/proc/self/fd")) == before
