@@ -262,7 +262,7 @@ def test_a_real_terminal(stage: Path) -> None:
     changes = ["--run", "in-a-terminal", "--rewards", "[no_such_reward]"]
     lines = [["runs"], ["runs", "show", "evil"], ["train", "recipes/key.yaml"], ["train", "honest.yaml", *changes]]
     lines += [["train", "honest.yaml", "--run", "live"], ["generate", "tiny", HOSTILE, "--max-tokens", "2"]]
-    lines += [["runs", "delete", "eq*"]]  # the question quotes the whole name
+    lines += [["runs", "delete", "evil"]]  # which asks; a hostile name is refused before
     (stage / "lines").write_text("\x01".join("\x00".join(line) for line in lines), encoding="utf-8", newline="")
     (stage / "last").write_text(HOSTILE, encoding="utf-8", newline="")
     ours, theirs = pty.openpty()
