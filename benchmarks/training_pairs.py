@@ -68,7 +68,8 @@ def trl_trainer(part: str, dataset: Any, folder: str, steps: int, clock: Any, pr
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-    from posttrain.models.load import TINY, load_tokenizer
+    from posttrain.models.load import load_tokenizer
+    from posttrain.models.sources import TINY
 
     tokenizer = load_tokenizer("tiny")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

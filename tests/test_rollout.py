@@ -10,7 +10,7 @@ from posttrain.consent import declare_code
 from posttrain.engines.base import Sampling
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure, UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.randomness import derive_key
 from posttrain.recipe import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids

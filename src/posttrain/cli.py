@@ -123,9 +123,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             allow_abbrev=False,
         )
 
-    demo = add("demo", "watch a small model learn to reason, and read the report", places)
-    demo.add_argument("--seed", type=seed, default=0, help="seed of both training runs (default: 0)")
-    demo.add_argument("--quiet", action="store_true", help="no live progress")
+    _add_demo_options(add("demo", "watch a small model learn to reason, and read the report", places))
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
     _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
     study_options.add_options(
@@ -173,6 +171,11 @@ options of the task go behind its name:
   posttrain data show stories --n 2000 --model tiny --plot
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
+
+
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=seed, default=0, help="seed of both training runs (default: 0)")
+    parser.add_argument("--quiet", action="store_true", help="no live progress")
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.store.manifest import seal

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import DataError
-from posttrain.models.load import TINY, resolve_model_name
+from posttrain.models.sources import TINY, resolve_model_name
 from posttrain.store import manifest, remembered
 from posttrain.store.manifest import seal, verify
 

@@ -13,7 +13,7 @@ from posttrain.apps.conversation import Controls, Conversation
 from posttrain.apps.sampling import open_sampler
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Word
 from posttrain.types import Message
 

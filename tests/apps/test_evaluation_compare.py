@@ -14,7 +14,7 @@ from posttrain.apps.evaluation_compare import differences_table
 from posttrain.cli import main
 from posttrain.evals.items import Item, ItemSample
 from posttrain.evals.paired import compare_items
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 
 ANSWER = ItemSample("1", "1", "right", 10, "stop", 1.0, True, {"correct": 1.0})
 

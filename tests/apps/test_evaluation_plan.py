@@ -11,7 +11,7 @@ import pytest
 from posttrain.apps.evaluation_plan import Drawing, Plan, drawing_of, make_plan, slug, words_of
 from posttrain.cli import main, parse
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Word, load_recipe
 from posttrain.runs.directory import RunDirectory
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForSequenceClassification
 
 from posttrain.apps.sampling import find_source
 from posttrain.cli import main
-from posttrain.models.load import TINY, load_model, quantized_bits
+from posttrain.models.load import load_model, quantized_bits
+from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection, load_recipe
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")

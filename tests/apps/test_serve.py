@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import load_recipe
 
 

@@ -13,7 +13,7 @@ from posttrain.apps.studio_chat import NOBODY, Session, Stage
 from posttrain.apps.studio_html import draw_conversation, draw_curves, draw_reply, draw_table
 from posttrain.apps.studio_records import TRAINING, Archive
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Word, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.store.rollouts import RolloutStore

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from posttrain.engines.vllm_command import ServerOptions, fingerprint, served_names, server_command
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY
 from posttrain.models.lora import apply_adapter
+from posttrain.models.sources import TINY
 from posttrain.recipe import AdapterSection
 
 

@@ -17,8 +17,8 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward import Forward
-from posttrain.models.load import TINY
 from posttrain.models.lora import apply_adapter
+from posttrain.models.sources import TINY
 from posttrain.recipe import AdapterSection, RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.rollout import build_grader

@@ -11,7 +11,7 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
 from posttrain.evals.generation import evaluate, held_out_indices
 from posttrain.evals.statistics import wilson_interval
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.rollout import build_grader

@@ -13,7 +13,8 @@ import yaml
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native import NativeEngine
-from posttrain.models.load import TINY, load_model
+from posttrain.models.load import load_model
+from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection
 
 pytestmark = pytest.mark.slow

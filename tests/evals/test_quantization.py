@@ -19,7 +19,7 @@ from posttrain.evals.quantization import compare_policies, compare_scorers, with
 from posttrain.evals.reward_model import RewardModel
 from posttrain.models.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response

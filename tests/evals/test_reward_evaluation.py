@@ -23,7 +23,7 @@ from posttrain.evals.reward_page import difference_tables, shared_verdicts
 from posttrain.evals.reward_solutions import vote_weights
 from posttrain.evals.reward_views import View, add_area, add_calibration, add_share, break_down, effective_number
 from posttrain.evals.statistics import paired_bootstrap, wilson_interval
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response
 

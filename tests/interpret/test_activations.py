@@ -15,8 +15,9 @@ from posttrain.errors import UsageError
 from posttrain.interpret.activations import Recorder, plan_batches, plan_shards, record
 from posttrain.interpret.loading import load_layers, weights_hash
 from posttrain.interpret.shards import ActivationStore
-from posttrain.models.load import TINY, load_model
+from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
+from posttrain.models.sources import TINY
 from posttrain.recipe import AdapterSection, ModelSection
 
 

@@ -14,7 +14,8 @@ from posttrain.apps.activations import show_bytes
 from posttrain.cli import main, parse
 from posttrain.errors import UsageError
 from posttrain.interpret.shards import ActivationStore
-from posttrain.models.load import TINY, load_model
+from posttrain.models.load import load_model
+from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection, load_recipe
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout

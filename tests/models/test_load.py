@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY, load_model, resolve_model_name
+from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter
+from posttrain.models.sources import TINY, resolve_model_name
 from posttrain.recipe import AdapterSection, InitSection, ModelSection
 from posttrain.store.manifest import seal
 

@@ -199,7 +199,7 @@ def test_an_adapter_stays_one_and_names_its_base(adapter_run: Path, tmp_path: Pa
 
 
 def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_path: Path) -> None:
-    from posttrain.models.load import TINY
+    from posttrain.models.sources import TINY
 
     done = export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
     assert not any("adapter" in name for name in names_in(done.target))

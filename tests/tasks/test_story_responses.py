@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.render import encode_prompt, encode_response
 from posttrain.tasks.stories import StoryOptions, draw_story, stories, usual_results
 from posttrain.tasks.story_families import Equation, Story

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Recipe
 from posttrain.train.annotate import needed_streams
 from posttrain.train.setup import Parts, prepare

@@ -11,7 +11,7 @@ from small_sources import groups_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
 from posttrain.train.feedback import Feedback

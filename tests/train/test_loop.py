@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, evaluate
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop

@@ -12,7 +12,7 @@ from small_runs import make_recipe
 from transformers import AutoTokenizer
 
 from posttrain import registry
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.tasks.base import Task
 from posttrain.train.rows import Shape
 from posttrain.train.sources import SupervisedSource

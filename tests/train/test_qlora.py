@@ -12,7 +12,8 @@ from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, ste
 from torch import Tensor
 
 from posttrain.errors import RecipeError
-from posttrain.models.load import TINY, load_model, quantized_bits
+from posttrain.models.load import load_model, quantized_bits
+from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection
 from posttrain.train import loop
 

@@ -25,7 +25,7 @@ from small_sources import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.recipe import Recipe
 from posttrain.registry import register
 from posttrain.render import Template, encode_prompt

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain import registry
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.render.encoding import markers_of
 from posttrain.train.rows import Row, Shape, rows_of

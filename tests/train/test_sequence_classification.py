@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.models.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size
-from posttrain.models.load import TINY, load_model
+from posttrain.models.load import load_model
 from posttrain.models.scorer import classifier_class, save_scorer
+from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection
 from posttrain.types import Sample, collate
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.load import TINY
+from posttrain.models.sources import TINY
 from posttrain.randomness import draw_indices
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.tasks.base import Task

@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.items import digest_of
 from posttrain.evals.measures import default_ks
-from posttrain.models.load import resolve_model_name
+from posttrain.models.sources import resolve_model_name
 from posttrain.recipe import Word, apply_override
 from posttrain.sections import read_word
 from posttrain.tasks.base import Task

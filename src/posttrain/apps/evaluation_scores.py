@@ -24,7 +24,7 @@ from posttrain.evals.report_calibration import draw_calibration
 from posttrain.evals.reward_evaluation import RewardEvaluation, evaluate_reward_model
 from posttrain.evals.reward_model import RewardModel
 from posttrain.evals.reward_page import NOTES, difference_tables, score_tables, ways_table, write_score_page
-from posttrain.models.load import resolve_model_name
+from posttrain.models.sources import resolve_model_name
 from posttrain.recipe import Word
 from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors

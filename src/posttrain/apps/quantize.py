@@ -31,17 +31,9 @@ from posttrain.errors import UsageError
 from posttrain.evals.quantization import compare_policies, compare_scorers, with_trunk
 from posttrain.evals.reward_model import COMPANIONS, RewardModel, load_reward_model
 from posttrain.models.forward import Forward
-from posttrain.models.load import (
-    QUANTIZED_FOLDERS,
-    TINY,
-    LoadedModel,
-    adapter_base,
-    load_model,
-    num_parameters,
-    quantized_bits,
-    resolve_model_name,
-)
+from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
+from posttrain.models.sources import TINY, adapter_base, resolve_model_name
 from posttrain.recipe import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.store.durable import aside_of, remove_asides, storage_errors

@@ -17,7 +17,8 @@ from posttrain.apps.steering import check_steering, steering_of
 from posttrain.apps.summary import read_run_recipe
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
-from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer, resolve_model_name
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
+from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import derive_key
 from posttrain.recipe import ModelSection, Recipe, RewardWord, Word, apply_override
 from posttrain.render import decode_response, encode_prompt, stop_ids

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from posttrain.errors import UsageError
-from posttrain.models.load import TINY, adapter_base, resolve_model_name
+from posttrain.models.sources import TINY, adapter_base, resolve_model_name
 
 MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.

@@ -17,14 +17,8 @@ from transformers.utils import logging as transformers_logging
 from posttrain.errors import UsageError
 from posttrain.interpret.extract import shorten_config, truncate
 from posttrain.interpret.sites import read_site
-from posttrain.models.load import (
-    LoadedModel,
-    adapter_base,
-    load_model,
-    load_tokenizer,
-    reading_model,
-    resolve_model_name,
-)
+from posttrain.models.load import LoadedModel, load_model, load_tokenizer, reading_model
+from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.recipe import ModelSection
 
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")

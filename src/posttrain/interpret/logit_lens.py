@@ -24,7 +24,8 @@ from posttrain.errors import UsageError
 from posttrain.interpret.extract import shorten_config
 from posttrain.interpret.sites import backbone_of
 from posttrain.models.forward import causal_lm
-from posttrain.models.load import adapter_base, load_model, load_tokenizer, reading_model, resolve_model_name
+from posttrain.models.load import load_model, load_tokenizer, reading_model
+from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.recipe import ModelSection
 
 CONVENTION = (

@@ -19,19 +19,15 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.consent import TRUST_REMOTE_CODE, trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.scorer import SCORE
-from posttrain.models.stated_sizes import check_folder, check_sizes, read_object
+from posttrain.models.sources import base_of, check_files, is_adapter, resolve_model_name
+from posttrain.models.stated_sizes import check_sizes
 from posttrain.models.tokenizer import train_tokenizer
-from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
-from posttrain.store.manifest import STEP_FOLDER, refuse_damaged
 
-TINY = Path(__file__).parent / "tiny"
 BASE_BITS = "base_quantization.json"
-ADAPTER_CONFIG = "adapter_config.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 
@@ -43,47 +39,6 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     source: str
-
-
-def resolve_model_name(name: str) -> str:
-    """The folder or hub name that ``name`` stands for.
-
-    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. Whoever reads the weights
-    of a run comes through here, so this is where a checkpoint is compared with its manifest.
-
-    Raises:
-        UsageError: a run without a checkpoint, or a path that does not exist.
-        DataError: a checkpoint with a damaged file.
-    """
-    if name == "tiny":
-        return str(TINY)
-    if not name.strip():
-        raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
-    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
-        checkpoint = _checkpoint_of(path)
-        refuse_damaged(checkpoint)
-        return str(checkpoint)
-    if kind_of_file(path) not in ("folder", "nothing"):
-        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
-    if path.is_dir():
-        check_folder(path)
-        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
-            raise UsageError(
-                f"model.name: {name} is a folder without config.json or adapter_config.json; "
-                "give a run directory, or a model in the Hugging Face layout"
-            )
-        refuse_damaged(path)
-        return str(path)
-    looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    if looks_local:
-        raise UsageError(
-            f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
-        )
-    return name
 
 
 def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None = None) -> LoadedModel:
@@ -162,17 +117,9 @@ def reading_model(name: str, source: str) -> Iterator[None]:
 
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Of an adapter folder without one, that of its base."""
-    while _is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
-        source = _base_of(source)
+    while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
+        source = base_of(source)
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
-
-
-def adapter_base(source: str) -> str | None:
-    """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
-    if not _is_adapter(source):
-        return None
-    check_files(source)
-    return _base_of(source)
 
 
 def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
@@ -182,10 +129,10 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     try:
         with reading_model(section.name, source):
             check_files(source)
-            if section.adapter is None and _is_adapter(source):
+            if section.adapter is None and is_adapter(source):
                 from peft import PeftModel
 
-                base = _load_weights(_base_of(source), _section_of_base(source, section))
+                base = _load_weights(base_of(source), _section_of_base(source, section))
                 model = PeftModel.from_pretrained(base, source, is_trainable=True)
             else:
                 model = _load_weights(source, section)
@@ -203,7 +150,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     Such a model keeps the folder's name, so an adapter trained on top of it names the folder as its
     base and finds the same weights again.
     """
-    if _is_adapter(source):
+    if is_adapter(source):
         merged = _merge_adapter(source, section)
         if section.load_bits is None:
             return merged
@@ -243,7 +190,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
     """The base of an adapter folder with the adapter added to its weights, none of them quantized (any more)."""
     from peft import PeftModel
 
-    base = _load_weights(_base_of(source), _section_of_base(source, section, load_bits=None))
+    base = _load_weights(base_of(source), _section_of_base(source, section, load_bits=None))
     if quantized_bits(base) is not None:
         from posttrain.models.quantize import dequantize
 
@@ -293,57 +240,6 @@ def _check_weights(source: str, found: Mapping[str, Any]) -> None:
         warnings.warn(
             f"{source}: {len(unused)} tensors have no place in the model: {', '.join(unused[:3])}", stacklevel=2
         )
-
-
-def check_files(source: str) -> None:
-    """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
-
-    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA bring loaders of their own.
-
-    Raises:
-        UsageError: such a folder, or adapters that stand on one another in a circle.
-    """
-    seen: list[str] = []
-    while _is_adapter(source):
-        if os.path.realpath(source) in seen:
-            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
-        seen.append(os.path.realpath(source))
-        settings = read_object(Path(source) / ADAPTER_CONFIG)
-        if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
-            raise UsageError(
-                f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
-                "could run code of its choice; merge it into its base with what made it, and give the merged model"
-            )
-        _refuse_pickle(Path(source), "adapter_model.safetensors", "adapter_model.bin")
-        source = _base_of(source)
-    _refuse_pickle(Path(source), "model*.safetensors", "pytorch_model*.bin")
-
-
-def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
-    other = next(iter(sorted(folder.glob(pickled))), None)
-    if other is not None and not any(folder.glob(safe)):
-        raise UsageError(
-            f"model.name: {other} is a pickle, and loading one can run any code; give the weights as safetensors "
-            "(save_pretrained writes them with safe_serialization=True)"
-        )
-
-
-def _is_adapter(source: str) -> bool:
-    return (Path(source) / ADAPTER_CONFIG).is_file()
-
-
-def _base_of(adapter: str) -> str:
-    """What an adapter folder names as its base.
-
-    The embedded model is found again where another installation of this package wrote its path.
-    """
-    place = Path(adapter) / ADAPTER_CONFIG
-    base = read_object(place).get("base_model_name_or_path")
-    if not isinstance(base, str):
-        raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
-    if Path(base).parts[-3:] == TINY.parts[-3:]:
-        return str(TINY)
-    return resolve_model_name(base)
 
 
 def _switch_off_dropout(model: Any) -> None:
@@ -397,18 +293,6 @@ def _check_room(init: InitSection, config: Any) -> None:
             f"model.init.config: this {init.architecture} takes {num_bytes / 2**30:,.0f} GiB, and the machine has "
             f"{room / 2**30:,.0f}; give smaller sizes"
         )
-
-
-def _checkpoint_of(run: Path) -> Path:
-    best = run / "checkpoints" / "best"
-    if best.is_dir():
-        if not best.resolve().is_relative_to((run / "checkpoints").resolve()):
-            raise UsageError(f"model.name: {best} leads out of the run, to {best.resolve()}; name that folder itself")
-        return best.resolve()
-    steps = [item for item in (run / "checkpoints").iterdir() if STEP_FOLDER.fullmatch(item.name)]
-    if not steps:
-        raise UsageError(f"model.name: the run {run} has no checkpoint yet")
-    return max(steps, key=lambda item: int(item.name.removeprefix("step-")))
 
 
 def _device(name: str) -> torch.device:

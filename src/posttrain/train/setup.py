@@ -20,8 +20,9 @@ from posttrain.evals.generation import task_label
 from posttrain.evals.held_out import HeldOut, choose_held_out
 from posttrain.models.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.gradient_checkpointing import checkpointed_layers
-from posttrain.models.load import LoadedModel, load_model, quantized_bits, resolve_model_name
+from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
+from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import derive_key
 from posttrain.recipe import Recipe, Word
 from posttrain.registry import Entry

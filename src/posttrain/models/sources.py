@@ -1,0 +1,131 @@
+"""Where a model is, and what its folder holds, looked at before any library opens it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
+from posttrain.models.stated_sizes import check_folder, read_object
+from posttrain.option_types import shorten
+from posttrain.store.manifest import STEP_FOLDER, refuse_damaged
+
+TINY = Path(__file__).parent / "tiny"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def resolve_model_name(name: str) -> str:
+    """The folder or hub name that ``name`` stands for.
+
+    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. Whoever reads the weights
+    of a run comes through here, so this is where a checkpoint is compared with its manifest.
+
+    Raises:
+        UsageError: a run without a checkpoint, or a path that does not exist.
+        DataError: a checkpoint with a damaged file.
+    """
+    if name == "tiny":
+        return str(TINY)
+    if not name.strip():
+        raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
+    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
+        checkpoint = _checkpoint_of(path)
+        refuse_damaged(checkpoint)
+        return str(checkpoint)
+    if kind_of_file(path) not in ("folder", "nothing"):
+        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
+    if path.is_dir():
+        check_folder(path)
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise UsageError(
+                f"model.name: {name} is a folder without config.json or adapter_config.json; "
+                "give a run directory, or a model in the Hugging Face layout"
+            )
+        refuse_damaged(path)
+        return str(path)
+    looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    if looks_local:
+        raise UsageError(
+            f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
+        )
+    return name
+
+
+def _checkpoint_of(run: Path) -> Path:
+    best = run / "checkpoints" / "best"
+    if best.is_dir():
+        if not best.resolve().is_relative_to((run / "checkpoints").resolve()):
+            raise UsageError(f"model.name: {best} leads out of the run, to {best.resolve()}; name that folder itself")
+        return best.resolve()
+    steps = [item for item in (run / "checkpoints").iterdir() if STEP_FOLDER.fullmatch(item.name)]
+    if not steps:
+        raise UsageError(f"model.name: the run {run} has no checkpoint yet")
+    return max(steps, key=lambda item: int(item.name.removeprefix("step-")))
+
+
+def adapter_base(source: str) -> str | None:
+    """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
+    if not is_adapter(source):
+        return None
+    check_files(source)
+    return base_of(source)
+
+
+def check_files(source: str) -> None:
+    """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
+
+    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA bring loaders of their own.
+
+    Raises:
+        UsageError: such a folder, or adapters that stand on one another in a circle.
+    """
+    seen: list[str] = []
+    while is_adapter(source):
+        if os.path.realpath(source) in seen:
+            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
+        seen.append(os.path.realpath(source))
+        settings = read_object(Path(source) / ADAPTER_CONFIG)
+        if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
+            raise UsageError(
+                f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
+                "could run code of its choice; merge it into its base with what made it, and give the merged model"
+            )
+        _refuse_pickle(Path(source), "adapter_model.safetensors", "adapter_model.bin")
+        source = base_of(source)
+    _refuse_pickle(Path(source), "model*.safetensors", "pytorch_model*.bin")
+
+
+def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
+    other = next(iter(sorted(folder.glob(pickled))), None)
+    if other is not None and not any(folder.glob(safe)):
+        raise UsageError(
+            f"model.name: {other} is a pickle, and loading one can run any code; give the weights as safetensors "
+            "(save_pretrained writes them with safe_serialization=True)"
+        )
+
+
+def is_adapter(source: str) -> bool:
+    """Whether a folder holds an adapter, which stands on a base."""
+    return (Path(source) / ADAPTER_CONFIG).is_file()
+
+
+def base_of(adapter: str) -> str:
+    """What an adapter folder names as its base.
+
+    The embedded model is found again where another installation of this package wrote its path.
+
+    Raises:
+        UsageError: it names none, or one that is not there.
+    """
+    place = Path(adapter) / ADAPTER_CONFIG
+    base = read_object(place).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
+    if Path(base).parts[-3:] == TINY.parts[-3:]:
+        return str(TINY)
+    return resolve_model_name(base)
