@@ -14,7 +14,7 @@ from posttrain.interpret.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.render.text_stream import TextStream
-from posttrain.types import Message
+from posttrain.types import Finish, Message
 
 NUM_LIKELY = 5
 
@@ -23,13 +23,15 @@ NUM_LIKELY = 5
 class SpokenToken:
     """A token of a reply: the text that it adds (maybe none), and what is known of it (nats).
 
-    ``likely``: the likeliest tokens there as text, with their probabilities.
+    ``likely``: the likeliest tokens there as text, with their probabilities. ``finish``: how the reply ends if this
+    is its last one.
     """
 
     text: str
     logprob: float
     entropy: float
     likely: tuple[tuple[str, float], ...]
+    finish: Finish = "length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Conversation:
     def _spoken(self, token: StreamedToken, added: str) -> SpokenToken:
         decode = self.sampler.tokenizer.decode
         likely = tuple((str(decode([index])), logprob) for index, logprob in token.likely)
-        return SpokenToken(added, token.logprob, token.entropy, likely)
+        return SpokenToken(added, token.logprob, token.entropy, likely, token.finish)
 
     def _remember(self, asked: list[Message], text: str) -> None:
         """Later turns see the answer without the reasoning that led to it, as chat templates have it."""
