@@ -112,7 +112,7 @@ S_{MBCN}:S=7:32 | 7:32
 90^\circ | 90
 36 | 36 degrees
 10\pi \text{ feet} | 10 \pi
-17 | 17 \text{ any text}
+17 | 17 \text{ students}
 1.85\ \text{USD} | \$1.85
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{bmatrix}1\\4/2\end{bmatrix}
 \frac{1}{5}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1/5 \\ 2/5 \end{pmatrix}
@@ -133,6 +133,40 @@ S_{MBCN}:S=7:32 | 7:32
 \dfrac{1}{3} | \frac13
 x^{(2)} | x^2
 \\frac{1}{2} | \frac{1}{2}
+\sqrt{ab} | \sqrt a\sqrt b
+i\sqrt{ab} | i\sqrt a\sqrt b
+|c|\sqrt{ab} | |c|\sqrt a\sqrt b
+\sqrt{x^2-1} | \sqrt{x+1}\sqrt{x-1}
+\sqrt{x-1000}\sqrt{x-2000} | \sqrt{(x-1000)(x-2000)}
+\ln(a^2 b) | 2\ln a+\ln b
+\ln x^2 | 2\ln|x|
+\frac1{\sqrt x} | \frac{\sqrt x}{x}
+x^n x^m | x^{m+n}
+|x-1| | \sqrt{x^2-2x+1}
+\sqrt[3]{-8} | -2
+\sqrt[3]{-x} | -\sqrt[3]{x}
+(-1)^{m+n} | (-1)^{m-n}
+(-1)^{2n} | 1
+(-2)^n | (-1)^n 2^n
+(-1)^{\frac{n(n-1)}{2}} | (-1)^{\lfloor n/2 \rfloor}
+\lfloor n/2 \rfloor | \frac{n}{2}-\frac{1-(-1)^n}{4}
+y=\sqrt{ab} | y=\sqrt a\sqrt b
+ia=b | a=-ib
+\begin{cases} x & x>0 \\ -x & x\le 0\end{cases} | \begin{cases} -x & \text{if } 0 \ge x, \\ x & x>0. \end{cases}
+\begin{cases} 1 & n \text{ even} \\ 0 & a\end{cases} | \begin{cases} 0 & a \\ 1 & \text{if $n$ is even}\end{cases}
+\begin{cases} x=1 \\ y=2 \end{cases} | x=1, y=2
+x+11 | x+11, 11+x
+\angle ABC | \angle CBA
+\angle ABC = 30 | \angle CBA = 30
+\triangle ABC | \triangle BAC
+5 | \approx 5
+\frac13 | 0.\overline{3} = \frac13
+0.33 | x = \frac13 = 0.33
+0.5 | 50\text{ cm} = 0.5\text{ m}
+5 | \text{Area} = 2 + 3 = 5
+3 | \sum_{k=1}^2 k = 3
+\frac{NO}{BO} = \frac12 | \frac12
+x-axis | \text{x axis}
 """
 
 DIFFERENT = r"""
@@ -220,6 +254,62 @@ dog | god
 8 | 2^2^3
 64 | 2^2^3
 720 | 3!!
+5 | \{\}
+5 | \lbrace\rbrace
+5 | \{,\}
+x^2 | \{\text{and}\}
+\text{even} | \{\}
+\emptyset | \{,\}
+\{\} | \text{and}
+\{\} | and
+5 | \begin{pmatrix}\end{pmatrix}
+\begin{pmatrix}\end{pmatrix} | \begin{cases}\end{cases}
+x-y | x/y
+x-y | xy
+a/b | a-b
+abc-d | abcd
+(-1)^n | -1
+(-1)^n n | -n
+2+(-1)^n | 1
+\frac{1+(-1)^n}{2} | 0
+(-1)^{mn} | 1
+(-1)^{m+n} | (-1)^m
+(-1)^n |n| | (-1)^n n
+(-2)^n | 2^n
+\lfloor n/2 \rfloor | \frac{n-1}{2}
+y = (-1)^n x | y = -x
+\ln|x| | \ln x
+2\ln|x| | 2\ln x
+\ln|x-1| | \ln(x-1)
+y=\ln|x| | y=\ln x
+|x| | \sqrt{x}^2
+\sqrt{x^2} | \sqrt{x}^2
+|x-1000| | 1000-x
+|x-10|+|x-11| | |2x-21|
+\frac{x}{|x|} | 1
+\sqrt[3]{-8} | 1+i\sqrt3
+5 | 4=5
+5 | 1=2=3=5
+5 | x=4=5
+-5 | \sqrt{25} = -5
+5 | \sum_{k=1}^2 k = 5
+3.15 | \pi = 3.15
+5 | 5 \in \{5\}
+[1,2] | 3 \in [1,2]
+5 | \text{not } x = 5
+\angle ABC | \angle BAC
+\angle ABC = 30 | \angle BAC = 30
+\begin{cases} x & x>0 \\ -x & x\le 0\end{cases} | \begin{cases} x & x>0 \\ -x & x<0\end{cases}
+5 | 5, 5
+50\% | 0.5, 50
+5 | \approx
+5 | 5 \approx
+y=2x | \approx 5
+17 | 17 \text{ any text}
+17 | 17 \text{ maybe}
+17\pi | 17\pi \text{ maybe}
+17 | 17 sixteens
+3 | 3 millions
 """
 
 

@@ -22,6 +22,9 @@ from posttrain.rewards.math_extraction import find_answer, is_bare, read_solutio
         ("\\boxed{ \\boxed{5} and \\boxed{6} }", "5, 6"),
         ("First \\boxed{7}. It is 8, and more: 9.", "7"),
         ("\\boxed{255} more. Final Answer: The final answer is $10455$. I hope it is correct.", "10455"),
+        ("\\boxed{5} The final answer is positive, because both are.", "5"),
+        ("\\boxed{5} The final answer is a common one.", "5"),
+        ("\\boxed{0.5} or \\boxed{1/2}", "1/2"),
         ("\\boxed{}", None),
         # phrases
         ("The answer is 42.", "42"),

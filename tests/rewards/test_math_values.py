@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.rewards.math_reading import NotUnderstood
-from posttrain.rewards.math_values import parse_latex, rational, same_ratio, same_value
+from posttrain.rewards.math_values import constant_ratio, parse_latex, rational, same_value
 
 x, y, n = sympy.symbols("x y n")
 
@@ -100,21 +100,22 @@ def test_matrices_by_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "sign"),
+    ("left", "right", "ratio"),
     [
-        (x - 1, 2 * x - 2, 1),
+        (x - 1, 2 * x - 2, 0.5),
         (x - 1, 1 - x, -1),
-        (x**2 / 4 + y**2 / 3 - 1, x**2 / 16 + y**2 / 12 - sympy.Rational(1, 4), 1),
-        (x - 1, x - 2, 0),
-        (x - 1, y - 1, 0),
-        (x, x * sympy.I, 0),
-        (x, x**3, 0),
-        (sympy.Integer(2), sympy.Integer(3), 0),
-        (x - x, x, 0),
+        (x**2 / 4 + y**2 / 3 - 1, x**2 / 16 + y**2 / 12 - sympy.Rational(1, 4), 4),
+        (x, x * sympy.I, -1j),
+        (x - 1, x - 2, None),
+        (x - 1, y - 1, None),
+        (x, x**3, None),
+        (sympy.Integer(2), sympy.Integer(3), None),
+        (x - x, x, None),
+        (y - (-1) ** n, y + 1 + 0 * n, None),
     ],
 )
-def test_the_sign_of_a_constant_ratio(left: sympy.Expr, right: sympy.Expr, sign: int) -> None:
-    assert same_ratio(left, right) == sign
+def test_a_constant_ratio(left: sympy.Expr, right: sympy.Expr, ratio: complex | None) -> None:
+    assert constant_ratio(left, right) == ratio
 
 
 NUMBERS = st.fractions(min_value=-50, max_value=50, max_denominator=60)

@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.rewards.answers import last_boxed, same_answer
+from posttrain.rewards.grading import Submission, grade
 from posttrain.tasks.math import math
 
 SOLUTION = "First $\\boxed{1}$, no: it is $\\boxed{\\left\\{\\frac{1}{2}, 3\\right\\}}$."
@@ -41,6 +42,22 @@ def test_an_answer_of_its_own_comes_first(tmp_path: Path) -> None:
     assert [e.answer for e in task.examples] == ["7", "8", "9"]
     assert [e.solution for e in task.examples] == [SOLUTION, None, None]
     assert [e.meta for e in task.examples] == [{"level": 2, "subject": "Number Theory"}, {"level": None}, {}]
+
+
+def test_all_boxes_that_make_the_answer(tmp_path: Path) -> None:
+    """Where the problem asks for only one of them, each is right."""
+    both = "so $x = \\boxed{-2}$ or $x = \\boxed{1}.$"
+    rows = [
+        {"problem": "Find all.", "solution": both, "answer": "1"},
+        {"problem": "Find all.", "solution": both},
+        {"problem": "Find all.", "solution": both, "answer": "-2"},
+        {"problem": "Find only one of the two, not both.", "solution": both},
+        {"problem": "Find it.", "solution": "It is $\\boxed{0.5}$ or $\\boxed{1/2}$."},
+    ]
+    examples = math(split="test", path=write(tmp_path / "x.jsonl", rows)).examples
+    assert [example.answer for example in examples] == ["-2, 1", "-2, 1", "-2", "-2, 1", "1/2"]
+    assert [example.grader for example in examples] == ["math", "math", "math", "any_answer", "math"]
+    assert examples[3].meta == {"answers": ("-2, 1", "-2", "1")}
 
 
 def test_rows_without_any_answer_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -94,6 +111,14 @@ def test_real_rows(name: str, num_examples: int, num_dropped: int) -> None:
         if example.solution is not None:
             box = last_boxed(example.solution)
             assert box is not None
-            assert same_answer(example.answer, box)
+            assert same_answer(example.answer, box) or example.answer.endswith(f", {box}")
     parts = [math(split=split, path=path).examples for split in ("train", "validation")]  # type: ignore[arg-type]
     assert sum(map(len, parts)) == num_examples
+
+
+@needs_data
+def test_official_solutions_are_right_against_their_own_gold() -> None:
+    path = str(Path(os.environ["POSTTRAIN_DATA"]) / "math" / "math_test.jsonl.gz")
+    examples = math(split="test", path=path).examples
+    submissions = [Submission(e.solution or "", last_boxed(e.solution or ""), e.answer, e.meta) for e in examples]
+    assert {verdict.outcome for verdict in grade("any_answer", submissions)} == {"right"}

@@ -12,7 +12,7 @@ bars, floors and domains also on both sides of every number that stands in the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mpmath
@@ -43,19 +43,32 @@ class PointComparison:
     """
 
     def __init__(self, left: Any, right: Any, names: Sequence[Any], *, skip_zeros: bool = False) -> None:
-        self.left, self.right = _with_real_roots(left), _with_real_roots(right)
         self.names, self.skip_zeros, self.is_decided = names, skip_zeros, False
-        self.gates = [_gates(side) for side in (self.left, self.right)]
-        self.barred = _barred(left) | _barred(right)
-        nodes = [node for side in (left, right) for node in sympy.preorder_traversal(side)]
+        self.whole = self.uneven = False
+        self.barred: set[Any] = set()
+        self.gates: list[list[Any]] = [[], []]
+        nodes = [list(sympy.preorder_traversal(side)) for side in (left, right)]
+        roots = [any(_is_odd_root(node) for node in side) for side in nodes]
+        self.left, self.right = (
+            _with_real_roots(side) if rooted else side for side, rooted in zip((left, right), roots, strict=True)
+        )
+        if names:
+            self.gates = [_gates(sympy.preorder_traversal(side)) for side in (self.left, self.right)]
+            self._look_at([*nodes[0], *nodes[1]])
+
+    def _look_at(self, nodes: Sequence[Any]) -> None:
+        """What decides which points are needed."""
+        self.barred = _barred(nodes)
         self.whole = any(isinstance(node, _WHOLE) or _is_alternating(node) for node in nodes)
         self.uneven = bool(self.barred or any(self.gates) or any(isinstance(node, _STEPS) for node in nodes))
-        constants = {abs(node) for node in nodes if node.is_Rational and abs(node) not in (0, 1)}
+        constants = (
+            {abs(node) for node in nodes if node.is_Rational and abs(node) not in (0, 1)} if self.uneven else set()
+        )
         self.constants = sorted(constants | {sympy.Integer(1)}, reverse=True)[:MAX_CONSTANTS]
 
     def __iter__(self) -> Iterator[tuple[dict[Any, Any], tuple[Any, Any]]]:
         enough = len(self.names) and (
-            NUM_POINTS if not (self.whole or self.uneven) else NUM_GENERAL + NUM_WHOLE + NUM_FAR
+            NUM_POINTS if not self.whole and not self.uneven else NUM_GENERAL + NUM_WHOLE + NUM_FAR
         )
         undefined: list[tuple[dict[Any, Any], tuple[Any, Any]]] = []  # nowhere real: compared as complex functions
         counted, one_sided = 0, False
@@ -130,31 +143,28 @@ def _around(constant: Any) -> tuple[Any, ...]:
     return (constant + near, constant - near, -constant + near, -constant - near, constant * far, constant / 3 / far)
 
 
+def _is_odd_root(node: Any) -> bool:
+    return (
+        node.is_Pow and node.exp.is_Rational and node.exp.q % 2 == 1 and node.exp.q > 1 and not node.base.has(sympy.I)
+    )
+
+
 def _with_real_roots(expression: Any) -> Any:
     """With real odd roots: x^(1/3) is sign(x)·|x|^(1/3)."""
-
-    def is_odd_root(node: Any) -> bool:
-        return (
-            node.is_Pow
-            and node.exp.is_Rational
-            and node.exp.q % 2 == 1
-            and node.exp.q > 1
-            and not node.base.has(sympy.I)
-        )
 
     def real(node: Any) -> Any:
         size = sympy.Pow(sympy.Abs(node.base), node.exp, evaluate=False)
         return size if node.exp.p % 2 == 0 else sympy.Mul(sympy.sign(node.base), size, evaluate=False)
 
-    return expression.replace(is_odd_root, real)
+    return expression.replace(_is_odd_root, real)
 
 
-def _gates(expression: Any) -> list[Any]:
+def _gates(nodes: Iterable[Any]) -> list[Any]:
     """The parts in variables that are not real everywhere, without those that contain i."""
     return [
         node
-        for node in sympy.preorder_traversal(expression)
-        if node.free_symbols and (isinstance(node, _GATES) or _is_open_power(node)) and not node.has(sympy.I)
+        for node in nodes
+        if (isinstance(node, _GATES) or _is_open_power(node)) and node.free_symbols and not node.has(sympy.I)
     ]
 
 
@@ -168,11 +178,11 @@ def _is_alternating(node: Any) -> bool:
     return node.is_Pow and bool(node.exp.free_symbols) and not node.base.is_positive
 
 
-def _barred(expression: Any) -> set[Any]:
+def _barred(nodes: Iterable[Any]) -> set[Any]:
     """The variables between bars, and in roots of squares."""
     return {
         name
-        for node in sympy.preorder_traversal(expression)
+        for node in nodes
         if isinstance(node, _BARS) or (_is_even_root(node) and node.base.is_Pow and node.base.exp.is_even)
         for name in node.free_symbols
     }

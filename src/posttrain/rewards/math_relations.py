@@ -80,7 +80,7 @@ def _without_approximation(relation: Relation) -> tuple[tuple[str, ...], tuple[s
     if not sides[-1]:
         raise NotUnderstood("an empty side")
     if place == 0 and (is_name(sides[0]) or not sides[0]):
-        return tuple(side for side in sides[:2] if side), ("=",)
+        return (sides, ("=",)) if sides[0] else (sides[1:], ())
     return sides[: place + 1], operators[:place]
 
 

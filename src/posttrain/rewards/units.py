@@ -120,7 +120,7 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
         if is_known_unit(word) or _is_noun(word.rpartition("-")[2], value):
             return True
         if len(word) <= 2:  # a symbol; with more behind it, it may be a variable
-            return len(words) == 1 or (place == 0 and words[1] in _STARTS)
+            return word not in _STARTS | {"to"} and (len(words) == 1 or (place == 0 and words[1] in _STARTS))
     return False
 
 
