@@ -17,9 +17,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from posttrain.consent import TRUST_REMOTE_CODE, trusts_remote_code
+from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
+from posttrain.models.files import ADAPTER_CONFIG, check_files, explain_loading, is_adapter
 from posttrain.models.scorer import SCORE
 from posttrain.models.stated_sizes import check_folder, check_sizes, read_object
 from posttrain.models.tokenizer import train_tokenizer
@@ -31,7 +32,6 @@ from posttrain.store.manifest import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 BASE_BITS = "base_quantization.json"
-ADAPTER_CONFIG = "adapter_config.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 
@@ -141,7 +141,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """
     source = resolve_model_name(name)
     with reading_model(name, source):
-        check_files(source)
+        check_files(source, _base_of)
         return _load_tokenizer(source, trust_remote_code)
 
 
@@ -157,21 +157,21 @@ def reading_model(name: str, source: str) -> Iterator[None]:
     except PosttrainError:
         raise
     except Exception as error:
-        raise UsageError(_explain(name, source, error)) from error
+        raise UsageError(explain_loading(name, source, error)) from error
 
 
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Of an adapter folder without one, that of its base."""
-    while _is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
+    while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = _base_of(source)
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
 
 
 def adapter_base(source: str) -> str | None:
     """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
-    if not _is_adapter(source):
+    if not is_adapter(source):
         return None
-    check_files(source)
+    check_files(source, _base_of)
     return _base_of(source)
 
 
@@ -181,8 +181,8 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
     try:
         with reading_model(section.name, source):
-            check_files(source)
-            if section.adapter is None and _is_adapter(source):
+            check_files(source, _base_of)
+            if section.adapter is None and is_adapter(source):
                 from peft import PeftModel
 
                 base = _load_weights(_base_of(source), _section_of_base(source, section))
@@ -203,7 +203,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     Such a model keeps the folder's name, so an adapter trained on top of it names the folder as its
     base and finds the same weights again.
     """
-    if _is_adapter(source):
+    if is_adapter(source):
         merged = _merge_adapter(source, section)
         if section.load_bits is None:
             return merged
@@ -295,43 +295,6 @@ def _check_weights(source: str, found: Mapping[str, Any]) -> None:
         )
 
 
-def check_files(source: str) -> None:
-    """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
-
-    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA bring loaders of their own.
-
-    Raises:
-        UsageError: such a folder, or adapters that stand on one another in a circle.
-    """
-    seen: list[str] = []
-    while _is_adapter(source):
-        if os.path.realpath(source) in seen:
-            raise UsageError(f"model.name: {source}: this adapter stands on itself; {ADAPTER_CONFIG} names its base")
-        seen.append(os.path.realpath(source))
-        settings = read_object(Path(source) / ADAPTER_CONFIG)
-        if settings.get("peft_type") != "LORA" or settings.get("megatron_config") is not None:
-            raise UsageError(
-                f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
-                "could run code of its choice; merge it into its base with what made it, and give the merged model"
-            )
-        _refuse_pickle(Path(source), "adapter_model.safetensors", "adapter_model.bin")
-        source = _base_of(source)
-    _refuse_pickle(Path(source), "model*.safetensors", "pytorch_model*.bin")
-
-
-def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
-    other = next(iter(sorted(folder.glob(pickled))), None)
-    if other is not None and not any(folder.glob(safe)):
-        raise UsageError(
-            f"model.name: {other} is a pickle, and loading one can run any code; give the weights as safetensors "
-            "(save_pretrained writes them with safe_serialization=True)"
-        )
-
-
-def _is_adapter(source: str) -> bool:
-    return (Path(source) / ADAPTER_CONFIG).is_file()
-
-
 def _base_of(adapter: str) -> str:
     """What an adapter folder names as its base.
 
@@ -417,23 +380,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def _explain(name: str, source: str, error: Exception) -> str:
-    first = _first_line(error)
-    if "trust_remote_code" in str(error):
-        return (
-            f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
-            f"{TRUST_REMOTE_CODE}, after you have read it"
-        )
-    if Path(source).exists():
-        return f"model.name: {source} cannot be loaded as a causal language model: {first}"
-    return (
-        f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
-        "Download it beforehand and give its folder, or use the embedded model, tiny"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
