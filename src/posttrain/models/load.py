@@ -17,10 +17,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from posttrain.consent import TRUST_REMOTE_CODE, trusts_remote_code
+from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.scorer import SCORE
-from posttrain.models.sources import base_of, check_files, is_adapter, resolve_model_name
+from posttrain.models.sources import base_of, check_files, explain_loading, is_adapter, resolve_model_name
 from posttrain.models.stated_sizes import check_sizes
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
@@ -96,7 +96,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """
     source = resolve_model_name(name)
     with reading_model(name, source):
-        check_files(source)
+        check_files(source, _base_of)
         return _load_tokenizer(source, trust_remote_code)
 
 
@@ -112,7 +112,7 @@ def reading_model(name: str, source: str) -> Iterator[None]:
     except PosttrainError:
         raise
     except Exception as error:
-        raise UsageError(_explain(name, source, error)) from error
+        raise UsageError(explain_loading(name, source, error)) from error
 
 
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
@@ -301,23 +301,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def _explain(name: str, source: str, error: Exception) -> str:
-    first = _first_line(error)
-    if "trust_remote_code" in str(error):
-        return (
-            f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
-            f"{TRUST_REMOTE_CODE}, after you have read it"
-        )
-    if Path(source).exists():
-        return f"model.name: {source} cannot be loaded as a causal language model: {first}"
-    return (
-        f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
-        "Download it beforehand and give its folder, or use the embedded model, tiny"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -1,10 +1,11 @@
-"""Where a model is, and what its folder holds, looked at before any library opens it."""
+"""Where a model is, what its folder holds before any library opens it, and what a failure to load it means."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from posttrain.consent import TRUST_REMOTE_CODE
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.stated_sizes import check_folder, read_object
@@ -129,3 +130,24 @@ def base_of(adapter: str) -> str:
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
     return resolve_model_name(base)
+
+
+def explain_loading(name: str, source: str, error: Exception) -> str:
+    """What an error of transformers or peft means for the model called ``name``, which is ``source``."""
+    first = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
+            f"{TRUST_REMOTE_CODE}, after you have read it"
+        )
+    if Path(source).exists():
+        return f"model.name: {source} cannot be loaded as a causal language model: {first}"
+    return (
+        f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
+        "Download it beforehand and give its folder, or use the embedded model, tiny"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
