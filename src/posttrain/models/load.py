@@ -96,7 +96,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """
     source = resolve_model_name(name)
     with reading_model(name, source):
-        check_files(source, _base_of)
+        check_files(source)
         return _load_tokenizer(source, trust_remote_code)
 
 
