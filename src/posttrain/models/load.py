@@ -58,11 +58,12 @@ def resolve_model_name(name: str) -> str:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
-    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
+    if kind_of_file(path / "recipe.yaml") == "file" and kind_of_file(path / "checkpoints") == "folder":
         return str(_checkpoint_of(path))
-    if kind_of_file(path) not in ("folder", "nothing"):
-        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
-    if path.is_dir():
+    kind = kind_of_file(path)
+    if kind not in ("folder", "nothing"):
+        raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
+    if kind == "folder":
         check_folder(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
@@ -283,7 +284,7 @@ def _check_weights(source: str, found: Mapping[str, Any]) -> None:
 
 
 def _is_adapter(source: str) -> bool:
-    return (Path(source) / "adapter_config.json").is_file()
+    return kind_of_file(Path(source) / "adapter_config.json") == "file"
 
 
 def _base_of(adapter: str) -> str:
@@ -386,7 +387,7 @@ def _device(name: str) -> torch.device:
 
 def _explain(name: str, source: str, error: Exception) -> str:
     first = _first_line(error)
-    if Path(source).exists():
+    if kind_of_file(source) != "nothing":
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"
     return (
         f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "

@@ -109,7 +109,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
             known = [*every_run_name(root), *comparison_names(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {shorten(name)}. {_list_names(known)}")
+                raise UsageError(f"nothing in {root} fits {shorten(name)}. {_list_names(known)}; give a name of one")
         for exact in matching:
             place = locate(root, exact)
             found.setdefault(place.name, place)
