@@ -91,7 +91,9 @@ def parse_yaml(text: str, place: str) -> tuple[dict[str, Any], dict[str, int]]:
     """
     data, lines = read_yaml(text, place)
     if not isinstance(data, dict):
-        raise RecipeError(f"{place}: a recipe must be a mapping of sections (model, task, objective, ...)")
+        raise RecipeError(
+            f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write `section: {key: value}`"
+        )
     return data, lines
 
 
