@@ -39,6 +39,7 @@ from posttrain.apps.argument_types import (
     nonnegative_float,
     port,
     positive,
+    repetitions,
     seed,
     share,
     shown,
@@ -192,7 +193,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
     parser.add_argument("recipe", metavar="RECIPE", help="a compare/ name that `posttrain recipes` lists, or a file")
     parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of each method (default: the recipe's)")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help="runs of each method (default: the recipe's)")
     parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: cores; 1 on a GPU)")
     parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; train nothing")

@@ -25,6 +25,8 @@ class Unread:
 Seed = Annotated[int, Field(ge=0), AnySize()]
 # Rows, prompts or samples that are in memory at once.
 Few = Annotated[int, Field(ge=1, le=65_536)]
+# How often something is done, each time with another seed.
+Repetitions = Annotated[int, Field(ge=1, le=1000)]
 # The length of a text.
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 
@@ -46,7 +48,8 @@ class Options(BaseModel):
         held = _types(field.annotation).union(map(type, field.metadata))
         if Unread in held:
             return value
-        if int in held and not held & {float, AnySize} and isinstance(value, float) and abs(value) > LARGEST_COUNT:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and not held & {float, str, Any, AnySize} and abs(value) > LARGEST_COUNT:
             raise _too_large()
         if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in held):
             check_plain(value)

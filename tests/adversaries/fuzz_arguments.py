@@ -130,7 +130,7 @@ def argument_cases(random: Random) -> list[Case]:
                 Case(
                     "argument: unknown",
                     (*start, wrong, *more),
-                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "unrecognized"),
+                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "unrecognized", "'quiet'", "'1'"),
                     files,
                 )
             )
@@ -308,7 +308,6 @@ def output_cases(random: Random) -> list[Case]:
         (LONG, {}),
         ("a/" + LONG, {}),
         ("bad\udcff/" + LONG, {}),
-        ("full", {"full": FOLDER, "full/other": b"x"}),
         ("circle/x", {"circle->": "circle"}),
     )
     ways = (
@@ -371,7 +370,7 @@ def output_cases(random: Random) -> list[Case]:
         cases.append(
             Case(
                 "input",
-                ("generate", "tiny", "x", f"--sae={place}", "--steer", "1:2", "--max-tokens", "2"),
+                ("generate", "tiny", "x", f"--sae={place}", "--steer", "1=2", "--max-tokens", "2"),
                 ("--sae", place[:30]),
                 files,
             )
@@ -483,7 +482,7 @@ def named_run_cases(random: Random) -> list[Case]:
         (("compare", "mine.yaml", "--seeds", "1000000"), ("--seeds",)),
     ):
         cases.append(Case("words", words, names, {"mine.yaml": dump(COMPARISON)} if "mine.yaml" in words else {}))
-    for name in (LONG, "a/b", "²", "", "..", "a b", "bad\\udcff", "null", "3"):
+    for name in (LONG, "a/b", "²", "", "..", "a b", "bad\\udcff", "3"):
         for section, recipe, words in (("methods", COMPARISON, ("compare",)), ("reward_models", STUDY, ("study",))):
             text = (
                 dump({k: v for k, v in recipe.items() if k != section}).decode()

@@ -207,13 +207,18 @@ def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model
     for wrong in ("nonsense", "²", "x" * 300, next(iter(model.model_fields))[:-1] + "_"):
         name = f"{key}.{wrong}"
         cases.append(
-            Case("unknown key", (*command, "mine.yaml"), (name, wrong), {"mine.yaml": with_value(own, name, "1")})
+            Case(
+                "unknown key",
+                (*command, "mine.yaml"),
+                (name[:40], wrong[:40]),
+                {"mine.yaml": with_value(own, name, "1")},
+            )
         )
         cases.append(
             Case(
                 "unknown key",
                 (*command, "mine.yaml", f"--{name}", "1"),
-                (name, wrong),
+                (name[:40], wrong[:40]),
                 {"mine.yaml": with_value(own, "description", "x")},
             )
         )

@@ -150,7 +150,15 @@ def name_cases(random: Random) -> list[Case]:
     ):
         for words, more in _asks(random, name):
             shown = (
-                (name[:30], repr(name)[1:-1][:30], "model.name", "MODEL_OR_RUN") if name.strip() else ("model", "MODEL")
+                (
+                    name[:30],
+                    repr(name)[1:-1][:30],
+                    "model.name",
+                    "MODEL_OR_RUN",
+                    *(["mine.yaml"] if "\udcff" in name else []),
+                )
+                if name.strip()
+                else ("model", "MODEL")
             )
             cases.append(Case("model name", words, shown, {**files, **more}))
     return cases

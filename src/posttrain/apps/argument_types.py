@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import stat
 from pathlib import Path
 from typing import Any
 
 LARGEST = 10**9
 LARGEST_PORT = 65_535
+MOST_SEEDS = 1000
 _SHOWN_CHARS = 60
+_LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,9 +24,9 @@ class Parser(argparse.ArgumentParser):
             self.register("action", name, _StoreOnce)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        required = action.option_strings and action.nargs != "?" and action.dest not in MAY_BE_EMPTY
+        required = action.nargs not in ("?", argparse.PARSER) and action.dest not in MAY_BE_EMPTY
         if required and not all(text.strip() for text in arg_strings):
-            raise argparse.ArgumentError(action, "the value is empty; give one, or leave the option out")
+            raise argparse.ArgumentError(action, "the value is empty; give one")
         values = super()._get_values(action, arg_strings)
         if arg_strings and action.option_strings and values == []:
             raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
@@ -67,6 +70,8 @@ def folder_of_runs(text: str) -> str:
     try:
         mode = Path(text).stat().st_mode
     except FileNotFoundError:
+        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
+            raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a folder (name too long); give one") from None
         if not Path(text).is_symlink():
             return text
         raise argparse.ArgumentTypeError(f"{shown(text)} is a link that leads nowhere; give a folder") from None
@@ -118,6 +123,14 @@ def seed(text: str) -> int:
         value = -1
     if value < 0:
         raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {shown(text)}")
+    return value
+
+
+def repetitions(text: str) -> int:
+    """How many seeds something is done with."""
+    value = positive(text)
+    if value > MOST_SEEDS:
+        raise argparse.ArgumentTypeError(f"at most {MOST_SEEDS:,} seeds can be given, not {shown(text)}")
     return value
 
 

@@ -25,7 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
     )
     parser.add_argument(
-        "--bits", type=int, choices=(8, 4), required=True, help="8: LLM.int8's rows; 4: NF4 with double quantization"
+        "--bits",
+        type=natural,
+        choices=(8, 4),
+        required=True,
+        help="8: LLM.int8's rows; 4: NF4 with double quantization",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all else (default: the run's, or float32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import natural, positive
+from posttrain.apps.argument_types import natural, repetitions
 
 EPILOG = """\
 any key of the recipe is an option; the same command again keeps what is there:
@@ -27,7 +27,7 @@ def add_diff_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
     parser.add_argument("--site", choices=("resid", "mlp", "attn"), help="of the layer (default: resid)")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="dictionaries to train (default: 3)")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
     parser.add_argument("--run", metavar="NAME", help="name of the directory under the runs directory")
     parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")

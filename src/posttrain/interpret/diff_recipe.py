@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.consent import refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.interpret.sae_recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.option_types import Seed, Tokens, shorten
+from posttrain.option_types import Repetitions, Seed, Tokens, shorten
 from posttrain.recipe_files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.sections import Section, Word
 from posttrain.strict_yaml import write_yaml
@@ -96,7 +96,7 @@ class ChangesSection(Section):
     max_tokens: Tokens | None = None
     outliers: float = Field(default=10.0, ge=0)
     dtype: Literal["bf16", "fp32"] = "fp32"
-    seeds: int = Field(default=3, ge=1)
+    seeds: Repetitions = 3
     seed: Seed = 0
     dictionaries: list[str] = Field(default_factory=list)
     dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])

@@ -34,13 +34,14 @@ def resolve_model_name(name: str) -> str:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise UsageError(f"model.name: {shorten(name)}: {error}; give the whole path") from None
-    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
+    if kind_of_file(path / "recipe.yaml") == "file" and kind_of_file(path / "checkpoints") == "folder":
         checkpoint = _checkpoint_of(path)
         refuse_damaged(checkpoint)
         return str(checkpoint)
-    if kind_of_file(path) not in ("folder", "nothing"):
-        raise UsageError(f"model.name: {name} is a {kind_of_file(path)}; give a model's folder, a run or a hub name")
-    if path.is_dir():
+    kind = kind_of_file(path)
+    if kind not in ("folder", "nothing"):
+        raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
+    if kind == "folder":
         check_folder(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
@@ -112,7 +113,7 @@ def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
 
 def is_adapter(source: str) -> bool:
     """Whether a folder holds an adapter, which stands on a base."""
-    return (Path(source) / ADAPTER_CONFIG).is_file()
+    return kind_of_file(Path(source) / ADAPTER_CONFIG) == "file"
 
 
 def base_of(adapter: str) -> str:
@@ -140,7 +141,7 @@ def explain_loading(name: str, source: str, error: Exception) -> str:
             f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
             f"{TRUST_REMOTE_CODE}, after you have read it"
         )
-    if Path(source).exists():
+    if kind_of_file(source) != "nothing":
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"
     return (
         f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "

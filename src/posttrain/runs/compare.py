@@ -44,7 +44,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.option_types import Unread
+from posttrain.option_types import Repetitions, Unread
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import (
     apply_override,
@@ -78,7 +78,7 @@ class CompareFile(Section):
     start: Source | None = None
     base: Source
     methods: Annotated[dict[str, Source], Field(min_length=1)]
-    seeds: int = Field(default=3, ge=1)
+    seeds: Repetitions = 3
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
         if any(sign in name for sign in _PATTERN):
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names([*known])}")
+                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names([*known])}; give a name of one")
         for exact in matching:
             place = _locate(Path(root), exact, known, comparisons)
             found.setdefault(place.name, place)

@@ -42,7 +42,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.option_types import Tokens
+from posttrain.option_types import Repetitions, Tokens
 from posttrain.recipe import Recipe
 from posttrain.recipe_files import apply_override, parse_yaml, recipe_names, recipe_text
 from posttrain.registry import explain_validation, suggest
@@ -88,7 +88,7 @@ class StudyFile(Section):
     policies: dict[str, Source] = Field(default_factory=dict)
     labelled: LabelledSection | None = None
     best_of_n: BestOfNSection
-    seeds: int = Field(default=3, ge=1)
+    seeds: Repetitions = 3
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
 from typing import Any
 
 from posttrain.registry import register
@@ -93,6 +94,8 @@ def compared(row: Row, keys: tuple[str, str], better: int) -> tuple[Response, Re
     """
     for key in keys:
         require(row, key)
+        if isinstance(row.data[key], float) and not isfinite(row.data[key]):
+            raise row.fail(f"{key!r} must be text, a number or a truth value; got {row.data[key]!r}")
     first, second = (
         str(row.data[key]) if isinstance(row.data[key], bool | int | float) else row.text(key) for key in keys
     )

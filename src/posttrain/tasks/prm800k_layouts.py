@@ -56,7 +56,9 @@ def read_solutions(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solut
     found = [layout for layout, keys in wanted.items() if all(key in first.data for key in keys)]
     if not found:
         known = "; ".join(f"{layout}: {', '.join(keys)}" for layout, keys in wanted.items())
-        raise first.fail(f"the row has the keys {', '.join(first.data) or 'none'}, of neither layout ({known})")
+        raise first.fail(
+            f"the row has the keys {', '.join(first.data) or 'none'}, of neither layout; one needs {known}"
+        )
     every = _chain(first, rows)
     yield from _published(every, dropped) if found[0] == "the published files" else _one_per_step(every, dropped)
 

@@ -180,7 +180,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 number += 1
                 yield Row(str(path), number, data)
     except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
-        raise DataError(path, f"not a readable parquet file ({error})") from None
+        raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
