@@ -20,7 +20,10 @@ GOOD = "<think> 1 + 1 = 2 </think> <answer> 2 </answer>"
         (GOOD.replace("</think> <answer>", "</think><answer>"), 1, 1),
         (f"\n{GOOD}\n", 1, 1),
         ("<think></think> <answer>2</answer>", 1, 1),
-        ("<think> a </think> <answer>  </answer>", 0, 1),
+        ("<think> a </think> <answer>  </answer>", 0, 0),
+        ("<think> a </think> <answer>\u200b</answer>", 0, 0),
+        ("<think> a </think> <answer> </answer> <think> b </think> <answer> 2 </answer>", 0, 1),
+        ("<think> a </think> <answer> </answer> 2 <answer> 2 </answer>", 0, 0),
         (f"{GOOD} so there", 0, 1),
         (f"Well. {GOOD}", 0, 1),
         ("<think> a </think> hence <answer> 2 </answer>", 0, 0),
@@ -57,6 +60,10 @@ def test_count_gives_a_quarter_for_each_mark_that_stands_once() -> None:
     assert xml_count("", THINK) == 0.0
 
 
+def test_count_looks_at_marks_alone() -> None:
+    assert xml_count("<think></think><answer>\u200b</answer>", THINK) == 1.0
+
+
 def test_count_deducts_what_trails() -> None:
     assert xml_count(f"{GOOD} \n", THINK) == 1.0
     assert xml_count(GOOD + "x" * 100, THINK) == pytest.approx(0.8)
@@ -74,3 +81,4 @@ def test_a_megabyte_of_tags_is_linear() -> None:
     text = "<think>" * 150_000 + "</think> " * 150_000
     assert (xml_format(text, THINK), xml_soft(text, THINK)) == (0.0, 0.0)
     assert xml_soft(text + "<answer> 1 </answer>", THINK) == 1.0
+    assert xml_soft("<think>" + "</think><answer> </answer>" * 50_000, THINK) == 0.0

@@ -107,6 +107,67 @@ def test_what_else_stands_around_a_list_takes_nothing_back(start: str, end: str)
     assert verdict(start + GOLD + end).outcome == "right"
 
 
+TURNED = [
+    "The opposite is true.", "vice versa", "Or vice versa.", "Swap the roles.", "Or maybe not.", "False.",
+    "Reverse it.", "Reverse all.",
+    "I take it back.", "Actually, all of them are knights. Actually, all of them are knaves.", "April fools.",
+    "Every knight above is a knave.", "Flip everything above.", "All lies!", "The negation of it holds.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("joint", ["\n", " ", "\n\n", ". "])
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>", "\\boxed{{\\text{{{}}}}}"])
+@pytest.mark.parametrize("stated", [GOLD, GROUPS[0], GROUPS[2]])
+def test_what_follows_a_list_has_harmless_words_only(joint: str, form: str, stated: str) -> None:
+    texts = [form.format(f"{stated}{joint}{end}") for end in TURNED]
+    assert [text for text in texts if verdict(text).outcome == "right"] == []
+
+
+OPENINGS = [
+    "Not:", "The opposite of this:", "Suppose:", "If", "One of these may be right:", "It cannot be that",
+    "A knave would say:", "Wrong answers:", "Maybe", "This list is a lie:", "Either this or its opposite:",
+    "Imagine that",
+    f"{GOLD.replace('Jack is a knight', 'Jack is a knave')}\nor",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("joint", ["\n", " ", "\n\n"])
+@pytest.mark.parametrize("form", ["{}", "Zoey spoke first.\n\n{}", "<answer>{}</answer>"])
+@pytest.mark.parametrize("stated", [GOLD, GROUPS[1], GROUPS[8]])
+def test_what_opens_a_list_denies_and_supposes_nothing(joint: str, form: str, stated: str) -> None:
+    if joint == " " and stated != GOLD:
+        return
+    texts = [form.format(f"{opening}{joint}{stated}") for opening in OPENINGS]
+    assert [text for text in texts if verdict(text).outcome == "right"] == []
+
+
+@pytest.mark.parametrize(
+    "around",
+    ["So the final answer is:\n{}", "**Final Answer**\n\n{}", "Putting it all together:\n{}",
+     "We can conclude that:\n{}", "Based on the above analysis, we conclude:\n{}", "The knights and knaves are:\n{}",
+     "Therefore, {}",
+     "{}\nThis assignment satisfies all the statements.", "{}\n\nThis is the only solution.",
+     "{}\nNo other assignment is possible.",
+     "{}\nAll knights tell the truth and all knaves lie.", "{}\nI hope this helps!", "{}\n---", "{}\n</s>"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>"])
+@pytest.mark.parametrize("stated", [GOLD, GROUPS[0]])
+def test_headings_and_remarks_leave_a_list_standing(around: str, form: str, stated: str) -> None:
+    assert verdict(form.format(around.format(stated))).outcome == "right"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"Since Zoey cannot be a knave, we get:\n{GOLD}", f"If Jack is a knave, Zoey lies\nSo:\n{GOLD}",
+     f"{GOLD}\n**Explanation:** if Zoey were a knave, that would be false.", f"{GOLD}\nThis is because Jackson lied.",
+     f"{GOLD}\nJack tells the truth, while Jackson lies.", f"<answer>答案：{GOLD}</answer>",
+     "1. Jack - Knight (truth-teller)\n2. Jackson - Knave (liar)\n3. Zoey - Knight (truth-teller)",
+     f"<think> Not: </think> The opposite is wrong. <answer>{GOLD}</answer> Or maybe not."],
+)  # fmt: skip
+def test_reasoning_around_a_list_is_free(text: str) -> None:
+    assert verdict(text).outcome == "right"
+
+
 @pytest.mark.parametrize(
     ("text", "people_right"),
     [

@@ -48,7 +48,8 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
 def xml_soft(text: str, tags: tuple[str, ...]) -> float:
     """1 if a reasoning block followed by an answer block stands anywhere in the text, else 0.
 
-    ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``; more text and more blocks may stand around.
+    ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``, with something to be seen in the answer; more text and more
+    blocks may stand around.
 
     Source: the soft format reward of the widely shared GSM8K GRPO notebooks, without its weight of
     0.5.
@@ -60,8 +61,13 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
     start = text.find(open_r)
     if start < 0:
         return 0.0
-    turn = re.compile(re.escape(close_r) + r"\s*" + re.escape(open_a)).search(text, start + len(open_r))
-    return 1.0 if turn is not None and text.find(close_a, turn.end()) >= 0 else 0.0
+    for turn in re.compile(re.escape(close_r) + r"\s*" + re.escape(open_a)).finditer(text, start + len(open_r)):
+        end = text.find(close_a, turn.end())
+        if end < 0:
+            break
+        if not is_blank(text[turn.end() : end]):
+            return 1.0
+    return 0.0
 
 
 @register("reward")
@@ -70,7 +76,8 @@ def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Fi
 
     ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)`` where n is the number of characters
     after the answer block, white space at the end not counted. Partial credit while the
-    format is being learnt; note that groups then seldom have equal rewards.
+    format is being learnt; note that groups then seldom have equal rewards. It pays for marks, by definition, and never
+    looks at what stands between them: an empty answer loses nothing.
 
     Args:
         trailing: the deduction per character behind ``</answer>``.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
 from posttrain.registry import register
 from posttrain.rewards.grading import Submission, Verdict
-from posttrain.rewards.knights_lists import name_pattern, spell_out
+from posttrain.rewards.knights_lists import any_name_of, name_pattern, spell_out
+from posttrain.rewards.knights_remarks import introduces, is_neutral, leads_on, leaves_standing
 from posttrain.rewards.responses import answer_region
 
 MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
@@ -44,15 +46,6 @@ _TAKEN_BACK = re.compile(
     r"\s{0,3}(?:[.!;)]|$))",
     re.IGNORECASE,
 )
-# The line right below the list, where it is nothing else: in an explanation it may judge what somebody says.
-_JUDGED = re.compile(
-    r"\W{0,8}(?:(?:oh|but|ah|well|no|and|or)\b\W{1,4}){0,2}(?:"
-    r"(?:(?:all|everything|most)\s{1,3}(?:of\s{1,3})?)?(?:(?:that|this|it|these|those|the\s{1,3}(?:above|list))(?:\s{1,3}above)?)?"
-    r"(?:['’]s|\s{1,3}(?:is|was|are))\s{1,3}(?:all\s{1,3})?"
-    r"(?:wrong|incorrect|false|a\s{1,3}(?:mistake|lie|joke)|not\s{1,3}(?:right|correct|true))"
-    r"|(?:none|nothing)\s{1,3}of\s{1,3}(?:that|this|it|these|the\s{1,3}above)\s{1,3}is\s{1,3}(?:right|correct|true))\W{0,8}",
-    re.IGNORECASE,
-)
 _STATES_NOTHING = re.compile(rf"\b(?:{_SUPPOSED}|{_DENIED})\b", re.IGNORECASE)
 
 
@@ -65,8 +58,9 @@ def knights_and_knaves(submission: Submission) -> Verdict:
     that a name with two roles is wrong. Without these, the last lines of the response that state roles are read:
     upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose, report
     or deny ("if Zoey is a knight", "Zoey says", "it is false that") state nothing at all. A statement may be
-    repeated; a missing name, both roles, and "a knight or a knave" are wrong, and a list that is taken back below
-    ("No: the opposite.") is no answer. Groups ("Knights: Zoey, Bob; knave: Jack") and Markdown tables are read, too.
+    repeated; a missing name, both roles, and "a knight or a knave" are wrong, and a list that is opened or followed by
+    words that may turn it round ("Suppose:", "Swap the roles.") is no answer: beside statements a marked answer holds
+    harmless words only (knights_remarks), and below an unmarked list so do the sentences before an explanation. Groups ("Knights: Zoey, Bob; knave: Jack") and Markdown tables are read, too.
 
     ``meta``: ``names``, and ``solution``, of which True is a knight. The fact ``people_right`` is the share of
     names that were called what they are.
@@ -96,36 +90,53 @@ def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str,
         names: the inhabitants.
         all_lines: whether all of the text counts, or the lines at its end alone.
     """
-    pattern = _claims_about(tuple(names))
+    pattern, any_name = _claims_about(tuple(names)), any_name_of(tuple(names))
     known = {name.casefold(): name for name in names}
     roles: dict[str, bool | None] = {}
     doubts: list[tuple[str, ...]] = []  # what "No, Zoey is a knave" says below the list
-    below = ""  # the line read before, with words on it
+    below: list[str] = []  # the lines below the list, the last one first
+    harmless, opening = True, ""
     for line in reversed(spell_out(_DRESS.sub("", text), names)):
         # the words count beside the statements alone: a name may be such a word, and "is not a knave" is a statement
-        beside = pattern.sub(" ", line)
-        claims = pattern.findall(line)
+        beside, claims = pattern.sub(" ", line), pattern.findall(line)
+        if all_lines:
+            harmless = harmless and is_neutral(any_name.sub(" ", beside))
         if not roles and _TAKEN_BACK.search(beside):
             if not claims:
                 return {}
             doubts.extend(claims)
             continue
         found = [] if _STATES_NOTHING.search(beside) else claims
-        if found and not roles and _JUDGED.fullmatch(below):
+        ended = not all_lines and bool(roles) and not found and (bool(line.strip()) or len(roles) == len(names))
+        if ended or opening:
+            opening = line  # above its headings a table may stand, and blank lines above a list
+            if line.strip() and "|" not in line:
+                break
+            opening = "|"
+            continue
+        if found and not all_lines and not _is_stated(line, pattern, any_name, None if roles else below):
             return {}
-        ends = not found and bool(roles) and (bool(line.strip()) or len(roles) == len(names))
-        if ends and not all_lines:
-            break
-        below = line if line.strip() else below
+        if not found and not roles:
+            below.append(line)
         for name, denied, role, second in found:
             is_knight = (role.casefold() == "knight") != bool(denied)
             key = known[name.casefold()]
             agrees = not second and roles.get(key, is_knight) is is_knight
             roles[key] = is_knight if agrees else None
+    # all that stands in a marked answer counts; where names are missing it is wrong in any case
+    if (not harmless and len(roles) == len(names)) or not introduces(opening, any_name):
+        return {}
     kept = all(
         roles.get(known[name.casefold()]) is ((role.casefold() == "knight") != bool(d)) for name, d, role, _ in doubts
     )
     return roles if kept else {}
+
+
+def _is_stated(line: str, pattern: re.Pattern[str], any_name: re.Pattern[str], below: Sequence[str] | None) -> bool:
+    """Whether the words around a line's statements leave them stated; ``below`` follows the last line of a list."""
+    last = deque(pattern.finditer(line), maxlen=1)[0]
+    following = line[last.end() :] + ("" if below is None else "\n" + "\n".join(reversed(below)))
+    return leads_on(pattern.sub(" ", line[: last.start()])) and leaves_standing(following, any_name)
 
 
 @lru_cache(maxsize=256)  # a puzzle is graded many times in a row

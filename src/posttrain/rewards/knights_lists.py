@@ -19,7 +19,7 @@ _START = (
 
 def spell_out(text: str, names: Sequence[str]) -> list[str]:
     """The lines of the text, with groups and the rows of tables as ``NAME is a knight``."""
-    lines = _spell_tables(text.splitlines(), _any_name(tuple(names)))
+    lines = _spell_tables(text.splitlines(), any_name_of(tuple(names)))
     return [_spell_groups(line, tuple(names)) for line in lines]
 
 
@@ -30,7 +30,8 @@ def name_pattern(names: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=256)  # a puzzle is graded many times in a row
-def _any_name(names: tuple[str, ...]) -> re.Pattern[str]:
+def any_name_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern that finds each of the names."""
     return re.compile(name_pattern(names), re.IGNORECASE)
 
 
@@ -54,7 +55,7 @@ def _groups(names: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
 def _spell_groups(line: str, names: tuple[str, ...]) -> str:
     def state(match: re.Match[str]) -> str:
         start = (match["start"] or "").removeprefix("both ")
-        return f"{start}{_state(_any_name(names).findall(match['names']), match['role'])} "
+        return f"{start}{_state(any_name_of(names).findall(match['names']), match['role'])} "
 
     for pattern in _groups(names):
         line = pattern.sub(state, line)
