@@ -80,7 +80,7 @@ def run_runs(arguments: argparse.Namespace) -> int:
         return 0
     folder = find_run(arguments.runs_dir, arguments.name)
     root, name = _home_of(folder, Path(arguments.runs_dir))
-    links = [link for link in find_links(root) if name in (link.child, link.parent)]
+    links = find_links(root, of=name)
     if arguments.json:
         print_json(show_run(folder) | {"name": name, "links": [asdict(link) for link in links]})
     else:

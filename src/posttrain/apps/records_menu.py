@@ -161,8 +161,7 @@ class Menu:
 
     def show(self, place: Place) -> None:
         """One run in full."""
-        links = [link for link in find_links(self.root) if place.name in (link.child, link.parent)]
-        print_run(self.console, place.path, place.name, links)
+        print_run(self.console, place.path, place.name, find_links(self.root, of=place.name))
 
     def prune(self, places: Sequence[Place]) -> None:
         """Ask which checkpoints to keep, then whether to delete the others."""

@@ -42,21 +42,22 @@ class Link:
     is_there: bool = True
 
 
-def find_links(root: str | Path, names: Sequence[str] | None = None) -> list[Link]:
+def find_links(root: str | Path, names: Sequence[str] | None = None, *, of: str | None = None) -> list[Link]:
     """The links of all runs under ``root`` (comparisons included) to their parents there.
 
     A run whose recipe cannot be read has none.
 
     Args:
         names: only of these children.
+        of: only those in which this run is the child or the parent.
     """
     folder = Path(root)
     known = set(every_run_name(folder))
-    bases = _bases(folder)
+    bases, real = _bases(folder), folder.resolve()
     links: list[Link] = []
     for name in sorted(known) if names is None else names:
         try:
-            links += _links_of(folder, name, recipe_facts(folder / name).leads, known, bases)
+            links += _links_of((folder, real), name, recipe_facts(folder / name).leads, (known, bases), of)
         except DataError:
             continue
     save_facts()
@@ -103,11 +104,13 @@ def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[i
     return used
 
 
-def _links_of(root: Path, name: str, leads: dict[str, str], known: set[str], bases: list[Path]) -> Iterator[Link]:
+def _links_of(
+    roots: tuple[Path, Path], name: str, leads: dict[str, str], about: tuple[set[str], list[Path]], of: str | None
+) -> Iterator[Link]:
+    (root, real), (known, bases) = roots, about
     for key, value in leads.items():
         if key in NAMES and value in ("tiny", "self"):
             continue
-        real = root.resolve()
         inner = _inside(value, real, [*bases, real] if names_run(key) else bases)
         if inner is None:
             continue
@@ -116,6 +119,8 @@ def _links_of(root: Path, name: str, leads: dict[str, str], known: set[str], bas
         cut = parts.index("checkpoints") if "checkpoints" in parts else len(parts)
         parent = "/".join(parts[: ends[0]] if ends else parts[:cut])
         if not parent or parent == name or (not ends and key not in NAMES and not names_run(key)):
+            continue
+        if of not in (None, name, parent):
             continue
         role = ROLES.get(key.partition(".")[0], key)
         step = _step_of(root, (name, key, value, parent), parts[ends[0] if ends else cut :])
