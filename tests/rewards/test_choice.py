@@ -97,6 +97,50 @@ def test_nothing_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) is None
 
 
+WORLD = ("a wolf", "the tide", "an oak", "some salt")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A. No: B", "A. I mean B.", "A. Rather B.", "A, I mean B", "The answer is A. Just kidding, B.",
+     "The answer is A. Not.",
+     "The answer is A, not.", "Nobody says A is the answer.", "They say A is the answer.", "A: false",
+     "[A] is wrong, [B] is right",
+     "A. a wolf B. the tide C. an oak D. some salt", "A: a wolf, B: the tide", "The answer is A. a wolf B. the tide",
+     "They think the answer is A.", "Nobody would say that the answer is A.",
+     "It is unlikely that A is the answer.",
+     "The answer is A.\nJust kidding, B.", "A\nI mean B.", "A\nNot.", "A is the answer. Not.", "A is correct, not.",
+     "A is the answer. Make that B.", "The answer is A. It isn't A but B.", "The answer is A. So B instead.",
+     "The answer is a wolf. Just kidding, the tide.", "The answer is a wolf. Not.", "A, no wait, actually B",
+     "Answer: A. Or rather: B", "A: wrong", "Option A. Nope.", "The answer is A\nB", "A. Change to B.",
+     "The answer is A. Oops, I meant the tide."],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["{}", "<think>x</think> <answer> {} </answer>", "So it is \\boxed{{{}}}."])
+def test_a_choice_that_is_taken_back_or_reported_is_none(text: str, form: str) -> None:
+    assert verdict(form.format(text), "A", text, choices=WORLD).outcome != "right"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["B, not A", "B. It is not A.", "The answer is B. Not A, C or D.", "The answer is B. So A, C and D are wrong.",
+     "B: the tide, as A is wrong", "The answer is B, which is better than A.",
+     "B. Unlike A, it comes and goes.", "The answer is B.\n\nWhy:\nA. Wolves eat.\nB. It turns.\nC. Oaks stand.",
+     "The answer is B. I ruled out A.", "I would say that the answer is B.", "We can say B is the answer.",
+     "The answer is B. Wrong: A, C, D.", "You can say that B is the answer.", "They say many things. The answer is B.", "The answer is B. I mean the tide.",
+     "The answer is the tide. So B.", "B. the tide (not a wolf)", "[B] the tide", "B, since vitamin C. It heals.",
+     "The answer is A. Just kidding.\nThe answer is B.", "A. False friends.\nB. The best.\nSo B.",
+     "Nobody says that. B is the answer."],
+)  # fmt: skip
+def test_what_is_said_of_other_letters_leaves_a_choice_standing(text: str) -> None:
+    assert verdict(text, "B", choices=WORLD).outcome == "right"
+
+
+def test_false_is_a_text_where_it_may_be_one() -> None:
+    assert chosen_letter("B: false", ("true", "false")) == chosen_letter("B. False") == "B"
+    assert chosen_letter("B: false", WORLD) is None
+    assert chosen_letter("B is false") is None
+
+
 @pytest.mark.parametrize(
     ("text", "letter"),
     [

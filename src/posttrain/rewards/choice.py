@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from posttrain.registry import register
+from posttrain.rewards.choice_doubts import REPORTED, SEPARATOR, TAIL_CHARS, TAKEN_BACK, takes_back
 from posttrain.rewards.grading import Submission, Verdict
 from posttrain.rewards.responses import answer_region
 
@@ -57,7 +58,6 @@ _DENIED = re.compile(
     r"|(?i:\b(?:or|nor|and))\s{1,3}(?:(?i:option|choice)\s{1,3})?[(\[]?)$"
 )
 _DENIED_CHARS = 80
-_TAIL_CHARS = 2_000
 # Behind a letter: a further letter makes it a hedge, where a word joins the two or nothing stands between them.
 _HEDGE = re.compile(
     r"[\s.,;:!?/|&+()\]}*_\"'’”$-]*"
@@ -67,6 +67,7 @@ _HEDGE = re.compile(
     r"|[），。；]*(?:、|或者?|和|与|及|还是|也?可能是?)\s*[（]?([A-J])(?![A-Za-z0-9'’]))"
 )
 _LISTED = re.compile(r"\s([A-J])\)\s")  # a further label on the same line
+_FURTHER_LABEL = re.compile(r"\s[(\[]?([A-J])[.):\]]\s+(?=\S)")
 _NEXT_WORD = re.compile(r"[ \t]+([A-Za-z][A-Za-z’']*)")
 _REASONS = frozenset(
     ("because", "since", "as", "which", "due", "so", "but", "given", "for", "based", "and", "or", "by", "here", "not")
@@ -77,7 +78,6 @@ _SHORT = re.compile(
     r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;!\n。]|\s+(?:[-–—]\s|\()))[.):,;!。]?"
 )
 _LABEL = re.compile(r"\W*(?:(?i:option|choice)\s+)?[(\[]?([A-J](?=[)\].:])|[a-j](?=[)\]]))")
-_SEPARATOR = re.compile(r"^[\s.):,;\]]*(?:[-–—]\s+)?")
 _DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
 _SPACE = re.compile(r"\s+")
 # Sentences that conclude without the word answer: "It is B", "I believe it's B", "So C".
@@ -93,18 +93,6 @@ _CONCLUSION = re.compile(
     r")[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!,;\n]|$))"
 )
 _CLOSING = " \t\n.!*_`$\"'”’"
-# A sentence that takes back the one in front of it. "No, because" and "Wait for it" may be the texts of choices.
-_TAKEN_BACK = re.compile(
-    r"(?:^|[.!?;\n。！？；，])[\s*_]{0,4}(?:(?:oh|but|ah|well|ok|okay)\b[,.]?\s{1,3}){0,2}(?:"
-    r"wait\b(?=\s{0,3}(?:[,.!:;…–—-]|$|no\b))|no\b[,.!]?\s{0,3}(?=$|wait\b|sorry\b|actually\b|that\b|it\b|i\b)|hmm|"
-    r"actually\b|sorry\b|correction\b|scratch\s{1,3}that\b|never\s?mind\b|on\s{1,3}second\s{1,3}thoughts?\b|"
-    r"no\b[,.!]?\s{0,3}(?=[(\[]?(?-i:[A-J])[)\]]?\s{0,3}(?:[.,?!;]|$|or\b|maybe\b|perhaps\b))|"
-    r"不(?:对|是)?\s?(?:[,，。!！]|$)|等等|错了|更正|"
-    r"i\s{1,3}(?:was|am)\s{1,3}(?:wrong|mistaken)\b|i\s{1,3}take\s{1,3}(?:that|it|this)\s{1,3}back\b|"
-    r"(?:that|this|it)(?:['’]s|\s{1,3}(?:is|was))\s{1,3}(?:wrong|incorrect|false|a\s{1,3}mistake|not\s{1,3}(?:right|correct|true))\b"
-    r"(?!\s{1,3}(?:to|that)\b))",
-    re.IGNORECASE,
-)
 _HEDGED = "?"
 
 
@@ -159,7 +147,7 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
     stated = _last_statement(text, choices)
     if last is None or (stated is not None and stated[0] > text.rstrip().rfind("\n")):
         last = stated[1] if stated is not None else _read_line(lines[0], lines, choices)
-        if stated is None and _TAKEN_BACK.search("\n".join(lines[1:])):
+        if stated is None and last is not None and _is_doubted(last, "\n" + "\n".join(lines[1:]), choices):
             return None
     return None if last == _HEDGED else last
 
@@ -168,15 +156,15 @@ def _last_statement(text: str, choices: Sequence[str]) -> tuple[int, str] | None
     """Where the last readable statement begins, and its letter."""
     found: list[tuple[int, str]] = []
     for head in deque(_HEAD.finditer(text), maxlen=MAX_STATEMENTS):
-        tail = text[head.end() : head.end() + _TAIL_CHARS].lstrip()
+        tail = text[head.end() : head.end() + TAIL_CHARS].lstrip()
         if not _is_denied(text, head.start()) and (read := _read_tail(tail, choices, head[0])):
             found.append((head.start(), read))
     for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
         if not _is_denied(text, match.start()):
-            following = text[match.end() : match.end() + _TAIL_CHARS]
+            following = text[match.end() : match.end() + TAIL_CHARS]
             letter = match[1] or match[2]
             another = _OR_ANOTHER.match(following)
-            doubted = _TAKEN_BACK.search(_SEPARATOR.sub("", following)) or (another and another[1] != letter)
+            doubted = _is_doubted(letter, following, choices) or (another and another[1] != letter)
             found.append((match.start(), _HEDGED if doubted else letter))
     return max([*found, *_conclusions(text, max(found, default=None))], default=None)
 
@@ -194,14 +182,20 @@ def _conclusions(text: str, stated: tuple[int, str] | None) -> list[tuple[int, s
 
 
 def _is_denied(text: str, start: int) -> bool:
-    return _DENIED.search(text[max(0, start - _DENIED_CHARS) : start]) is not None
+    before = text[max(0, start - _DENIED_CHARS) : start]
+    return _DENIED.search(before) is not None or REPORTED.search(before) is not None
+
+
+def _is_doubted(letter: str, following: str, choices: Sequence[str]) -> bool:
+    return takes_back(letter, following, lambda text: _letter_of_text(text, choices), has_texts=bool(choices))
 
 
 def _read_tail(tail: str, choices: Sequence[str], head: str) -> str | None:
     """What "the answer is" (``head``) is followed by: a choice's text, or a letter that no other word claims."""
     line = tail.partition("\n")[0]
-    if by_text := _letter_of_text(line, choices) or _letter_of_text(re.split(r"[.;!]\s", line)[0], choices):
-        return by_text
+    for own in (line, re.split(r"[.;!]\s", line)[0]):
+        if by_text := _letter_of_text(own, choices):
+            return _HEDGED if _is_doubted(by_text, tail[len(own) :], choices) else by_text
     match = _LETTER.match(tail)
     if match is None:
         small = _SMALL_LETTER.match(tail) if head.endswith((":", "：")) else None
@@ -226,9 +220,10 @@ def _read_short(text: str, choices: Sequence[str]) -> str | None:
     following = cleaned[match.end() :]
     if match[3] and _is_word(letter, match[0], following, choices):
         return None
-    read = _letter_with(letter, following, choices)
+    if "\n" not in following.strip():
+        return _letter_with(letter, following, choices)
     # a text of several lines that begins with a letter may conclude otherwise; its lines are looked at one by one
-    return None if read == letter and "\n" in following.strip() else read
+    return None if _letter_with(letter, following, choices, several=True) == letter else _HEDGED
 
 
 def _is_word(letter: str, label: str, following: str, choices: Sequence[str]) -> bool:
@@ -271,18 +266,34 @@ def _lists_choices(lines: Sequence[str]) -> bool:
     return any(pair == ("A", "B") for pair in pairwise(labels))
 
 
-def _letter_with(letter: str, following: str, choices: Sequence[str]) -> str:
-    """The letter, if what stands behind it leaves it standing."""
-    rest = _plain(_SEPARATOR.sub("", following.partition("\n")[0]))
+def _letter_with(letter: str, following: str, choices: Sequence[str], *, several: bool = False) -> str:
+    """The letter, if what stands behind it leaves it standing; of several lines the later ones may answer anew."""
+    rest = _plain(SEPARATOR.sub("", following.partition("\n")[0]))
     own = LETTERS.index(letter)
     if rest and own < len(choices) and rest == _plain(choices[own]):
         return letter
     if rest and any(rest == _plain(choice) for choice in choices):
         return _HEDGED  # the label of one choice with the text of another
-    if _TAKEN_BACK.search(_SEPARATOR.sub("", following)):
+    if TAKEN_BACK.search(SEPARATOR.sub("", following)) or (not several and _is_doubted(letter, following, choices)):
+        return _HEDGED
+    if _lists_another(letter, following.partition("\n")[0], choices):
         return _HEDGED
     hedge = _HEDGE.match(following) or _LISTED.search(following.partition("\n")[0])
     return _HEDGED if hedge is not None and letter not in hedge.groups() else letter
+
+
+def _lists_another(letter: str, line: str, choices: Sequence[str]) -> bool:
+    """Whether the choices are copied on one line: "A. a wolf B. the tide"."""
+    for label in _FURTHER_LABEL.finditer(line):
+        other = LETTERS.index(label[1])
+        if other < len(choices):
+            start = label.end()
+            own = _plain(choices[other])
+            if own and label[1] != letter and _plain(line[start : start + len(choices[other]) + 20]).startswith(own):
+                return True
+        elif not choices and other == LETTERS.index(letter) + 1:
+            return True
+    return False
 
 
 def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:

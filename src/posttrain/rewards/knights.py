@@ -58,10 +58,10 @@ def knights_and_knaves(submission: Submission) -> Verdict:
     that a name with two roles is wrong. Without these, the last lines of the response that state roles are read:
     upwards to a line that states none or, where every name was called, to a blank one. Lines that suppose, report
     or deny ("if Zoey is a knight", "Zoey says", "it is false that") state nothing at all. A statement may be
-    repeated; a missing name, both roles, and "a knight or a knave" are wrong, and a list that is opened or followed by
-    words that may turn it round ("Suppose:", "Swap the roles.") is no answer: beside statements a marked answer holds
-    harmless words only (knights_remarks), and below an unmarked list so do the sentences before an explanation. Groups
-    ("Knights: Zoey, Bob; knave: Jack") and Markdown tables are read, too.
+    repeated; a missing name, both roles, and "a knight or a knave" are wrong, and a list that is opened or followed
+    by words that may turn it round ("Suppose:", "Swap the roles.") is no answer: beside statements a marked answer
+    holds harmless words only (knights_remarks), and below an unmarked list so do the sentences before an explanation.
+    Groups ("Knights: Zoey, Bob; knave: Jack") and Markdown tables are read, too.
 
     ``meta``: ``names``, and ``solution``, of which True is a knight. The fact ``people_right`` is the share of
     names that were called what they are.
