@@ -91,9 +91,7 @@ def parse_yaml(text: str, place: str) -> tuple[dict[str, Any], dict[str, int]]:
     """
     data, lines = read_yaml(text, place)
     if not isinstance(data, dict):
-        raise RecipeError(
-            f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write `section: {key: value}`"
-        )
+        raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write it as one")
     return data, lines
 
 
