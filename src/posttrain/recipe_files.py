@@ -94,9 +94,7 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     """
     data, lines = read_yaml(text, place)
     if not isinstance(data, dict):
-        raise RecipeError(
-            f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write `section: {{key: value}}`"
-        )
+        raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write it as one")
     if is_own and kind_of_file(place) == "file" and not is_stored(place):
         declare_code(data, Path(place).parent, Path.cwd())
     return data, lines

@@ -63,10 +63,9 @@ GENERATORS = {
 }
 # What a message says beside what is wrong: what would work.
 REMEDY = re.compile(
-    r"\b(should|must|give|choose|known|needs?|needed|there (is|are)|there:|did you mean|write|use|at least|"
-    r"at most|import|set|makes one|try|no such|leave|expected|run it with|lists|invalid choice|unrecognized|"
-    r"instead|required|has no|takes|holds|save|get it again|download|wait|name|train it with|is no|lower|drop|"
-    r"work on|means?|says)\b"
+    r"\b(should|must|give|choose|known|needs?|needed|there (is|are)|there:|did you mean|write|use|at least|at most|"
+    r"set|import|makes one|try|no such|leave|expected|run it with|lists|invalid choice|unrecognized|instead|required|"
+    r"has no|takes|holds|save|get it again|download|wait|name|train it with|is no|lower|drop|work on|means?|says)\b"
 )
 
 

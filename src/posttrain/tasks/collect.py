@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from posttrain.errors import DataError
+from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row
 from posttrain.types import Example
 
@@ -26,13 +27,21 @@ class Collected:
         """Refuse data of which nothing can be used.
 
         Raises:
-            DataError: there are no rows, or all of them were dropped; the message has the reasons.
+            DataError: there were rows, and all of them were dropped; the message has the reasons.
         """
-        if not self.examples and not self.dropped:
-            raise DataError(place, "no usable examples in it; give a file with rows")
-        if not self.examples:
+        if not self.examples and self.dropped:
             reasons = show_counts(self.dropped)
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
+
+    def as_task(self, name: str, place: str) -> Task:
+        """All of it as a test split.
+
+        Raises:
+            DataError: there is nothing.
+        """
+        if not self.examples:
+            raise DataError(place, "no usable examples in it; give a file with rows")
+        return Task(name, "test", self.examples, dict(self.dropped))
 
 
 def collect(rows: Iterable[Row], read: Callable[[Row], Example], place: str) -> Collected:

@@ -44,7 +44,7 @@ def llmbar(*, path: str) -> Task:
         )
 
     found = collect(read_file(path), read, path)
-    return Task("llmbar", "test", found.examples, dict(found.dropped))
+    return found.as_task("llmbar", path)
 
 
 @register("task")
@@ -82,7 +82,7 @@ def pandalm(*, path: str) -> Task:
         )
 
     found = collect(read_file(path), read, path)
-    return Task("pandalm", "test", found.examples, dict(found.dropped))
+    return found.as_task("pandalm", path)
 
 
 def compared(row: Row, keys: tuple[str, str], better: int) -> tuple[Response, Response]:

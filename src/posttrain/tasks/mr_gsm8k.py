@@ -41,7 +41,7 @@ def mr_gsm8k(
     """
     rows = read_file(path) if path is not None else read_hub(hub, None, "train")
     found = collect(rows, lambda row: read_example(row, step_separator), path or f"hub:{hub}/train")
-    return Task("mr_gsm8k", "test", found.examples, dict(found.dropped))
+    return found.as_task("mr_gsm8k", path or f"hub:{hub}/train")
 
 
 def read_example(row: Row, separator: str) -> Example:

@@ -49,8 +49,9 @@ def prmbench(
             found.examples += _examples(row, step_separator, seen if originals else None)
         except Dropped as reason:
             found.dropped[str(reason)] += 1
-    found.require_examples(path or f"hub:{hub}/train")
-    return Task("prmbench", "test", found.examples, dict(found.dropped))
+    place = path or f"hub:{hub}/train"
+    found.require_examples(place)
+    return found.as_task("prmbench", place)
 
 
 def _examples(row: Row, separator: str, seen: set[tuple[str, str]] | None) -> Iterator[Example]:
