@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from posttrain import registry
-from posttrain.consent import is_declared, refuse_remote_code, without_remote_code
+from posttrain.consent import declare_code, is_declared, refuse_remote_code, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipe_files import apply_override, extend, merge, parse_yaml, recipe_names, recipe_text
 from posttrain.sections import (
@@ -254,7 +254,7 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
     Raises:
         RecipeError: this version does not know its keys.
     """
-    return validate_recipe(without_remote_code(stored), place)
+    return validate_recipe(without_remote_code(stored), place, is_own=False)
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True) -> Recipe:
@@ -282,7 +282,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *,
                 "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
             )
         apply_override(data, key, value)
-    return validate_recipe(data, place, lines, {key for key, _ in overrides}, inherited)
+    return validate_recipe(data, place, lines, {key for key, _ in overrides}, inherited, is_own=False)
 
 
 def validate_recipe(
@@ -291,11 +291,16 @@ def validate_recipe(
     lines: Mapping[str, int] | None = None,
     overridden: Sequence[str] | set[str] = (),
     inherited: Mapping[str, str] | None = None,
+    *,
+    is_own: bool = True,
 ) -> Recipe:
     """A ``Recipe`` from plain data; errors name ``place``, the line and the key.
 
-    ``inherited``: ``file:line`` of the keys that stand in a recipe below this one.
+    ``inherited``: ``file:line`` of the keys that stand in a recipe below this one. ``is_own``: code that it names is
+    allowed by that, as what the caller has written; False of data that a file said.
     """
+    if is_own:
+        declare_code(data)
     places = dict(inherited or {}) | {key: f"{place}:{line}" for key, line in (lines or {}).items()}
 
     def line_of(key: str) -> str:

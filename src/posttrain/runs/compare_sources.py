@@ -70,7 +70,7 @@ class SourceReader:
         prefix = f"{where}."
         lines = {key.removeprefix(prefix): n for key, n in self.lines.items() if key.startswith(prefix)}
         given = {key.removeprefix(prefix) for key in self.overridden | (more or set()) if key.startswith(prefix)}
-        return validate_recipe(data, self.place, lines, given)
+        return validate_recipe(data, self.place, lines, given, is_own=False)
 
     def _line(self, key: str) -> str:
         return f"{self.place}:{self.lines[key]}: " if key in self.lines else f"{self.place}: "

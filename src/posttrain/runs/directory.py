@@ -230,7 +230,7 @@ class RunDirectory:
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no
         # longer validates is compared as it stands.
         with suppress(PosttrainError):
-            stored = validate_recipe(stored).resolve(to_read=True).dump()
+            stored = validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
         old, new = flatten(stored), flatten(recipe.dump())
         kept = [key for key in {**old, **new} if is_place(key) == places]
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}

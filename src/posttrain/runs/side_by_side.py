@@ -87,7 +87,7 @@ def _read_recipe(directory: RunDirectory, fill: bool) -> dict[str, Any]:
     stored = directory.read_recipe()
     if fill:
         with suppress(PosttrainError):  # a recipe that this version cannot read is compared as it stands
-            return validate_recipe(stored).resolve(to_read=True).dump()
+            return validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
     return stored
 
 
