@@ -42,7 +42,7 @@ class Some(Options):
         ("count", 1e30, "Input should be at most 1,000,000,000"),
         ("numbers", [10**12], "Input should be at most 1,000,000,000"),
         ("few", 65_537, "less than or equal to 65536"),
-        ("tokens", 10**12, "less than or equal to 10000000"),
+        ("tokens", 10**8, "less than or equal to 10000000"),
         ("seed", -1, "greater than or equal to 0"),
         ("share", float("inf"), "finite number"),
         ("share", float("nan"), "finite number"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure
 from posttrain.process_state import process_kept
@@ -111,6 +112,7 @@ def grade(function: Callable[..., object], weight: float, monkeypatch: pytest.Mo
     module.reward = function  # type: ignore[attr-defined]
     function.__module__ = "some_rewards"
     monkeypatch.setitem(sys.modules, "some_rewards", module)
+    declare_code("some_rewards:reward")
     grader = build_grader(
         [RewardWord(name="some_rewards:reward", weight=weight)], find("template", "r1_zero").bind({})()
     )

@@ -120,7 +120,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"),
         (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"),
         (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"),
-        (["--rewards", "[':f']"], "module '' cannot be imported"),
+        (["--rewards", "[':f']"], "':f': code of your own is named as module:function"),
         (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
         (["--model.device", "cuda", "--model.name", "./nowhere"], "model.name: there is no folder './nowhere'"),
         (["--model.dtype", "bfloat16"], "model.dtype: "),

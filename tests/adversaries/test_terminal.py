@@ -139,7 +139,7 @@ def hostile_lines(path: tuple[str, ...]) -> Iterator[list[str]]:
             if option in ENDLESS or (path == ("studio",) and option == "--port"):
                 continue
             value = f"blocked/{HOSTILE}" if option == "--runs-dir" else HOSTILE
-            yield [*path, *honest, f"{option}={value}"]
+            yield [*path, f"{option}={value}", *honest]  # before what is refused in any case
 
 
 def test_every_command_has_an_honest_line() -> None:

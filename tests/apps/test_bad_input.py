@@ -31,7 +31,8 @@ def write_recipe(folder: Path, *, task: str = STORIES, limit: str = "null", rewa
 
 
 def train(recipe: str, folder: Path, *more: str) -> int:
-    return main(["train", recipe, "--runs-dir", str(folder / "runs"), "--run", "run", *more])
+    name = [] if "--run" in more else ["--run", "run"]
+    return main(["train", recipe, "--runs-dir", str(folder / "runs"), *name, *more])
 
 
 def write_rows(folder: Path, *rows: object) -> str:

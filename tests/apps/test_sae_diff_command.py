@@ -104,7 +104,8 @@ def test_the_page_says_what_was_found_and_needs_nothing_from_outside(compared: d
     page = (root / "one" / "report.html").read_text()
     assert page == render_diff(compared)  # the page follows from diff.json alone
     assert "What did training change?" in page
-    assert "http" not in page
+    assert "http://" not in page
+    assert "https://" not in page
     assert "<script" not in page
     lines = findings(compared)
     assert any("separates" in line or "does NOT separate" in line for line in lines)

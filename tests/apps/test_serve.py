@@ -11,6 +11,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.models.sources import TINY
 from posttrain.recipe import load_recipe
+from posttrain.store.manifest import seal
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], str]:
@@ -23,6 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[s
 def make_run(root: Path, recipe: str, **changes: str) -> Path:
     run = root / "mine"
     shutil.copytree(TINY, run / "checkpoints" / "step-000010")
+    seal(run / "checkpoints" / "step-000010", 10)
     overrides = [(key.replace("__", "."), value) for key, value in changes.items()]
     (run / "recipe.yaml").write_text(load_recipe(recipe, overrides).to_yaml())
     return run

@@ -21,7 +21,7 @@ def starters() -> Iterator[tuple[killing.Starter, killing.Starter]]:
 def compare(
     starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, kind: str, steps: int, phases: list[str]
 ) -> list[killing.Kill]:
-    recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / "mine.yaml"
     recipe.write_text(yaml.safe_dump(killing.RECIPES[kind](steps)))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     killing.run_undisturbed(starters[0], recipe, whole)
@@ -72,7 +72,7 @@ LAST_GAPS = [
 def test_kills_in_every_gap(
     starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, gaps: list[tuple[str, str, str, int]]
 ) -> None:
-    recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / "mine.yaml"
     content = killing.grpo_recipe(12, epochs=2, minibatches=2, save_every=2)
     recipe.write_text(yaml.safe_dump(content | {"eval": killing.EVALUATION | {"every": 2}}))
     whole, cut = tmp_path / "whole", tmp_path / "cut"

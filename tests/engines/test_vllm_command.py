@@ -17,6 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipe import AdapterSection
+from posttrain.store.manifest import seal
 
 
 def options_of(words):
@@ -162,8 +163,9 @@ def test_what_does_not_exist_is_refused():
 
 def test_a_run_is_its_checkpoint(folder, tmp_path, monkeypatch):
     run = tmp_path / "runs" / "first"
-    for step in ("step-000010", "step-000020"):
-        shutil.copytree(folder, run / "checkpoints" / step)
+    for step in (10, 20):
+        shutil.copytree(folder, run / "checkpoints" / f"step-{step:06d}")
+        seal(run / "checkpoints" / f"step-{step:06d}", step)
     (run / "recipe.yaml").write_text("{}")
     (run / "checkpoints" / "best").symlink_to("step-000010")
     name, place = served_names(str(run))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.evals.drift import measure_drift
@@ -225,6 +226,7 @@ def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
     scripts = {}
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
     words = [RewardWord(name="correct", weight=0.0), RewardWord(name=f"{__name__}:digits", weight=2.0)]
+    declare_code(words[1].name)
     own = build_grader(words, template)
     for i, item in enumerate(task.examples):
         text = f" so. </think> <answer> {i + 1 if i < 3 else 77} </answer>"

@@ -122,7 +122,7 @@ def test_markdown_keeps_its_columns() -> None:
         {"sub|ject": {"a\nb": {"n": 2.0, "accuracy": 0.5, "accuracy_low": 0.1, "accuracy_high": 0.9}}}
     )
     assert to_markdown(table).splitlines() == [
-        "## By sub|ject",
+        r"## By sub\|ject",
         "",
         "| sub\\|ject | n | right | 95 % interval |",
         "| --- | ---: | ---: | ---: |",

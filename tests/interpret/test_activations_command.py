@@ -17,6 +17,7 @@ from posttrain.interpret.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
 from posttrain.recipe import ModelSection, load_recipe
+from posttrain.store.manifest import seal
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 
@@ -61,6 +62,7 @@ def test_prompts_of_a_task(here: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_what_a_run_has_sampled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = here / "runs" / "a"
     shutil.copytree(TINY, run / "checkpoints" / "step-000001")
+    seal(run / "checkpoints" / "step-000001", 1)
     resolved = load_recipe("tiny/grpo").resolve().model_dump(mode="json")
     (run / "recipe.yaml").write_text(yaml.safe_dump(resolved), encoding="utf-8")
     example = Example("1", (Message("user", "Two and two?"),))

@@ -12,7 +12,7 @@ import torch
 from posttrain.errors import UsageError
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter
-from posttrain.models.sources import TINY, resolve_model_name
+from posttrain.models.sources import TINY, base_of, resolve_model_name
 from posttrain.recipe import AdapterSection, InitSection, ModelSection
 from posttrain.store.manifest import seal
 
@@ -123,12 +123,10 @@ def test_an_adapter_on_an_adapter_finds_both_again(folder, small_tokenizer):
 
 
 def test_an_adapter_whose_base_was_the_embedded_model_of_another_installation(tmp_path, monkeypatch):
-    from posttrain.models import load
-
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "/elsewhere/site-packages/posttrain/models/tiny"})
     )
-    assert load._base_of(str(tmp_path)) == str(TINY)
+    assert base_of(str(tmp_path)) == str(TINY)
 
 
 def test_a_new_model_is_a_function_of_the_seed():
@@ -190,7 +188,7 @@ def test_what_a_new_model_cannot_be():
         load_model(init("qwen33"), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match=r"qwen3 has no key 'hiden_size'. Did you mean 'hidden_size'\?"):
         load_model(init(hiden_size=3), seed=0, texts=iter(TEXTS))
-    with pytest.raises(UsageError, match=r"'qwen3' cannot be built: .*hidden_size"):
+    with pytest.raises(UsageError, match=r"model\.init\.config\.hidden_size: a whole number from 1 to"):
         load_model(init(hidden_size="wide"), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
         load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))

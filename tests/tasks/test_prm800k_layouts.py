@@ -176,7 +176,7 @@ def test_blank_rows_are_counted() -> None:
     [
         (
             {"prompt": "q", "completions": []},
-            r"the row has the keys prompt, completions, of neither layout \(the published",
+            r"the row has the keys prompt, completions, of neither layout; one needs the published",
         ),
         (published(step(rated("a", 2), chosen=0)), "'rating' must be −1, 0, 1 or null; got 2"),
         (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1 of 1 completions"),

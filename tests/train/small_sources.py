@@ -9,6 +9,7 @@ import torch
 from small_runs import make_recipe
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.randomness import draw_indices
 from posttrain.recipe import Recipe, RewardWord
@@ -86,6 +87,7 @@ def sampled(
 ) -> RolloutSource:
     """A source over a scripted engine, with the streams that need no model."""
     recipe: Recipe = make_recipe("grpo", **changes)
+    declare_code(f"small_sources:{reward}")
     grader = build_grader([RewardWord(name=f"small_sources:{reward}")], template)
     entry = registry.find("objective", recipe.objective.name)
     needs = needed_streams(entry, recipe.objective.options, True) - {"ref_logprobs", "kl_baseline"}
