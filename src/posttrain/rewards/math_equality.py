@@ -124,7 +124,7 @@ class Comparison:
         first, *others = collection.items
         if collection.opening or not any(one != first for one in others):
             return False
-        return self.same(first, other) and all(self.same(first, one) for one in others)
+        return all(self.same(first, one) for one in others) and self.same(first, other)
 
     def _same_relation(self, gold: Form, given: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
