@@ -67,7 +67,9 @@ def prepare_import(name: str, place: str) -> None:
         UnallowedCode: nobody declared it.
     """
     if not _NAME.fullmatch(name):
-        raise UnallowedCode(f"{place}{name!r}: code of your own is named as module:function, such as mine:surprised")
+        raise UnallowedCode(
+            f"{place}{name!r}: code of your own is named as module:function; write it like mine:surprised"
+        )
     if name not in _FOLDERS:
         raise UnallowedCode(
             f"{place}{name!r} is Python code that a stored recipe names, and opening a run imports none. If you trust "

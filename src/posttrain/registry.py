@@ -237,7 +237,9 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     prepare_import(path, f"{place}{kind} ")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything; the cause is kept
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
         raise UnknownWord(f"{place}{kind} {path!r}: {what}") from error
