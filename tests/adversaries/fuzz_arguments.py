@@ -197,6 +197,7 @@ def override_cases(random: Random) -> list[Case]:
             repr(key)[1:-1][:40],
             more[-2 if len(more) > 2 else 0].lstrip("-").partition("=")[0][:40],
             "list has entries",
+            key.rpartition(".")[0] or key,
         )
         for words, recipe in (
             (("train",), RL),

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import UsageError
 from posttrain.store.durable import storage_errors
 from posttrain.tasks.description import Description, percentile
 
@@ -36,6 +37,9 @@ def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Pa
     for place, (name, counts) in enumerate(panels, start=1):
         _draw_bars(figure.add_subplot(grid[place // columns, place % columns]), name, counts)
     target = Path(path)
+    kinds = figure.canvas.get_supported_filetypes()
+    if target.suffix and target.suffix.removeprefix(".").lower() not in kinds:
+        raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use .png, .svg or .pdf")
     with storage_errors(target.name, target):
         figure.savefig(target, dpi=DOTS_PER_INCH, facecolor="white")
     return target
