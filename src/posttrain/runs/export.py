@@ -21,7 +21,7 @@ from posttrain.errors import CheckpointError, UsageError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
-from posttrain.store.durable import storage_errors, sync_folder
+from posttrain.store.durable import remove_asides, storage_errors, sync_folder
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.checkpoint_files import (
     MANIFEST,
@@ -75,7 +75,7 @@ def export_run(
     aside = goal.parent / f".tmp-export-{goal.name}-{os.getpid()}"
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
-        remove_tree(aside)
+        remove_asides(goal.parent, f"export-{goal.name}-")
         try:
             content = aside / name
             content.mkdir(parents=True)

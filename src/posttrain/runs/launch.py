@@ -28,7 +28,7 @@ from posttrain.runs.directory import (
     new_status,
     run_names,
 )
-from posttrain.store.durable import storage_errors
+from posttrain.store.durable import remove_asides, storage_errors
 from posttrain.train.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.train.files import Observer, RunFiles
 
@@ -109,7 +109,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
         train = train_loop
     with storage_errors("run", directory.folder):
         files = RunFiles.within(directory.folder)
-    leftovers = clean_leftovers(files.checkpoints)
+        leftovers = clean_leftovers(files.checkpoints) + remove_asides(directory.folder)
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
     with stop_on_signals() as should_stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -66,6 +67,20 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_asides(folder: Path, name: str = "") -> list[str]:
+    """Remove what a kill left of files that were being written: ``.tmp-*``, or those of one ``name``; their names.
+
+    For a folder in which nobody else writes at the moment.
+    """
+    found = sorted(folder.glob(f".tmp-{glob.escape(name)}*"))
+    for aside in found:
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside)
+        else:
+            aside.unlink(missing_ok=True)
+    return [aside.name for aside in found]
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
