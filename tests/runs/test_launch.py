@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import NonFiniteLoss, RunConflict, StorageError, UsageError
+from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, stop_on_signals
@@ -329,7 +329,7 @@ def test_a_full_disk_while_failing_does_not_hide_the_first_error(
 
 def test_a_place_that_is_not_writable(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StorageError, match="cannot write runs"):
+    with pytest.raises(UsageError, match=r"file.*: cannot write runs there: File exists\. Give another place"):
         launch(make_recipe(), root=tmp_path / "file", train=FakeLoop())
 
 

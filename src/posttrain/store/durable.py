@@ -46,7 +46,7 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_PLACE:
-            where = shorten(str(error.filename or place))
+            where = shorten(str(place))
             raise UsageError(f"{where}: cannot write {what} there: {error.strerror}. Give another place") from error
         raise explain_storage(what, place, error) from error
 
