@@ -196,7 +196,7 @@ def test_what_a_new_model_cannot_be():
     with pytest.raises(
         UsageError, match=r"this qwen3 takes [\d,]+ GiB, and the machine has [\d,]+; give smaller sizes"
     ):
-        load_model(init(hidden_size=1_000_000, num_hidden_layers=2), seed=0, texts=iter(TEXTS))
+        load_model(init(hidden_size=1_000_000, intermediate_size=10_000_000), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
         load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))
 
