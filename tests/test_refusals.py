@@ -403,3 +403,17 @@ def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> N
     assert "6 examples repeat an earlier one" in command.works(
         "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "test"
     )
+
+
+def test_what_a_kill_left_of_a_file_being_written_is_swept(command: Command, place: Path) -> None:
+    train = ["train", "rl.yaml", "--run", "a", "--train.steps", "1"]
+    command.works(*train)
+    litter = [place / "runs/a" / name for name in (".tmp-status.json-99", ".tmp-recipe.yaml-99", "checkpoints/.tmp-x")]
+    for path in litter:
+        path.write_text("half")
+    told = command.works(*train, "--resume")
+    assert ".tmp-x, .tmp-recipe.yaml-99, .tmp-status.json-99" in " ".join(told.split())
+    assert not any(path.exists() for path in litter)
+    (place / ".tmp-export-out-99").mkdir()
+    command.works("runs", "export", "a", "--to", "out")
+    assert not (place / ".tmp-export-out-99").exists()

@@ -36,6 +36,7 @@ from posttrain.apps.argument_types import (
     add_runs_dir,
     names,
     natural,
+    new_place,
     nonnegative_float,
     port,
     positive,
@@ -251,7 +252,9 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
     parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
     parser.add_argument("--seed", type=seed, default=0, help="which examples are shown (default: 0)")
-    parser.add_argument("--plot", metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG")
+    parser.add_argument(
+        "--plot", type=new_place, metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG"
+    )
 
 
 def split_overrides(

@@ -88,7 +88,7 @@ class AdapterSection(Section):
 
     kind: Literal["lora"] = "lora"
     rank: Few = 16
-    alpha: float | None = None
+    alpha: float | None = Field(default=None, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 

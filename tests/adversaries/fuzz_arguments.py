@@ -197,6 +197,7 @@ def override_cases(random: Random) -> list[Case]:
             repr(key)[1:-1][:40],
             more[-2 if len(more) > 2 else 0].lstrip("-").partition("=")[0][:40],
             "list has entries",
+            key.rpartition(".")[0] or key,
         )
         for words, recipe in (
             (("train",), RL),
@@ -321,7 +322,6 @@ def output_cases(random: Random) -> list[Case]:
                 Case("output", (*words, f"{option}={place}"), (option, place[:30], repr(place)[1:-1][:30]), files)
             )
     pictures: tuple[tuple[str, dict[str, bytes | str]], ...] = (
-        ("d", {"d": FOLDER}),
         ("f/x.png", {"f": b"x"}),
         ("nowhere/x.png", {}),
         (LONG + ".png", {}),
@@ -457,7 +457,7 @@ def named_run_cases(random: Random) -> list[Case]:
         (("evaluate", "tiny", "--task", "stories", "--k", "5", "--n", "1"), ("--k", "k")),
         (("generate", "tiny", "--template", "nonsense"), ("nonsense",)),
         (("generate", "tiny", "x" * 200_000), ("prompt", "PROMPT", "tokens")),
-        (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT")),
+        (("generate", "tiny", "bad \udcff"), ("prompt", "PROMPT", "'bad")),
         (("runs", "--state", "nonsense"), ("nonsense", "--state")),
         (("runs", "--sort", "²"), ("--sort", "²")),
         (("runs", "prune", "--all", "--keep", "²", "--yes"), ("--keep",)),
@@ -467,7 +467,10 @@ def named_run_cases(random: Random) -> list[Case]:
         (("generate", "tiny", "x", "--steer", "1:nan"), ("--steer",)),
         (("generate", "tiny", "x", "--steer", ":"), ("--steer",)),
         (("generate", "tiny", "x", "--steer", "1:" + HUGE), ("--steer",)),
-        (("activations", "tiny", "--site", "nonsense", "--task", "stories", "--out", "acts"), ("nonsense", "--site")),
+        (
+            ("activations", "tiny", "--site", "nonsense", "--task", "stories", "--out", "acts"),
+            ("nonsense", "--site", "--layer"),
+        ),
         (
             ("activations", "tiny", "--site", "resid.²", "--task", "stories", "--out", "acts"),
             ("resid.²", "--site", "--layer"),

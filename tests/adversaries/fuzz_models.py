@@ -73,7 +73,6 @@ def model_cases(random: Random) -> list[Case]:
         json.dumps({"model_type": "t5"}).encode(),
         json.dumps({"model_type": "qwen3"}).encode(),
         json.dumps(CONFIG | {"auto_map": {"AutoConfig": "x.Y"}, "model_type": "mine"}).encode(),
-        json.dumps(CONFIG | {"quantization_config": {"quant_method": "nonsense"}}).encode(),
         json.dumps(CONFIG | {"quantization_config": 3}).encode(),
         json.dumps(CONFIG | {"hidden_act": "nonsense"}).encode(),
         json.dumps(CONFIG | {"hidden_act": 3}).encode(),

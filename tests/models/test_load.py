@@ -190,6 +190,12 @@ def test_what_a_new_model_cannot_be():
         load_model(init(hiden_size=3), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match=r"model\.init\.config\.hidden_size: a whole number from 1 to"):
         load_model(init(hidden_size="wide"), seed=0, texts=iter(TEXTS))
+    with pytest.raises(UsageError, match=r"'qwen3' cannot be built: .*rms_norm_eps"):
+        load_model(init(rms_norm_eps="small"), seed=0, texts=iter(TEXTS))
+    with pytest.raises(
+        UsageError, match=r"this qwen3 takes [\d,]+ GiB, and the machine has [\d,]+; give smaller sizes"
+    ):
+        load_model(init(hidden_size=1_000_000, intermediate_size=10_000_000), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
         load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))
 

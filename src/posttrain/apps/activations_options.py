@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import naturals, nonnegative_float, positive
+from posttrain.apps.argument_types import naturals, new_place, nonnegative_float, positive
 
 # Sections whose keys are options: --task.path, --template.preamble
 SECTIONS = ("task", "template")
@@ -59,7 +59,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
     how.add_argument("--weights", choices=("float32", "bfloat16"), help="of the model (default: the run's, or float32)")
-    how.add_argument("--out", metavar="FOLDER", help="where the shards go (default: activations/<model>)")
+    how.add_argument(
+        "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
+    )
     how.add_argument("--yes", action="store_true", help="write without asking, however large it is")
     how.add_argument("--quiet", action="store_true", help="print nothing but errors")
     files = parser.add_argument_group(".pt files of others, one tensor [rows, width] each")

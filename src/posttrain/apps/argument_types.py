@@ -65,20 +65,29 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
+def new_place(text: str) -> str:
+    """A path under which a file or folder is, or could be made."""
+    path = Path(text)
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise argparse.ArgumentTypeError(f"{shown(text)} holds a name of more than {_LONGEST_NAME} bytes; give another")
+    for above in path.parents:
+        try:
+            is_folder = stat.S_ISDIR(above.stat().st_mode)
+        except FileNotFoundError:
+            is_folder = not above.is_symlink()  # it will be made
+        except (OSError, ValueError):
+            is_folder = False
+        if not is_folder:
+            raise argparse.ArgumentTypeError(f"{shown(str(above))} is no folder; give another place than {shown(text)}")
+    return text
+
+
 def folder_of_runs(text: str) -> str:
     """A folder, or a name that one could be made under."""
-    try:
-        mode = Path(text).stat().st_mode
-    except FileNotFoundError:
-        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
-            raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a folder (name too long); give one") from None
-        if not Path(text).is_symlink():
-            return text
-        raise argparse.ArgumentTypeError(f"{shown(text)} is a link that leads nowhere; give a folder") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a folder ({reason}); give one") from None
-    if not stat.S_ISDIR(mode):
+    path = Path(new_place(text))
+    if path.is_symlink() and not path.exists():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is a link that leads nowhere; give a folder")
+    if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{shown(text)} is no folder; give one, or a name for a new one")
     return text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import names, nonnegative_float, positive, positives, seed, share
+from posttrain.apps.argument_types import names, new_place, nonnegative_float, positive, positives, seed, share
 
 # Sections whose keys are options: --task.path, --template.preamble, --engine.url
 SECTIONS = ("task", "template", "engine")
@@ -72,7 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_comparisons(parser.add_argument_group("beside something else"))
     places = parser.add_argument_group("results")
     places.add_argument(
-        "--out", metavar="DIR", help="where results and records go (default: in the run, else evaluations/)"
+        "--out",
+        type=new_place,
+        metavar="DIR",
+        help="where results and records go (default: in the run, else evaluations/)",
     )
     places.add_argument("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from posttrain.apps.argument_types import names, natural, naturals, positive
+from posttrain.apps.argument_types import names, natural, naturals, new_place, positive
 
 EPILOG = """\
 one page that needs nothing else, and the same as JSON beside it:
@@ -35,7 +35,9 @@ def add_features_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="tokens at each end of the logit lens (default: 10)"
     )
-    parser.add_argument("--out", metavar="FILE", help="the page (default: features.html beside the dictionary)")
+    parser.add_argument(
+        "--out", type=new_place, metavar="FILE", help="the page (default: features.html beside the dictionary)"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 

@@ -41,7 +41,7 @@ from posttrain.store.links import refuse_links
 from posttrain.store.manifest import seal
 from posttrain.tasks.base import Task
 from posttrain.train.checkpoint_files import remove_tree, rename_into_place
-from posttrain.train.setup import build_task, context_length
+from posttrain.train.setup import build_task, build_template, context_length
 
 REPORT = "quantization.json"
 
@@ -64,6 +64,9 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     source = find_source(arguments.model, arguments.runs_dir)
     words = chosen_words(arguments)
     task = _task_to_measure(words.get("task"), source, arguments.n)
+    template = complete_template(words.get("template"), source)
+    if template is not None:  # before hours of work
+        build_template(template, "--template")
     path = resolve_model_name(source.path)
     out = Path(arguments.out) if arguments.out else _default_out(source, path, arguments.bits)
     _check_out(out)
@@ -84,7 +87,6 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     }
     if task is not None:
         word, examples = task
-        template = complete_template(words.get("template"), source)
         report |= {"task": word.model_dump(), "seed": arguments.seed}
         report["results"] = _measure(original, after, examples, template, arguments)
     _store(out, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.apps.argument_types import natural, positive, seed
+from posttrain.apps.argument_types import natural, new_place, positive, seed
 
 # Sections whose keys are options: --task.path, --template.preamble
 SECTIONS = ("task", "template")
@@ -38,5 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=natural, default=200, help="examples to measure on; 0: none (default: 200)")
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--out", metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint")
+    parser.add_argument(
+        "--out", type=new_place, metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the report is in the folder")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from posttrain.apps import consent_options
-from posttrain.apps.argument_types import Parser, add_runs_dir, natural, positive
+from posttrain.apps.argument_types import Parser, add_runs_dir, natural, new_place, positive
 
 ACTIONS = {
     "list": "every run: where it stands, what it came from, what it takes up",
@@ -103,7 +103,9 @@ def _add_removal_options(prune: argparse.ArgumentParser, delete: argparse.Argume
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the run")
-    parser.add_argument("--to", metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz")
+    parser.add_argument(
+        "--to", type=new_place, metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz"
+    )
     parser.add_argument(
         "--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"
     )

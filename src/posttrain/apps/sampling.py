@@ -17,6 +17,7 @@ from posttrain.apps.steering import check_steering, steering_of
 from posttrain.apps.summary import read_run_recipe
 from posttrain.engines.base import Engine, Sampling
 from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import derive_key
@@ -76,7 +77,7 @@ def find_source(name: str, runs_dir: str | Path) -> ModelSource:
         UsageError: a run without a recipe that can be read, or without that checkpoint.
     """
     path = Path(name)
-    if (path / "recipe.yaml").is_file() or name in run_names(runs_dir):
+    if kind_of_file(path / "recipe.yaml") == "file" or name in run_names(runs_dir):
         run = find_run(runs_dir, name)
         return ModelSource(name, run.name, str(run), run, read_run_recipe(run))
     checkpoint = path.parent if path.name in QUANTIZED_FOLDERS.values() else path

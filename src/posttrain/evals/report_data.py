@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.store.durable import storage_errors
 from posttrain.tasks.description import Description, percentile
 
@@ -36,6 +38,11 @@ def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Pa
     for place, (name, counts) in enumerate(panels, start=1):
         _draw_bars(figure.add_subplot(grid[place // columns, place % columns]), name, counts)
     target = Path(path)
+    kinds = figure.canvas.get_supported_filetypes()
+    if target.suffix and target.suffix.removeprefix(".").lower() not in kinds:
+        raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use .png, .svg or .pdf")
+    if kind_of_file(target.parent) != "folder" or kind_of_file(target) not in ("file", "nothing"):
+        raise UsageError(f"--plot: {target}: no file can be written there; give one in a folder that is there")
     with storage_errors(target.name, target):
         figure.savefig(target, dpi=DOTS_PER_INCH, facecolor="white")
     return target
