@@ -78,7 +78,7 @@ y=2x+3
 1:2
 i
 \pi
-12:30
+\frac{3}{7}
 (-\infty,1)\cup(3,\infty)
 """.strip("\n").splitlines()  # fmt: skip
 VALUES = ("-1", "0", "1", "-n", "\\ln x")  # what tricks aim at

@@ -30,7 +30,7 @@ from posttrain.rewards.math_reading import (
     read_form,
     undress,
 )
-from posttrain.rewards.math_relations import Statement, resolve
+from posttrain.rewards.math_relations import Statement, is_name, resolve
 from posttrain.rewards.math_values import constant_ratio, is_near, parse_latex, rational, same_value
 from posttrain.rewards.units import canonical_unit
 
@@ -138,18 +138,31 @@ class Comparison:
     def _holds(self, statement: Statement) -> bool:
         """Whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may round the one before it.
 
-        What has no known value (words, digits with a base, other units, an integral) does not count against it.
+        What has no known value (words, other units, an integral) does not count against it; a number beside a list,
+        an interval or digits with a base does: these are no number.
         """
         if set(statement.operators) != {"="}:
             return True
         for one, other in pairwise(statement.sides):
+            if one.strip() == "e":  # e = 0.6 names an e of its own
+                continue
             if not (_has_value(one) and _has_value(other)):
+                if not is_name(one) and self._of_other_kinds(one, other):
+                    return False
                 continue
             forms = read_form(one), read_form(other)
             units = {canonical_unit(_unit_of(form)) for form in forms} - {""}
             if len(units) < 2 and not self.same(*forms) and not _rounds(one, other):
                 return False
         return True
+
+    def _of_other_kinds(self, one: str, other: str) -> bool:
+        """Whether a number stands beside what is none, or a list beside another list."""
+        forms = read_form(one), read_form(other)
+        num_values = _has_value(one) + _has_value(other)
+        if num_values == 1:
+            return any(isinstance(form, Collection | Union | BasedNumber) for form in forms)
+        return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
 
     def _same_chain(self, gold: Statement, given: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""

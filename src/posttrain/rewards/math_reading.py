@@ -200,7 +200,7 @@ def _closing_of(text: str) -> int | None:
 def _read_simple(text: str, depth: int) -> Form | None:
     """Numbers, numbers with a base, times of day, words."""
     quantity = parse_quantity(text)
-    if quantity is not None:
+    if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):  # 1/2 x is no quantity of x
         return Number(quantity)
     if match := _BASED.fullmatch(_TEXT_ONLY.sub(r"\1", text, count=1) if text.startswith("\\text{") else text):
         return BasedNumber(match[1], _BASES.get(match[2], match[2]))

@@ -59,6 +59,8 @@ def resolve(relation: Relation) -> Statement:
     elif set(operators) == {"="}:
         if is_name(sides[0]):
             name, said = plain_name(sides[0]), read_form(sides[-1])
+        elif len(sides) == 2 and is_name(sides[1]):  # 3 = x
+            name, said = plain_name(sides[1]), read_form(sides[0])
         elif _BOUND.search(sides[0]) or all(map(_is_constant, sides)):
             said = read_form(sides[-1])
     elif operators == ("in",):

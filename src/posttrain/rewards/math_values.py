@@ -99,6 +99,8 @@ def parse_latex(latex: str) -> Any:
         raise NotUnderstood(type(error).__name__) from error
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
+    if isinstance(parsed, sympy.Mul) and parsed.free_symbols and any(factor.is_zero for factor in parsed.args):
+        raise NotUnderstood("0 times letters, which may be words")  # 0 maybe
     return _as_variables(parsed)
 
 
@@ -191,8 +193,14 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
         return left.shape == right.shape and all(map(_same, left.flat(), right.flat()))
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
+        if _has_power_of_zero(left) != _has_power_of_zero(right):  # 0^n is no 0 but a question of n
+            return False
         return _same_at_points(left, right)
     return False
+
+
+def _has_power_of_zero(value: Any) -> bool:
+    return any(power.base.is_zero and power.exp.free_symbols for power in value.atoms(sympy.Pow))
 
 
 def _same_at_points(left: Any, right: Any) -> bool:
