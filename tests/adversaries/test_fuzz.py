@@ -117,7 +117,7 @@ def test_the_runner_sees_files_processes_and_hangs(tmp_path: Path, monkeypatch: 
         return 2
 
     monkeypatch.setattr(fuzz_runner.cli, "main", main)
-    monkeypatch.setattr(sys, "stderr", open(2, "w", buffering=1, closefd=False))  # where the runner reads
+    monkeypatch.setattr(sys, "stderr", open(2, "w", buffering=1, closefd=False))  # noqa: SIM115
     monkeypatch.setattr(fuzz_runner, "WALL_SECONDS", 3.0)
     monkeypatch.setattr(fuzz_runner, "PATIENCE", 1)
     expected = {
