@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.diff_dictionaries import fit_dictionary
-from posttrain.interpret.diff_features import Seen, see_changes
-from posttrain.interpret.measures import match
-from posttrain.interpret.planted import Planted, PlantedChange, plant, plant_change
-from posttrain.interpret.sae_recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.shards import write_tensors
-from posttrain.interpret.training_rows import TensorRows
+from posttrain.interpret.activations.shards import write_tensors
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.measures import match
+from posttrain.interpret.dictionaries.planted import Planted, PlantedChange, plant, plant_change
+from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.interpret.dictionaries.training_rows import TensorRows
+from posttrain.interpret.differences.dictionaries import fit_dictionary
+from posttrain.interpret.differences.features import Seen, see_changes
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"
 D, FEATURES, L0, NOISE = 128, 512, 12.0, 0.02

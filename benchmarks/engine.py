@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.randomness import derive_key
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"

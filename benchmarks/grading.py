@@ -10,7 +10,7 @@ cases       (gold, prediction, expected) facts from the test suites of other gra
             contradict one another; they are counted apart.
 golds       every gold answer of the GSM8K and MATH test rows against itself and against that of another problem whose
             gold is written differently.
-hostile     the answers of tests/rewards/hostile_answers.py, against each of its gold answers.
+hostile     the answers of tests/graders/hostile_answers.py, against each of its gold answers.
 adversary   the answers of tests/adversaries against all golds of the mathematics suites and of GSM8K and SVAMP: those
             that are right for two golds that an independent table of equivalents calls different, or for one that
             means another thing; mutated golds and hedges; golds against others of the same digits; the spellings that
@@ -41,11 +41,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from posttrain.rewards.choice import multiple_choice
-from posttrain.rewards.grading import Submission, grade
-from posttrain.rewards.math import COMPARE, math
-from posttrain.rewards.math_reading import Expression, NotUnderstood, read_answer
-from posttrain.rewards.workers import Limits, WorkerPool
+from posttrain.graders.choice import multiple_choice
+from posttrain.graders.grading import Submission, grade
+from posttrain.graders.math.grader import COMPARE, math
+from posttrain.graders.math.reading import Expression, NotUnderstood, read_answer
+from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "rewards"), str(TESTS / "adversaries")]

@@ -17,12 +17,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.evaluation_scorer import open_reward_model
 from posttrain.cli import main as posttrain
-from posttrain.evals.reward_evaluation import evaluate_reward_model
+from posttrain.commands.evaluate.scorer import open_reward_model
 from posttrain.evals.statistics import item_interval, paired_bootstrap
+from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.tasks.base import Task
-from posttrain.tasks.hh_rlhf import hh_rlhf
+from posttrain.tasks.preferences.hh_rlhf import hh_rlhf
 
 RESULTS = Path(__file__).resolve().parent / "results" / "reward_model_hh.json"
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection, Recipe, validate_recipe
-from posttrain.train.setup import Parts, prepare
-from posttrain.train.update import accumulate, apply_update
+from posttrain.recipes.recipe import ModelSection, Recipe, validate_recipe
+from posttrain.train.build import Parts, prepare
+from posttrain.train.step import accumulate, apply_update
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64

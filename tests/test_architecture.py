@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: layers, one door per heavy dependency, light start."""
+"""The house rules that a reader relies on: rooms, one door per heavy dependency, light start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
 
-# Higher layers import lower ones, never the other way round.
-LAYERS: dict[str, tuple[str, ...]] = {
+# The rooms from the ground up (one or several modules or folders on a line): a room imports only what stands before it.
+ROOMS: dict[str, tuple[str, ...]] = {
     "ground": (
         "__init__",
         "types",
@@ -23,54 +23,58 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "strict_yaml",
         "option_types",
         "registry",
-        "sections",
-        "recipe",
-        "recipe_files",
         "randomness",
         "untrusted",
+        "markdown",
+        "process_state",
     ),
-    "words": (
-        "objectives",
-        "advantages",
-        "advantages_per_token",
-        "selection",
-        "kl_control",
-        "aggregate",
-        "correction",
-        "rewards",
-        "render",
-    ),
-    "machines": ("tasks", "models", "engines", "store"),
-    "procedures": ("rollout", "process_state", "train", "evals", "interpret"),
-    "operations": ("runs",),
-    "faces": ("cli", "apps"),
+    "recipes": ("recipes",),
+    "algorithms": ("algorithms",),
+    "graders": ("graders",),
+    "rewards": ("rewards",),
+    "render": ("render",),
+    "tasks": ("tasks",),
+    "store": ("store",),
+    "models": ("models",),
+    "engines": ("engines",),
+    "evals": ("evals",),
+    "reward_models": ("reward_models",),
+    "train": ("train",),
+    # The core ends here; what follows is the laboratory, which the core never imports.
+    "interpret": ("interpret",),
+    "runs": ("runs",),
+    "sweeps": ("sweeps",),
+    "reports": ("reports",),
+    "commands": ("commands",),
+    "cli": ("cli",),
 }
-RANK = {name: rank for rank, names in enumerate(LAYERS.values()) for name in names}
+RANK = {name: rank for rank, names in enumerate(ROOMS.values()) for name in names}
+PURE_ROOMS = ("algorithms", "graders", "rewards", "render")
 
 # Where a heavy dependency may be imported; everyone else goes through that door.
 DOORS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("store/",),
     "datasets": ("tasks/",),
     "pyarrow": ("tasks/",),
-    "reasoning_gym": ("tasks/reasoning_gym",),
-    "rich": ("cli.py", "apps/"),
-    "gradio": ("apps/",),
-    "matplotlib": ("evals/report",),
+    "reasoning_gym": ("tasks/verifiable/reasoning_gym",),
+    "rich": ("commands/",),
+    "gradio": ("commands/chat/",),
+    "matplotlib": ("reports/charts/",),
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),
     "vllm": (),  # nobody: its server is talked to over HTTP
     "ray": ("engines/ray.py",),
     "accelerate": ("train/distributed.py",),
-    "lightning": ("interpret/sae.py",),
+    "lightning": ("interpret/dictionaries/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),
     "torch.utils.tensorboard": ("store/trackers.py",),
-    "langdetect": ("rewards/language.py",),
-    "sympy": ("rewards/math_values.py", "rewards/math_points.py"),
-    "mpmath": ("rewards/math_values.py", "rewards/math_points.py"),
-    "antlr4": ("rewards/math_values.py",),
-    "math_verify": ("rewards/math_values.py",),
-    "latex2sympy2_extended": ("rewards/math_values.py",),
+    "langdetect": ("graders/ifeval/language.py",),
+    "sympy": ("graders/math/values.py", "graders/math/points.py"),
+    "mpmath": ("graders/math/values.py", "graders/math/points.py"),
+    "antlr4": ("graders/math/values.py",),
+    "math_verify": ("graders/math/values.py",),
+    "latex2sympy2_extended": ("graders/math/values.py",),
 }
 SINGLE_DOORS = ("datasets", "pyarrow")
 
@@ -90,7 +94,7 @@ IMPURE_MODULES = {
 }
 IMPURE_CALLS = {"open", "print", "input"}
 # Not words but what some words run in: processes that can be killed.
-WORKERS = {"rewards.workers", "rewards.worker_process"}
+WORKERS = {"graders.sandbox.workers", "graders.sandbox.worker_process"}
 
 
 def modules() -> dict[str, Path]:
@@ -149,9 +153,24 @@ def component(module: str) -> str:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
-    assert component(module) in RANK, f"{module}: say in LAYERS which layer it belongs to"
+    assert component(module) in RANK, f"{module}: say in ROOMS where it belongs"
     for target in ours(imported_names(MODULES[module])):
         assert RANK[component(target)] <= RANK[component(module)], f"{module} imports {target}, which stands above it"
+
+
+def _folders() -> dict[str, list[Path]]:
+    folders: dict[str, list[Path]] = {}
+    for path in MODULES.values():
+        folders.setdefault(str(path.parent.relative_to(PACKAGE)), []).append(path)
+    return folders
+
+
+@pytest.mark.parametrize("folder", [f for f in _folders() if f != "."])
+def test_a_room_is_small_and_says_in_one_sentence_what_it_is(folder: str) -> None:
+    files = [path for path in _folders()[folder] if path.name != "__init__.py"]
+    assert len(files) <= 14, f"{folder} has {len(files)} modules"
+    tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{folder}/__init__.py says in one sentence what belongs there"
 
 
 def test_imports_have_no_cycle() -> None:
@@ -183,7 +202,7 @@ def test_one_door_per_heavy_dependency(package: str) -> None:
         assert len(users) <= 1, f"{package} has more than one door: {users}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if component(m) in LAYERS["words"] and m not in WORKERS])
+@pytest.mark.parametrize("module", [m for m in MODULES if component(m) in PURE_ROOMS and m not in WORKERS])
 def test_words_are_pure(module: str) -> None:
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     impure = {name.partition(".")[0] for name in imported_names(MODULES[module])} & IMPURE_MODULES
@@ -226,7 +245,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_ground_imports_no_torch() -> None:
-    names = ", ".join(f"posttrain.{name}" for name in LAYERS["ground"] if name != "__init__")
+    names = ", ".join(f"posttrain.{name}" for name in ROOMS["ground"] if name != "__init__")
     assert run_python(f"import sys, {names}\nprint('torch' in sys.modules)").strip() == "False"
 
 

@@ -111,7 +111,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("posttrain.apps.training.run_train", interrupt)
+    monkeypatch.setattr("posttrain.commands.train.run_train", interrupt)
     assert main(["train", "tiny/grpo"]) == 130
     assert "continue with the same command and --resume" in capsys.readouterr().err
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.apps.catalogue import recipes_called
-from posttrain.apps.words import KINDS
-from posttrain.interpret.sae_recipe import load_sae_recipe
-from posttrain.recipe import load_recipe
+from posttrain.commands.explain import KINDS
+from posttrain.commands.recipes import recipes_called
+from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
-from posttrain.runs.compare import load_comparison
+from posttrain.sweeps.compare import load_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,12 +104,12 @@ def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:
     # A process of its own: the toy words must not join the registry that other tests enumerate.
     code = f"""
 import torch
-from posttrain.objectives.policy_gradient import *
-from posttrain.objectives.policy_gradient import register
+from posttrain.algorithms.objectives.policy_gradient import *
+from posttrain.algorithms.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
-from posttrain.rewards.grading import Submission, Verdict, grade
+from posttrain.graders.grading import Submission, Verdict, grade
 {grader}
 ones = torch.ones(1, 3, dtype=torch.bool)
 zeros = torch.zeros(1, dtype=torch.long)
@@ -122,8 +122,8 @@ print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
 asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
-from posttrain.recipe import load_recipe
-from posttrain.runs.compare import load_comparison
+from posttrain.recipes.recipe import load_recipe
+from posttrain.sweeps.compare import load_comparison
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
 plan = load_comparison({str(tmp_path / "mine.yaml")!r}, folder="unused")

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from posttrain.consent import declare_code
+from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure
 from posttrain.process_state import process_kept
-from posttrain.recipe import RewardWord
+from posttrain.recipes.recipe import RewardWord
 from posttrain.registry import find
-from posttrain.rollout import Attempt, build_grader
 from posttrain.types import Completion, Example, Message
 
 assert ScriptedEngine  # registers the engine that the run below names

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -408,12 +409,15 @@ def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> N
 def test_what_a_kill_left_of_a_file_being_written_is_swept(command: Command, place: Path) -> None:
     train = ["train", "rl.yaml", "--run", "a", "--train.steps", "1"]
     command.works(*train)
-    litter = [place / "runs/a" / name for name in (".tmp-status.json-99", ".tmp-recipe.yaml-99", "checkpoints/.tmp-x")]
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()  # its number is nobody's now
+    names = (f".tmp-status.json-{ended.pid}", f".tmp-recipe.yaml-{ended.pid}", "checkpoints/.tmp-x")
+    litter = [place / "runs/a" / name for name in names]
     for path in litter:
         path.write_text("half")
     told = command.works(*train, "--resume")
-    assert ".tmp-x, .tmp-recipe.yaml-99, .tmp-status.json-99" in " ".join(told.split())
+    assert f".tmp-x, .tmp-recipe.yaml-{ended.pid}, .tmp-status.json-{ended.pid}" in " ".join(told.split())
     assert not any(path.exists() for path in litter)
-    (place / ".tmp-export-out-99").mkdir()
+    (place / f".tmp-export-out-{ended.pid}").mkdir()
     command.works("runs", "export", "a", "--to", "out")
-    assert not (place / ".tmp-export-out-99").exists()
+    assert not (place / f".tmp-export-out-{ended.pid}").exists()

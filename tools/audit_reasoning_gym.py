@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from reasoning_gym.factory import DATASETS
 
-from posttrain.rewards.scored import WorkerScorer
-from posttrain.tasks import reasoning_gym_probes
-from posttrain.tasks.reasoning_gym import sample_dataset
-from posttrain.tasks.reasoning_gym_probes import Asked, Payment, majority, pays, probe
+from posttrain.graders.scored import WorkerScorer
+from posttrain.tasks.verifiable import reasoning_gym_probes
+from posttrain.tasks.verifiable.reasoning_gym import sample_dataset
+from posttrain.tasks.verifiable.reasoning_gym_probes import Asked, Payment, majority, pays, probe
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "src" / "posttrain" / "tasks" / "reasoning_gym_audit.py"
@@ -140,7 +140,7 @@ def write_table(evaluated: dict[str, Evaluated | None], paid: dict[str, Payment]
     """The module that the task imports."""
     lines = [
         '"""What tools/audit_reasoning_gym.py found out about the scorers of reasoning-gym; written by it."""', "",
-        "from posttrain.tasks.reasoning_gym_probes import Payment", "",
+        "from posttrain.tasks.verifiable.reasoning_gym_probes import Payment", "",
         f'VERSION = "{version("reasoning_gym")}"', "# The scorer evaluates the answer as code.",
         _write_names("EVALUATES_ANSWERS", [name for name, kind in evaluated.items() if kind == "answers"]),
         "# The scorer evaluates text that the data set wrote, and not the answer.",

@@ -6,7 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from posttrain.apps import words
+from posttrain.commands import explain as words
 from posttrain.registry import Entry
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "methods.md"

@@ -1,7 +1,7 @@
 """The command line: ``posttrain demo | train | compare | evaluate | generate | data | recipes | explain | runs``.
 
 Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
-each command lives in ``apps`` and is imported when it runs.
+each command lives in ``commands`` and is imported when it runs.
 
 Whatever option a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the
 recipe itself. A user's mistake ends in one message on stderr and exit code 2, a failure of the work
@@ -21,17 +21,14 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain import __version__
-from posttrain.apps import (
-    consent_options,
-    evaluation_options,
-    features_options,
-    interpret_options,
-    quantize_options,
-    records_options,
-    serve_options,
-    study_options,
-)
-from posttrain.apps.argument_types import (
+from posttrain.commands.evaluate import options as evaluation_options
+from posttrain.commands.interpret import features_options
+from posttrain.commands.interpret import options as interpret_options
+from posttrain.commands.options import consent as consent_options
+from posttrain.commands.options import quantize as quantize_options
+from posttrain.commands.options import serve as serve_options
+from posttrain.commands.options import study as study_options
+from posttrain.commands.options.argument_types import (
     Parser,
     add_runs_dir,
     names,
@@ -45,26 +42,27 @@ from posttrain.apps.argument_types import (
     share,
     shown,
 )
+from posttrain.commands.runs import options as records_options
 from posttrain.consent import declare_from_command_line
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.errors import INTERRUPTED, PosttrainError, UsageError
 from posttrain.untrusted import guard_output
 
 # Where the body of each command is: module of the package, function taking the namespace.
 BODIES = {
-    "demo": ("posttrain.apps.demo", "run_demo"),
-    "train": ("posttrain.apps.training", "run_train"),
-    "compare": ("posttrain.apps.compare", "run_compare"),
-    "study": ("posttrain.apps.study", "run_study"),
-    "evaluate": ("posttrain.apps.evaluation", "run_evaluate"),
-    "generate": ("posttrain.apps.sampling", "run_generate"),
-    "chat": ("posttrain.apps.chat", "run_chat"),
-    "studio": ("posttrain.apps.studio", "run_studio"),
-    "serve-command": ("posttrain.apps.serve", "run_serve_command"),
-    "quantize": ("posttrain.apps.quantize", "run_quantize"),
-    "recipes": ("posttrain.apps.catalogue", "run_recipes"),
-    "explain": ("posttrain.apps.catalogue", "run_explain"),
-    "data": ("posttrain.apps.data", "run_data"),
-    "runs": ("posttrain.apps.records", "run_runs"),
+    "demo": ("posttrain.commands.demo", "run_demo"),
+    "train": ("posttrain.commands.train", "run_train"),
+    "compare": ("posttrain.commands.compare", "run_compare"),
+    "study": ("posttrain.commands.study", "run_study"),
+    "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
+    "generate": ("posttrain.commands.generate", "run_generate"),
+    "chat": ("posttrain.commands.chat.command", "run_chat"),
+    "studio": ("posttrain.commands.chat.studio", "run_studio"),
+    "serve-command": ("posttrain.commands.serve", "run_serve_command"),
+    "quantize": ("posttrain.commands.quantize", "run_quantize"),
+    "recipes": ("posttrain.commands.recipes", "run_recipes"),
+    "explain": ("posttrain.commands.recipes", "run_explain"),
+    "data": ("posttrain.commands.data", "run_data"),
+    "runs": ("posttrain.commands.runs.show", "run_runs"),
     **interpret_options.BODIES,  # those of actions as "sae train"
 }
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
@@ -79,7 +77,6 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "data": ("task",),
     **interpret_options.OVERRIDABLE,
 }
-INTERRUPTED = 130
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
 

@@ -2,7 +2,7 @@
 
 A control character in it could move the cursor, write the clipboard, or answer in the user's name; one that turns the
 reading direction or has no width could show another text than there is. ``harmless`` writes such characters out
-(``\\x1b``). It is called wherever text becomes a line of a table (``apps/console.py``) and again by the last door
+(``\\x1b``). It is called wherever text becomes a line of a table (``commands/console.py``) and again by the last door
 before a terminal: ``guard_output`` puts it between ``print`` and the standard streams.
 """
 

@@ -18,7 +18,7 @@ import equivalents
 import grader_answers
 from equivalents import DIFFERENT, SAME, UNKNOWN
 
-from posttrain.rewards.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade
 
 Pairs = Sequence[tuple[str, str]]  # (gold, answer)
 GradePairs = Callable[[Pairs], list[bool]]

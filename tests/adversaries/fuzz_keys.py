@@ -13,11 +13,11 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from posttrain import registry
-from posttrain.interpret.diff_recipe import DiffRecipe
-from posttrain.interpret.sae_recipe import SaeRecipe
-from posttrain.recipe import Recipe
-from posttrain.runs.study import StudyFile
-from posttrain.sections import Word
+from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.differences.recipe import DiffRecipe
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Word
+from posttrain.sweeps.study import StudyFile
 
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(

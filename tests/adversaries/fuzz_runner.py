@@ -259,14 +259,14 @@ def warm_up() -> None:
     for module in (
         "posttrain.train.loop",
         "posttrain.models.load",
-        "posttrain.evals.report",
+        "posttrain.reports.run",
         "peft",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.auto.modeling_auto",
         "posttrain.runs.launch",
-        "posttrain.engines.native",
+        "posttrain.engines.native.engine",
         "posttrain.models.quantize",
-        "posttrain.engines.vllm_command",
+        "posttrain.engines.vllm.command",
     ):
         with suppress(ImportError):
             importlib.import_module(module)

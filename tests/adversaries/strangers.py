@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from posttrain.models.sources import TINY
-from posttrain.recipe import load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.checkpoint_files import mark_best, step_folder
 from posttrain.store.manifest import seal
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.checkpoint_files import mark_best, step_folder
 
 CODE = "runs.evil.payload:f"  # found from the working directory, which holds the runs
 SMALL = [

@@ -24,7 +24,7 @@ from fuzz_case import Case
 
 from posttrain import registry
 from posttrain.cli import BODIES
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 
 FEW, MANY, REAL = 300, 5000, 50
 

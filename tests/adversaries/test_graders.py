@@ -15,7 +15,7 @@ from real_golds import MATH_TASKS, NUMBER_TASKS, PANEL, VALUES, data_folder, rea
 from right_answers import CHOICE, knights_texts, math_pairs, numeric_pairs
 
 from posttrain import registry
-from posttrain.rewards.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade
 
 needs_data = pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
 NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14")

@@ -9,8 +9,8 @@ import grader_answers
 import pytest
 
 from posttrain.errors import PosttrainError
+from posttrain.graders.grading import Submission, grade
 from posttrain.registry import find
-from posttrain.rewards.grading import Submission, grade
 from posttrain.types import Example
 
 # Sets that pay for nothing, for hedges and for constants; sets whose scorer raises; and honest ones.

@@ -16,8 +16,8 @@ import yaml
 from strangers import CODE, make_evil, plain_recipe
 
 from posttrain import consent, registry
-from posttrain.apps import records_options
 from posttrain.cli import build_parser, main
+from posttrain.commands.runs import options as records_options
 from posttrain.errors import UnallowedCode
 
 # Two recipes of strangers: the words that training alone needs, and those that answering needs.
@@ -152,7 +152,7 @@ def test_opening_a_strangers_run_runs_nothing_of_it(
     if command == "studio":
         pytest.importorskip("gradio")
         monkeypatch.setattr(socket, "create_server", lambda *_, **__: nullcontext())
-        monkeypatch.setattr("posttrain.apps.studio._serve", serve_nobody)
+        monkeypatch.setattr("posttrain.commands.chat.studio._serve", serve_nobody)
     code = run(command, arguments, monkeypatch)
     assert code in (0, 1, 2), capsys.readouterr().err
     assert not marker.exists(), f"{command} {' '.join(arguments)} ran the code of a stranger"

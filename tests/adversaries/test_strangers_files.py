@@ -16,13 +16,13 @@ from strangers import contents, make_evil, plain_recipe
 from test_strangers_code import run
 
 from posttrain import consent
-from posttrain.engines.vllm_http import server_address
+from posttrain.engines.vllm.http import server_address
 from posttrain.errors import RunFailure, UsageError, hide_secrets
-from posttrain.evals.evaluation_tables import TextTable, to_markdown
-from posttrain.evals.markdown import code, paragraph, plain
+from posttrain.evals.tables import TextTable, to_markdown
+from posttrain.markdown import code, paragraph, plain
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
-from posttrain.recipe import ModelSection, load_recipe
+from posttrain.recipes.recipe import ModelSection, load_recipe
 from posttrain.runs.export import model_card
 from posttrain.store.links import refuse_links
 

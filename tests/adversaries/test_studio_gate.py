@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.apps import studio_gate
-from posttrain.apps.studio_gate import Gate, choose_token, is_loopback, show_address
 from posttrain.cli import main
+from posttrain.commands.chat import studio_gate
+from posttrain.commands.chat.studio_gate import Gate, choose_token, is_loopback, show_address
 from posttrain.errors import UsageError
 
 PORT = 7860
@@ -315,7 +315,7 @@ def test_the_page_and_its_parts_are_served(port: int) -> None:
 
 
 def test_every_route_of_gradio_is_refused_to_others_and_most_to_all(port: int) -> None:
-    from posttrain.apps.studio import build_studio, mount
+    from posttrain.commands.chat.studio import build_studio, mount
 
     gradio = pytest.importorskip("gradio")
     routes: set[tuple[str, str]] = set()

@@ -15,7 +15,7 @@ from choice_and_knights_answers import knights_hedges, letter_hedges
 from real_golds import TASKS, data_folder, golds_of, load
 
 from posttrain import registry
-from posttrain.rewards.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 

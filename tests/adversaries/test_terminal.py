@@ -18,8 +18,9 @@ from hostile_text import HOSTILE, RECIPE, SEEN, break_run, leaks, poison_run, wr
 from rich.table import Table
 from yaml import safe_dump
 
-from posttrain.apps.console import Text, open_console
+from posttrain import registry
 from posttrain.cli import build_parser, main
+from posttrain.commands.console import Text, open_console
 from posttrain.registry import register
 from posttrain.untrusted import HarmlessStream, harmless, harmless_json
 
@@ -210,7 +211,7 @@ def test_hostile_data(show: Show, stage: Path) -> None:
 
 def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "posttrain.apps.sampling.decode_response", lambda *_: f"{HOSTILE}</think> <answer>{HOSTILE}</answer>"
+        "posttrain.commands.generate.decode_response", lambda *_: f"{HOSTILE}</think> <answer>{HOSTILE}</answer>"
     )
     assert SEEN in show(["generate", "tiny", "--max-tokens", "2"])
     texts = f"[{harmless_json(safe_dump(HOSTILE, default_style=chr(34), width=10**6)).strip()}]"
@@ -220,15 +221,17 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.apps.conversation import SpokenToken
+    from posttrain.commands.chat.conversation import SpokenToken
 
     spoken = [SpokenToken(HOSTILE, -0.1, 0.3, ((HOSTILE, -0.1),))]
-    monkeypatch.setattr("posttrain.apps.conversation.Conversation.reply", lambda *_: iter(spoken))
+    monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter(spoken))
     for colours in ([], ["--colours"]):
         assert show(["chat", "tiny", "--max-tokens", "2", *colours]).count(SEEN) >= 2
 
 
-def test_a_reward_that_raises_and_prints(show: Show, stage: Path) -> None:
+def test_a_reward_that_raises_and_prints(show: Show, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._ENTRIES, "reward", dict(registry._ENTRIES["reward"]))  # for this test alone
+
     @register("reward", name="hostile_reward")
     def hostile_reward(text: str) -> float:
         """Raises what it was told."""

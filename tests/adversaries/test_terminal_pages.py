@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from hostile_text import HOSTILE, RAW, leaks
 
-from posttrain.evals.compare_page import render_comparison
-from posttrain.evals.compare_results import CellResult, Comparison, MethodResult
-from posttrain.evals.evaluation_page import quoted
-from posttrain.evals.evaluation_tables import TextTable
-from posttrain.evals.markdown import code
-from posttrain.evals.report import Report, Transcript, render_report
-from posttrain.evals.report_style import draw_page
-from posttrain.evals.study_page import render_study
-from posttrain.evals.study_results import StudyReport
+from posttrain.evals.tables import TextTable
+from posttrain.markdown import code
+from posttrain.reports.charts.style import draw_page
+from posttrain.reports.comparison import render_comparison
+from posttrain.reports.evaluation import quoted
+from posttrain.reports.run import Report, Transcript, render_report
+from posttrain.reports.study import render_study
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
+from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
+from posttrain.sweeps.study_results import StudyReport
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
 

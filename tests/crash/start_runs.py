@@ -15,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from posttrain.recipe import load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
 from posttrain.train import loop  # imported before forking, which is the point
 

@@ -16,8 +16,15 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from posttrain import cli
-from posttrain.apps import compare, evaluation, evaluation_scores, study, training
-from posttrain.runs import children, compare_cells, compare_results, study_parts, study_results
+from posttrain.commands import compare, study
+from posttrain.commands import train as training
+from posttrain.commands.evaluate import command as evaluation
+from posttrain.commands.evaluate import scores as evaluation_scores
+from posttrain.runs import children
+from posttrain.sweeps import cells as compare_cells
+from posttrain.sweeps import comparison_files as compare_results
+from posttrain.sweeps import parts as study_parts
+from posttrain.sweeps import study_files as study_results
 from posttrain.train import loop
 
 IMPORTED = (compare, evaluation, evaluation_scores, study, training)

@@ -44,7 +44,7 @@ def test_kills_and_resumes_equal_the_undisturbed_run(
     assert min(norm for norm in norms if norm is not None) > 1e-4  # there was something to lose
 
 
-LOOP, CHECKPOINT, FILES = "posttrain.train.loop", "posttrain.train.checkpoint", "posttrain.train.checkpoint_files"
+LOOP, CHECKPOINT, FILES = "posttrain.train.loop", "posttrain.train.checkpoint", "posttrain.store.checkpoint_files"
 # Gaps between two changes of the disk, in which a kill leaves something half done.
 GAPS = [
     ("posttrain.runs.launch", "_claim", "before", 1),

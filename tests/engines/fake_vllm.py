@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.types import Completion
 
 Answer = Callable[[dict[str, Any]], Completion]

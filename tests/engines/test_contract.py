@@ -10,12 +10,12 @@ from engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 from fake_vllm import FakeVllm, model_answer
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.engines.vllm import VllmEngine
+from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.models.load import load_model
 from posttrain.randomness import uniforms
-from posttrain.recipe import ModelSection
+from posttrain.recipes.recipe import ModelSection
 
 
 @pytest.fixture(scope="module")

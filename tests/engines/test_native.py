@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.engines import schedule
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.lean import LeanDecoder
-from posttrain.engines.modules import ModulesDecoder
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native import schedule
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.lean import LeanDecoder
+from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.lora import apply_adapter, reference_mode
 from posttrain.randomness import derive_key, uniforms
-from posttrain.recipe import AdapterSection
+from posttrain.recipes.recipe import AdapterSection
 
 LEAN = ("qwen3", "qwen2", "llama")
 ARCHITECTURES = (*LEAN, "olmo2", "gpt2")

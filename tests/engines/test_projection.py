@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.engines import projection
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
-from posttrain.engines.projection import Projection, multiply, rms_norm
+from posttrain.engines.native import projection
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.projection import Projection, multiply, rms_norm
 from posttrain.models.lora import LowRank
 
 

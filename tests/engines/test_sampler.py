@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.sampler import draw, truncate
+from posttrain.engines.native.sampler import draw, truncate
 
 P = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
-from posttrain.engines.stream import stream
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.stream import stream
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 

@@ -14,13 +14,13 @@ import torch
 from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 
 from posttrain import registry
-from posttrain.engines import vllm_http
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.vllm import VllmEngine
-from posttrain.engines.vllm_command import served_names
+from posttrain.engines.vllm import http as vllm_http
+from posttrain.engines.vllm.command import served_names
+from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
-from posttrain.recipe import load_recipe
-from posttrain.train.setup import prepare
+from posttrain.recipes.recipe import load_recipe
+from posttrain.train.build import prepare
 from posttrain.types import Completion
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
@@ -182,7 +182,7 @@ def test_an_interrupt_ends_the_waiting(monkeypatch):
         time.sleep(0.1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("posttrain.engines.vllm.wait", interrupt)
+    monkeypatch.setattr("posttrain.engines.vllm.engine.wait", interrupt)
     with FakeVllm(counting, trouble=lambda count, body: time.sleep(20)) as server:
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from posttrain.engines.vllm_command import ServerOptions, fingerprint, served_names, server_command
+from posttrain.engines.vllm.command import ServerOptions, fingerprint, served_names, server_command
 from posttrain.errors import UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
-from posttrain.recipe import AdapterSection
+from posttrain.recipes.recipe import AdapterSection
 from posttrain.store.manifest import seal
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.vllm_protocol import (
+from posttrain.engines.vllm.protocol import (
     CompletionRequest,
     ServedModel,
     Unreadable,

@@ -14,17 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import held_out_indices
-from posttrain.models.forward import Forward
+from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
+from posttrain.models.reference import Reference
 from posttrain.models.sources import TINY
-from posttrain.recipe import AdapterSection, RewardWord
+from posttrain.recipes.recipe import AdapterSection, RewardWord
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.rollout import build_grader
 from posttrain.tasks.base import Task
-from posttrain.train.reference import Reference
 from posttrain.types import Completion, Example, Message
 
 TEMPERATURE = 1.4

@@ -7,14 +7,14 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
+from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
 from posttrain.evals.generation import evaluate, held_out_indices
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.sources import TINY
-from posttrain.recipe import RewardWord
+from posttrain.recipes.recipe import RewardWord
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.rollout import build_grader
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message
 

@@ -12,10 +12,10 @@ import yaml
 
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
-from posttrain.recipe import ModelSection
+from posttrain.recipes.recipe import ModelSection
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
-from posttrain.evals.compare_statistics import student_t_quantile
+from posttrain.evals.seeds import student_t_quantile
 from posttrain.evals.statistics import (
     Z_95,
     item_interval,

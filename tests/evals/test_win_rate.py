@@ -23,8 +23,8 @@ from posttrain.evals.win_rate import (
     pair_up,
     summarize_kl,
 )
-from posttrain.evals.win_rate_page import contest_table, write_contest_page
-from posttrain.models.forward import Forward
+from posttrain.models.forward.forward import Forward
+from posttrain.reports.win_rate import contest_table, write_contest_page
 from posttrain.types import Completion, Example, Message, Rollout
 
 TEMPERATURE = 1.3

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from posttrain import registry
-from posttrain.advantages import normalized
-from posttrain.aggregate import token_mean
-from posttrain.models.forward import Forward
-from posttrain.recipe import TrainSection
-from posttrain.train.update import accumulate
+from posttrain.algorithms.advantages import normalized
+from posttrain.algorithms.aggregation import token_mean
+from posttrain.models.forward.forward import Forward
+from posttrain.recipes.recipe import TrainSection
+from posttrain.train.step import accumulate
 from posttrain.types import Sample, collate
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
-from posttrain.recipe import AdapterSection
+from posttrain.recipes.recipe import AdapterSection
 
 pytestmark = pytest.mark.gpu
 

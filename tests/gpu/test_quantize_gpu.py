@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.engines.native import NativeEngine
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
-from posttrain.recipe import AdapterSection, ModelSection
+from posttrain.recipes.recipe import AdapterSection, ModelSection
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from posttrain import registry
-from posttrain.models.forward import Forward
+from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
-from posttrain.recipe import AdapterSection, TrainSection, validate_recipe
+from posttrain.recipes.recipe import AdapterSection, TrainSection, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import train
-from posttrain.train.update import accumulate
+from posttrain.train.step import accumulate
 from posttrain.types import Batch, Sample, collate
 
 pytestmark = [

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations import Recorder, plan_batches, plan_shards, record
-from posttrain.interpret.loading import load_layers, weights_hash
-from posttrain.interpret.shards import ActivationStore
+from posttrain.interpret.activations.loading import load_layers, weights_hash
+from posttrain.interpret.activations.record import Recorder, plan_batches, plan_shards, record
+from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
-from posttrain.recipe import AdapterSection, ModelSection
+from posttrain.recipes.recipe import AdapterSection, ModelSection
 
 
 def some_documents(n: int = 12, seed: int = 0) -> list[list[int]]:
@@ -204,7 +204,7 @@ def test_an_interrupted_recording_goes_on_and_is_the_same_to_the_byte(tmp_path: 
 
 KILLED = """
 import os, signal, sys
-from posttrain.interpret.activations import Recorder
+from posttrain.interpret.activations.record import Recorder
 
 def observe(done, total):
     if done == 2:

@@ -9,14 +9,14 @@ import pytest
 import torch
 import yaml
 
-from posttrain.apps import activations
-from posttrain.apps.activations import show_bytes
 from posttrain.cli import main, parse
+from posttrain.commands.interpret import activations
+from posttrain.commands.interpret.activations import show_bytes
 from posttrain.errors import UsageError
-from posttrain.interpret.shards import ActivationStore
+from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
-from posttrain.recipe import ModelSection, load_recipe
+from posttrain.recipes.recipe import ModelSection, load_recipe
 from posttrain.store.manifest import seal
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout

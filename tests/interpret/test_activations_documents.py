@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret.documents import recorded_rollouts, task_prompts, texts
+from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
 from posttrain.render import encode_plain, encode_prompt, r1_zero
 from posttrain.store.rollouts import RolloutStore
 from posttrain.tasks.base import Task

@@ -7,9 +7,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from posttrain.interpret.causal import Trial, judge, leave, move_features, replace_all, scale_features, try_doses
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.lockstep import Added
+from posttrain.interpret.activations.lockstep import Added
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.differences.causal import (
+    Trial,
+    judge,
+    leave,
+    move_features,
+    replace_all,
+    scale_features,
+    try_doses,
+)
 
 
 @pytest.fixture

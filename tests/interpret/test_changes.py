@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.changes import (
+from posttrain.interpret.dictionaries.planted import plant, plant_change
+from posttrain.interpret.differences.changes import (
     Changes,
     ChangeSums,
     document_batches,
@@ -18,8 +19,7 @@ from posttrain.interpret.changes import (
     two_sided_p,
     unpaired_changes,
 )
-from posttrain.interpret.latent_scaling import LatentScaling
-from posttrain.interpret.planted import plant, plant_change
+from posttrain.interpret.differences.latent_scaling import LatentScaling
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.errors import RecipeError, UnknownWord, UsageError
-from posttrain.interpret.dictionary import Dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary
 
 
 def by_hand() -> Dictionary:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.interpret.changes import ChangeSums, document_batches, paired_changes
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.diff_dictionaries import fit_dictionary, overlap
-from posttrain.interpret.measures import measure
-from posttrain.interpret.planted import Planted, PlantedChange, plant, plant_change
-from posttrain.interpret.sae_recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.training_rows import TensorRows
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.measures import measure
+from posttrain.interpret.dictionaries.planted import Planted, PlantedChange, plant, plant_change
+from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.interpret.dictionaries.training_rows import TensorRows
+from posttrain.interpret.differences.changes import ChangeSums, document_batches, paired_changes
+from posttrain.interpret.differences.dictionaries import fit_dictionary, overlap
 
 ROWS = 24_000
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.interpret.changes import ChangeSums, paired_changes
-from posttrain.interpret.diff_divergence import locate_divergence, random_features
-from posttrain.interpret.diff_features import Seen
-from posttrain.interpret.latent_scaling import Scaling
-from posttrain.interpret.patching import token_kl
+from posttrain.interpret.differences.changes import ChangeSums, paired_changes
+from posttrain.interpret.differences.divergence import locate_divergence, random_features
+from posttrain.interpret.differences.features import Seen
+from posttrain.interpret.differences.latent_scaling import Scaling
+from posttrain.interpret.differences.patching import token_kl
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection
+from posttrain.recipes.recipe import ModelSection
 
 DOCUMENTS = [[0, 50, 51, 70, 71, 70, 72], [0, 52, 70, 73, 71], [0, 53, 54, 55, 70, 71]]
 PROMPTS = [3, 2, 4]

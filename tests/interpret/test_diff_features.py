@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.diff_features import (
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.differences.features import (
     WINDOW,
     feature_contexts,
     mean_differences,
     scale_latents,
     see_changes,
 )
-from posttrain.interpret.shards import ActivationStore, write_tensors
 
 WIDTH, DOCUMENTS, LENGTH = 8, 60, 30
 

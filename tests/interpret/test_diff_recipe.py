@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RecipeError, UnknownWord
-from posttrain.interpret.diff_recipe import DiffRecipe, load_diff_recipe
-from posttrain.recipe_files import interpretation_names
+from posttrain.interpret.differences.recipe import DiffRecipe, load_diff_recipe
+from posttrain.recipes.files import interpretation_names
 
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:

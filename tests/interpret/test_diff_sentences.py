@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.interpret.diff_causal import plan_of
-from posttrain.interpret.diff_recipe import CausalSection
-from posttrain.interpret.diff_sentences import causal_lines, findings
+from posttrain.interpret.differences.diff_causal import plan_of
+from posttrain.interpret.differences.recipe import CausalSection
+from posttrain.reports.interpret.diff_sentences import causal_lines, findings
 
 
 def counts(changed: int) -> dict[str, int]:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.errors import DataError
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.exchange import load_dictionary, read_metadata, save_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata, save_dictionary
 
 D, F = 12, 40
 KINDS = ["l1", "topk", "batchtopk", "jumprelu"]

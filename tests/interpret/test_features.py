@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.features import FeatureReport, check_features, describe_features, write_features
-from posttrain.interpret.logit_lens import Lens
-from posttrain.interpret.shards import ActivationStore, write_tensors
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.features.features import FeatureReport, check_features, describe_features, write_features
+from posttrain.interpret.features.logit_lens import Lens
 
 DOCUMENTS = [[10, 11, 12, 13, 14], [10, 11, 20], [30, 31]]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret import logit_lens
-from posttrain.interpret.logit_lens import build_lens, show_tokens
-from posttrain.recipe import ModelSection
+from posttrain.interpret.features import logit_lens
+from posttrain.interpret.features.logit_lens import build_lens, show_tokens
+from posttrain.recipes.recipe import ModelSection
 
 
 @pytest.mark.parametrize(

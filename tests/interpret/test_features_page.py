@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from posttrain.interpret.features import Context, Feature, FeatureReport
-from posttrain.interpret.features_page import render_features, write_page
+from posttrain.interpret.features.features import Context, Feature, FeatureReport
+from posttrain.reports.interpret.features import render_features, write_page
 
 EVIL = [
     "</script><script>document.title='taken'</script>",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret import pt_shards
-from posttrain.interpret.pt_shards import export_pt, import_pt
-from posttrain.interpret.shards import write_tensors
+from posttrain.interpret.activations import pt_shards
+from posttrain.interpret.activations.pt_shards import export_pt, import_pt
+from posttrain.interpret.activations.shards import write_tensors
 
 DOCUMENTS = [[7, 8, 9], [1], [4, 4, 5, 6]]
 

@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
 
 from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
-from posttrain.interpret.measures import match
-from posttrain.interpret.planted import plant, plant_change
-from posttrain.interpret.sae import Trained, train_dictionary
-from posttrain.interpret.sae_recipe import SaeRecipe
-from posttrain.interpret.training_rows import TensorRows
+from posttrain.interpret.dictionaries.measures import match
+from posttrain.interpret.dictionaries.planted import plant, plant_change
+from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.training import Trained, train_dictionary
+from posttrain.interpret.dictionaries.training_rows import TensorRows
 from posttrain.store.metrics import MetricsLog
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from posttrain.errors import PosttrainError, RecipeError
-from posttrain.interpret.sae_recipe import SaeRecipe, load_sae_recipe
-from posttrain.recipe import load_recipe
-from posttrain.recipe_files import interpretation_names
+from posttrain.interpret.dictionaries.recipe import SaeRecipe, load_sae_recipe
+from posttrain.recipes.files import interpretation_names
+from posttrain.recipes.recipe import load_recipe
 
 NAMES = interpretation_names("dictionary")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.extract import activations_of
-from posttrain.interpret.splice import Recovered, recover, replaced
+from posttrain.interpret.activations.extract import activations_of
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.features.splice import Recovered, recover, replaced
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
-from posttrain.engines.stream import stream
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.stream import stream
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionary import Dictionary
-from posttrain.interpret.exchange import save_dictionary
-from posttrain.interpret.extract import activations_of
-from posttrain.interpret.steering import Change, Steering, load_steering
+from posttrain.interpret.activations.extract import activations_of
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.exchange import save_dictionary
+from posttrain.interpret.features.steering import Change, Steering, load_steering
 
 D = 64
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]

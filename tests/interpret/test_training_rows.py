@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.shards import ActivationStore, write_tensors
-from posttrain.interpret.training_rows import RowBatches, StoreRows, TensorRows, sample_rows, split_rows
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.dictionaries.training_rows import RowBatches, StoreRows, TensorRows, sample_rows, split_rows
 
 X = torch.arange(60.0).view(30, 2)
 

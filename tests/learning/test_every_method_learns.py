@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.runs.compare import Plan, load_comparison
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
+from posttrain.sweeps.compare import Plan, load_comparison
 
 SEEDS = (0, 1, 2)
 STEPS = 20

@@ -7,9 +7,9 @@ import torch
 from small_models import CONFIGS, SHAPE, gradients, ragged_batch, random_model, relative_difference, unshared
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.forward import MAX_LOGIT_ELEMENTS, Forward
+from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS, Forward
+from posttrain.models.forward.packing import pack
 from posttrain.models.heads import ScalarHead, score_logits
-from posttrain.models.packing import pack
 from posttrain.types import Batch, Sample, collate
 
 
@@ -136,7 +136,7 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     batch = ragged_batch()
     whole = gradient(model, batch)
     assert 97 * int(batch.mask.sum()) < MAX_LOGIT_ELEMENTS
-    monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
+    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
     chunked = gradient(model, batch)
     assert float((whole - chunked).abs().max() / whole.abs().max()) < 1e-12
 
@@ -218,7 +218,7 @@ def test_candidates_are_of_the_same_distribution(
     forward = Forward(model, temperature=0.7)
     assert forward.path == path
     if chunked:
-        monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
     for route in {path, "padded"}:
         forward.path = route
         outputs = forward(batch, with_candidates=True)
@@ -263,7 +263,7 @@ def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPat
     forward = Forward(model, temperature=0.7)
     tolerance = 1e-12 if family == "gpt2" else 1e-5  # the others' norms and rotary embedding compute in fp32
     for limit in (MAX_LOGIT_ELEMENTS, 97 * 6):
-        monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", limit)
+        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", limit)
         for rows in (batch, alone):
             for path in {forward.path, "padded"}:
                 model.zero_grad()
@@ -279,7 +279,7 @@ def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPat
     batch = with_teacher(ragged_batch())
     forward = Forward(model)
     forward.path = path
-    monkeypatch.setattr("posttrain.models.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
     sizes = []
     softmax = torch.Tensor.log_softmax
 

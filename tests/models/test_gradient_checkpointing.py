@@ -9,12 +9,12 @@ import pytest
 import torch
 from small_models import gradients, ragged_batch, random_model, relative_difference
 
-from posttrain.models.forward import Forward
-from posttrain.models.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
 from posttrain.models.lora import apply_adapter
-from posttrain.recipe import TrainSection
-from posttrain.sections import AdapterSection
-from posttrain.train.update import accumulate
+from posttrain.recipes.recipe import TrainSection
+from posttrain.recipes.sections import AdapterSection
+from posttrain.train.step import accumulate
 from posttrain.types import Batch, Loss, Outputs
 
 

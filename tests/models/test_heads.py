@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from small_models import gradients, ragged_batch, random_model, relative_difference, unshared
 
-from posttrain.models.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.types import Batch, Sample, collate
 

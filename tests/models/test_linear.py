@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from posttrain.models import linear
-from posttrain.models.linear import ONEDNN_LEAST, OneDnnLinear, fast_linear
+from posttrain.models.forward import linear
+from posttrain.models.forward.linear import ONEDNN_LEAST, OneDnnLinear, fast_linear
 
 pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="this torch has no oneDNN linear")
 

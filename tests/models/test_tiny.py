@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import native
+from posttrain.engines.native.engine import native
 from posttrain.models.tokenizer import train_tokenizer
-from posttrain.recipe import load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import find
 from posttrain.render import decode_response, encode_prompt, r1_zero, stop_ids
-from posttrain.tasks.stories import stories
+from posttrain.tasks.stories.task import stories
 
 FOLDER = Path(str(resources.files("posttrain") / "models" / "tiny"))
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.errors import UsageError
 from posttrain.models.tokenizer import SPECIAL_TOKENS, train_tokenizer
-from posttrain.tasks.stories import stories
+from posttrain.tasks.stories.task import stories
 
 
 def train(vocab_size: int = 400) -> PreTrainedTokenizerFast:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from posttrain.recipe import Recipe, validate_recipe
+from posttrain.recipes.recipe import Recipe, validate_recipe
 
 
 @pytest.fixture

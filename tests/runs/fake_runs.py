@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.checkpoint_files import step_folder
 from posttrain.store.manifest import seal
 from posttrain.store.metrics import MetricsLog
-from posttrain.train.checkpoint_files import step_folder
 
 RECIPE: dict[str, Any] = {
     "model": {"name": "tiny"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, RunConflict, StorageError, UsageError
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,

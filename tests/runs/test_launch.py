@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, stop_on_signals
 from posttrain.train.files import Observer, RunFiles

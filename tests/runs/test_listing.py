@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.listing import disk_bytes, list_runs, show_run, summarize_run
 from posttrain.store.metrics import MetricsLog

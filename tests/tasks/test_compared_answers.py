@@ -9,7 +9,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
-from posttrain.tasks.compared_answers import llmbar, pandalm
+from posttrain.tasks.preferences.compared_answers import llmbar, pandalm
 from posttrain.types import Message, Response
 
 BAR = {"input": "Say yes.", "output_1": "yes", "output_2": "no", "label": 1, "subset": "Natural"}

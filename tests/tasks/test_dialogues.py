@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.tasks.collect import Dropped
-from posttrain.tasks.dialogues import merge_turns, parse_turns
+from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
 from posttrain.types import Message
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError
-from posttrain.rewards.answers import parse_quantity, same_answer
+from posttrain.graders.answers import parse_quantity, same_answer
 from posttrain.tasks.base import Task
-from posttrain.tasks.gsm8k import gsm8k
+from posttrain.tasks.verifiable.gsm8k import gsm8k
 from posttrain.types import Message
 
 ROW = {

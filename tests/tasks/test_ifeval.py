@@ -13,11 +13,11 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import DataError, MissingExtra, RecipeError
-from posttrain.rewards import language
-from posttrain.rewards.grading import Submission
-from posttrain.rewards.instruction_table import INSTRUCTIONS
-from posttrain.rewards.instructions import ifeval as grade
-from posttrain.tasks.ifeval import ifeval
+from posttrain.graders.grading import Submission
+from posttrain.graders.ifeval import language
+from posttrain.graders.ifeval.grader import ifeval as grade
+from posttrain.graders.ifeval.table import INSTRUCTIONS
+from posttrain.tasks.verifiable.ifeval import ifeval
 
 ROW = {
     "key": 7,

@@ -10,7 +10,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
-from posttrain.tasks.judged_solutions import judged_solutions
+from posttrain.tasks.steps.judged_solutions import judged_solutions
 from posttrain.types import Message, Response
 
 ROW = {"question": "1+1?", "response": "It is 2.", "is_correct": True, "level": 3, "gold": "2"}

@@ -16,9 +16,9 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError
-from posttrain.rewards.grading import Submission
-from posttrain.rewards.knights import knights_and_knaves as grade
-from posttrain.tasks.knights_and_knaves import knights_and_knaves, write_answer
+from posttrain.graders.grading import Submission
+from posttrain.graders.knights import knights_and_knaves as grade
+from posttrain.tasks.verifiable.knights_and_knaves import knights_and_knaves, write_answer
 
 ROW = {
     "quiz": " Ann says that Bob is a knave. Who is who? ",

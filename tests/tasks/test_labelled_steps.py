@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.tasks.labelled_steps import classes_of, first_error, rating_classes, step_classes, stepwise
+from posttrain.tasks.steps.labelled_steps import classes_of, first_error, rating_classes, step_classes, stepwise
 from posttrain.types import Response
 
 

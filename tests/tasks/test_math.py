@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.rewards.answers import last_boxed, same_answer
-from posttrain.rewards.grading import Submission, grade
-from posttrain.tasks.math import math
+from posttrain.graders.answers import last_boxed, same_answer
+from posttrain.graders.grading import Submission, grade
+from posttrain.tasks.verifiable.math import math
 
 SOLUTION = "First $\\boxed{1}$, no: it is $\\boxed{\\left\\{\\frac{1}{2}, 3\\right\\}}$."
 

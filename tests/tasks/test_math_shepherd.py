@@ -12,7 +12,7 @@ from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
 from posttrain.tasks.collect import Dropped
-from posttrain.tasks.math_shepherd import align, math_shepherd
+from posttrain.tasks.steps.math_shepherd import align, math_shepherd
 from posttrain.types import Message, Response
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
-from posttrain.rewards.choice import multiple_choice
-from posttrain.rewards.grading import Submission
-from posttrain.tasks.mmlu import AREAS, mmlu
+from posttrain.graders.choice import multiple_choice
+from posttrain.graders.grading import Submission
+from posttrain.tasks.verifiable.mmlu import AREAS, mmlu
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

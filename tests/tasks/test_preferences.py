@@ -15,7 +15,7 @@ from given_rows import needs_data, real_file
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences import preferences
+from posttrain.tasks.preferences.task import preferences
 from posttrain.types import Message, Response
 
 Read = Callable[..., Task]

@@ -11,7 +11,7 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 from test_prm800k_layouts import candidate, published, rated, step
 
 from posttrain.errors import DataError, UsageError
-from posttrain.tasks.prm800k import prm800k
+from posttrain.tasks.steps.prm800k import prm800k
 from posttrain.types import Example, Message, Response
 
 HUMAN = {"text": "by hand", "rating": None, "source": "human"}

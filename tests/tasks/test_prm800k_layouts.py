@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.tasks.prm800k_layouts import Candidate, Solution, Step, read_solutions
 from posttrain.tasks.reading import Row
+from posttrain.tasks.steps.prm800k_layouts import Candidate, Solution, Step, read_solutions
 
 PROBLEM = "What is 2 + 3 + 4?"
 

@@ -13,12 +13,12 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
-from posttrain.rewards.grading import Submission, grade
-from posttrain.rewards.scored import task_score
-from posttrain.tasks import reasoning_gym as module
-from posttrain.tasks.reasoning_gym import GymExamples, make_scorer, reasoning_gym, split_of
-from posttrain.tasks.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
-from posttrain.tasks.reasoning_gym_probes import MAX_RATE, Asked, pays, probe
+from posttrain.graders.grading import Submission, grade
+from posttrain.graders.scored import task_score
+from posttrain.tasks.verifiable import reasoning_gym as module
+from posttrain.tasks.verifiable.reasoning_gym import GymExamples, make_scorer, reasoning_gym, split_of
+from posttrain.tasks.verifiable.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
+from posttrain.tasks.verifiable.reasoning_gym_probes import MAX_RATE, Asked, pays, probe
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ SLOW = {
 def test_entries_travel_as_they_are_and_the_gold_answer_is_right_in_a_worker() -> None:
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    from posttrain.tasks.reasoning_gym_scoring import decode, encode
+    from posttrain.tasks.verifiable.reasoning_gym_scoring import decode, encode
 
     answers, metas = [], []
     for name in sorted(set(DATASETS) - SLOW):

@@ -11,8 +11,8 @@ import pytest
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UsageError
-from posttrain.tasks.stories import split_of, stories
-from posttrain.tasks.story_families import Equation, is_worked, signature
+from posttrain.tasks.stories.families import Equation, is_worked, signature
+from posttrain.tasks.stories.task import split_of, stories
 
 FROZEN = (
     "Tom picks 11 carrots every day for 4 days. How many carrots are there now?",
@@ -177,8 +177,8 @@ def test_summands_may_swap_places_and_nothing_else() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match="min_steps"):
         stories(min_steps=4, max_steps=2)
-    declare_code("posttrain.tasks.stories:stories")
-    entry = registry.find("task", "posttrain.tasks.stories:stories")
+    declare_code("posttrain.tasks.stories.task:stories")
+    entry = registry.find("task", "posttrain.tasks.stories.task:stories")
     assert entry.traits["held_out"] == "validation"
     with pytest.raises(RecipeError, match="max_steps"):
         entry.options({"max_steps": 7})

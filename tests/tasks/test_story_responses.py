@@ -14,10 +14,10 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.sources import TINY
 from posttrain.render import encode_prompt, encode_response
-from posttrain.tasks.stories import StoryOptions, draw_story, stories, usual_results
-from posttrain.tasks.story_families import Equation, Story
-from posttrain.tasks.story_responses import carry_on, corrupt, count_results, make_responses
-from posttrain.train.rows import rows_of
+from posttrain.render.rows import rows_of
+from posttrain.tasks.stories.families import Equation, Story
+from posttrain.tasks.stories.responses import carry_on, corrupt, count_results, make_responses
+from posttrain.tasks.stories.task import StoryOptions, draw_story, stories, usual_results
 from posttrain.types import Response
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.models.sources import TINY
-from posttrain.recipe import Recipe, validate_recipe
+from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.tasks.base import Task

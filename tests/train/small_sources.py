@@ -10,15 +10,15 @@ from small_runs import make_recipe
 
 from posttrain import registry
 from posttrain.consent import declare_code
+from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.randomness import draw_indices
-from posttrain.recipe import Recipe, RewardWord
+from posttrain.recipes.recipe import Recipe, RewardWord
 from posttrain.render import Template
-from posttrain.rollout import build_grader
 from posttrain.tasks.base import Task
-from posttrain.train.annotate import Annotator, needed_streams
 from posttrain.train.assemble import build_rollout_source
-from posttrain.train.rollout_source import RolloutSource
+from posttrain.train.sources.rollouts import RolloutSource
+from posttrain.train.streams import Annotator, needed_streams
 from posttrain.types import Batch, Example, Message, Rollout
 
 DIGITS = "0123456789"

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from posttrain import registry
-from posttrain.models.forward import ActorCritic, Forward
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.heads import ScalarHead
-from posttrain.train.annotate import KNOWN_STREAMS
+from posttrain.train.streams import KNOWN_STREAMS
 from posttrain.types import Batch, Sample, collate
 
 VOCABULARY, WIDTH, CANDIDATES = 61, 16, 3

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipe import Recipe
-from posttrain.train.annotate import needed_streams
-from posttrain.train.setup import Parts, prepare
-from posttrain.train.update import accumulate, apply_update
+from posttrain.recipes.recipe import Recipe
+from posttrain.train.build import Parts, prepare
+from posttrain.train.step import accumulate, apply_update
+from posttrain.train.streams import needed_streams
 from posttrain.types import Batch, Completion
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}

@@ -22,17 +22,16 @@ from transformers import (
 
 from posttrain.errors import CheckpointError, StorageError
 from posttrain.models.heads import ScalarHead
+from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.train.checkpoint import (
     Checkpoint,
     best_step,
     checkpoint_steps,
     clean_leftovers,
-    companion_tensors,
     load_checkpoint,
     mark_best,
     prune_checkpoints,
-    restore_companions,
     restore_model,
     save_checkpoint,
 )

@@ -14,8 +14,8 @@ from posttrain import registry
 from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
+from posttrain.train.build import prepare
 from posttrain.train.feedback import Feedback
-from posttrain.train.setup import prepare
 from posttrain.types import Completion, Example, Message, Rollout
 
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]

@@ -11,9 +11,9 @@ import torch
 from small_runs import make_recipe
 from test_annotate import TEMPERATURE, initial_model, plain_logprobs, update
 
-from posttrain.models.forward import Forward
-from posttrain.train.annotate import Annotator, mismatch_answers
-from posttrain.train.setup import prepare
+from posttrain.models.forward.forward import Forward
+from posttrain.train.build import prepare
+from posttrain.train.streams import Annotator, mismatch_answers
 from posttrain.types import Batch, Sample, collate
 
 KTO = {

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, evaluate
 from posttrain.models.sources import TINY
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop
-from posttrain.train.setup import prepare
+from posttrain.train.build import prepare
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}

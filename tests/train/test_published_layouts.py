@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.models.sources import TINY
+from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
-from posttrain.train.rows import Shape
-from posttrain.train.sources import SupervisedSource
+from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Batch
 
 

@@ -9,7 +9,7 @@ from small_runs import make_recipe
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.registry import register
-from posttrain.train.setup import prepare
+from posttrain.train.build import prepare
 from posttrain.types import Batch, Loss, Outputs
 
 

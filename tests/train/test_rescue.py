@@ -11,11 +11,11 @@ import torch
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
 from posttrain.errors import NonFiniteLoss, StorageError
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
+from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.manifest import verify
 from posttrain.train import loop
-from posttrain.train.checkpoint_files import checkpoint_steps
-from posttrain.train.rollout_source import RolloutSource
+from posttrain.train.sources.rollouts import RolloutSource
 
 EVALUATION = {"every": 2, "n": 3, "max_tokens": 8}
 TWO_TASKS = {"tasks": [{"name": "stories", "size": 64, "split": s} for s in ("validation", "test")]}

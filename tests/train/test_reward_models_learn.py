@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.recipe import load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
 
 SEEDS = (0, 1, 2)

@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
 from posttrain.models.sources import TINY
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.render import Template, encode_prompt
-from posttrain.train.rollout_source import RolloutSource
-from posttrain.train.setup import prepare
+from posttrain.train.build import prepare
+from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.types import Batch, Loss, Outputs, Rollout
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")

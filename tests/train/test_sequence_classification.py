@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from small_runs import make_recipe, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.models.forward import Forward
+from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.load import load_model
 from posttrain.models.scorer import classifier_class, save_scorer
 from posttrain.models.sources import TINY
-from posttrain.recipe import ModelSection
+from posttrain.recipes.recipe import ModelSection
 from posttrain.types import Sample, collate
 
 ROWS = [[5, 9, 31, 7, 2], [5, 9, 8, 2], [11, 2]]

@@ -26,9 +26,9 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.models.sources import TINY
 from posttrain.randomness import draw_indices
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response
+from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
-from posttrain.train.rows import Shape
-from posttrain.train.sources import SupervisedSource
+from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 
 

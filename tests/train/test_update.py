@@ -24,10 +24,10 @@ from split_cases import (
 
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss
-from posttrain.models.forward import Forward
-from posttrain.recipe import TrainSection
-from posttrain.train.micro import split_rows
-from posttrain.train.update import MeanOverBatch, accumulate, apply_update, learning_rate
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_rows
+from posttrain.recipes.recipe import TrainSection
+from posttrain.train.step import MeanOverBatch, accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
 # Sums of the same float64 numbers in another order.

@@ -10,8 +10,8 @@ import torch
 from small_runs import make_recipe, run, save_perturbed, steps_of
 
 from posttrain.errors import UsageError
-from posttrain.train.setup import _build_optimizer, prepare
-from posttrain.train.update import accumulate
+from posttrain.train.build import _build_optimizer, prepare
+from posttrain.train.step import accumulate
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 

@@ -18,11 +18,11 @@ from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_ca
 from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import NativeEngine
-from posttrain.engines.vllm import VllmEngine
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection
+from posttrain.recipes.recipe import ModelSection
 
 pytestmark = pytest.mark.vllm
 

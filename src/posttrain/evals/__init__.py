@@ -1,0 +1,1 @@
+"""Evaluation without training: generation, measures, statistics, intervals."""

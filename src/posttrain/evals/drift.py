@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.rollout import Grader, collect, encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.generation import held_out_indices
-from posttrain.models.forward import Forward
-from posttrain.objectives.primitives import categorical_kl, with_tail
-from posttrain.rollout import Grader, collect, encode_prompts
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_rows
+from posttrain.models.reference import Reference
 from posttrain.tasks.base import Task
-from posttrain.train.micro import split_rows
-from posttrain.train.reference import Reference
 from posttrain.types import Batch, Rollout, Sample, collate
 
 NUM_CANDIDATES = 1024

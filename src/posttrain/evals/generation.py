@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.rollout import Grader, collect, encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item, item_of, sample_of, with_scores
 from posttrain.evals.measures import Kinds, break_down, summarize
 from posttrain.randomness import permutation
-from posttrain.rollout import Grader, collect, encode_prompts
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Rollout
 

@@ -14,7 +14,7 @@ from posttrain.evals.items import Item, ItemSample, Scalar
 from posttrain.evals.ranking import best_of_n
 from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
 from posttrain.evals.voting import majority_at_k
-from posttrain.rewards.grading import FAILURES
+from posttrain.graders.grading import FAILURES
 from posttrain.tasks.description import percentile
 
 MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)

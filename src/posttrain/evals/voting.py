@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards.answers import clean_answer, parse_quantity
+from posttrain.graders.answers import clean_answer, parse_quantity
 
 
 @dataclass(frozen=True, slots=True)

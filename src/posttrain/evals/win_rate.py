@@ -14,8 +14,8 @@ import torch
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.ranking import pair_wins
 from posttrain.evals.statistics import Z_95, item_interval, standard_error
-from posttrain.models.forward import Forward
-from posttrain.train.micro import split_rows
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_rows
 from posttrain.types import Rollout
 
 # Answers whose lengths differ by at most this share of the longer one count as equally long.

@@ -24,7 +24,7 @@ from posttrain.models.sources import base_of, check_files, explain_loading, is_a
 from posttrain.models.stated_sizes import check_sizes
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
-from posttrain.recipe import InitSection, ModelSection
+from posttrain.recipes.recipe import InitSection, ModelSection
 from posttrain.registry import suggest
 
 BASE_BITS = "base_quantization.json"
@@ -301,3 +301,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+def context_length(config: Any) -> int:
+    """The longest sequence that positions reach, in tokens, by a model's configuration."""
+    text = config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 0) or 1 << 20)

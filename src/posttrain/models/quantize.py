@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import MissingExtra
-from posttrain.models.linear import ONEDNN_LEAST, onednn_product, takes_onednn
+from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 
 Bits = Literal[4, 8]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.rewards.answers import last_boxed, last_number
-from posttrain.rewards.blank import is_blank
+from posttrain.graders.answers import last_boxed, last_number
+from posttrain.graders.blank import is_blank
 
 
 def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain import registry
 from posttrain.errors import UsageError
+from posttrain.recipes.recipe import Word
 from posttrain.render.encoding import Piece, encode_pieces, markers_of
 from posttrain.render.turns import turn_end
 from posttrain.types import Example, Message
@@ -103,3 +105,8 @@ def end_id(tokenizer: Any, template: Template) -> int:
             "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
         )
     return int(end)
+
+
+def build_template(word: Word, where: str = "prompt.template") -> Template:
+    """The prompt template that a recipe names."""
+    return registry.find("template", word.name, where).bind(word.options, where)()

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from posttrain.errors import UsageError
+from posttrain.graders.answers import last_boxed, last_number
+from posttrain.graders.blank import is_blank
 from posttrain.registry import register
 from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
 from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
 from posttrain.render.template import Template
 from posttrain.render.turns import chat_pieces, check_messages
-from posttrain.rewards.answers import last_boxed, last_number
-from posttrain.rewards.blank import is_blank
 from posttrain.types import Example, Message
 
 R1_ZERO_PREAMBLE = (

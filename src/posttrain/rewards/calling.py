@@ -18,8 +18,8 @@ from numbers import Real
 from typing import Any
 
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
+from posttrain.graders.grading import Measured, Verdict
 from posttrain.registry import Entry, suggest
-from posttrain.rewards.grading import Measured, Verdict
 
 # What a reward may ask for, with its meaning.
 AVAILABLE: dict[str, str] = {

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from posttrain.graders.grading import Submission, Verdict, grade
 from posttrain.registry import register
-from posttrain.rewards.grading import Submission, Verdict, grade
 
 
 @register("reward", batched=True, words={"mode": "grader"})

@@ -14,8 +14,8 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.errors import UsageError
+from posttrain.graders.blank import is_blank
 from posttrain.registry import register
-from posttrain.rewards.blank import is_blank
 
 
 @register("reward")

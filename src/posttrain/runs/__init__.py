@@ -1,0 +1,1 @@
+"""A run is a directory: made, launched, resumed, listed, traced, pruned, exported."""

@@ -18,19 +18,19 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.evals.markdown import code, paragraph, plain
+from posttrain.markdown import code, paragraph, plain
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
-from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
-from posttrain.store.manifest import MANIFEST, Unverified, verify
-from posttrain.store.metrics import MetricsLog
-from posttrain.train.checkpoint_files import (
+from posttrain.store.checkpoint_files import (
     best_step,
     checkpoint_steps,
     remove_tree,
     step_folder,
 )
+from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
+from posttrain.store.manifest import MANIFEST, Unverified, verify
+from posttrain.store.metrics import MetricsLog
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
@@ -207,7 +207,7 @@ def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> 
     from transformers.utils import logging  # torch comes with it
 
     from posttrain.models.load import load_model
-    from posttrain.recipe import ModelSection
+    from posttrain.recipes.recipe import ModelSection
 
     chosen = {"name": str(source), "dtype": _text(recipe, "model", "dtype"), "device": "cpu"}
     loaded = load_model(ModelSection.model_validate(chosen), seed=0)

@@ -17,8 +17,8 @@ from typing import Any
 from posttrain.errors import DataError
 from posttrain.runs.facts import NAMES, names_run, recipe_facts, save_facts
 from posttrain.runs.places import every_run_name
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.reading import read_json
-from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
 
 # What a parent is to its child, by the first part of the key that names it.
 ROLES = {"model": "start", "teacher": "teacher", "rewards": "reward", "task": "data", "eval": "evaluation"}

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from posttrain.errors import DataError, RunConflict, StorageError, UsageError
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.runs.directory import (
     RunDirectory,
@@ -30,8 +30,8 @@ from posttrain.runs.directory import (
     run_names,
 )
 from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_changes
+from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
-from posttrain.train.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.train.files import Observer, RunFiles
 
 DEFAULT_ROOT = "runs"

@@ -24,10 +24,10 @@ from posttrain.runs.facts import (
 )
 from posttrain.runs.notes import Notes, read_notes
 from posttrain.runs.places import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.reading import read_record, read_yaml
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.checkpoint_files import best_step, checkpoint_steps, step_folder
 
 RunState = Literal["running", "finished", "failed", "interrupted", "dead", "damaged"]
 T = TypeVar("T")

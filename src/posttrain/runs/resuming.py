@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RunConflict
-from posttrain.recipe import Recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory
+from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.checkpoint_files import checkpoint_steps, newest_state
 
 ACCEPT = "--accept-changes"
 Changes = dict[str, tuple[Any, Any]]

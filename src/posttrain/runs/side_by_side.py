@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PosttrainError
-from posttrain.recipe import validate_recipe
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.directory import RunDirectory, flatten
 from posttrain.runs.listing import RunSummary, evaluations, summarize_run
 from posttrain.store.metrics import MetricsLog

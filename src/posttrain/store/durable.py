@@ -16,7 +16,7 @@ from posttrain.option_types import shorten
 from posttrain.store.locks import is_alive
 
 ASIDE = ".tmp-"  # what is written aside is called so, until it gets its name
-CHECKPOINTS = "checkpoints"  # a folder that keeps its own order: ``train/checkpoint_files.py``
+CHECKPOINTS = "checkpoints"  # a folder that keeps its own order: ``store/checkpoint_files.py``
 _ASIDE_NAME = re.compile(r"\.tmp-.+-([0-9]{1,9})", re.DOTALL)
 # The place is not one that files can be in: the caller's mistake, not the disk's.
 _NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ELOOP, errno.ENXIO)

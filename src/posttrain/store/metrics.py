@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -206,3 +206,25 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
         raise DataError(path, what, number) from None
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """The results of one evaluation during a run (``evals/generation.py``) after ``step`` updates."""
+
+    step: int
+    name: str
+    results: dict[str, float]
+
+
+def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
+    """The evaluations that a run's metrics record as ``eval/<task>/<result>``."""
+    points = []
+    for row in rows:
+        by_task: dict[str, dict[str, float]] = {}
+        for name, value in row.metrics.items():
+            if name.startswith("eval/"):
+                task, _, result = name.removeprefix("eval/").rpartition("/")
+                by_task.setdefault(task, {})[result] = value
+        points += [EvaluationPoint(row.step, task, results) for task, results in by_task.items()]
+    return points

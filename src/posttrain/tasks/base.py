@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
+from posttrain import registry
+from posttrain.errors import RecipeError
+from posttrain.recipes.recipe import Word
 from posttrain.types import Example
 
 
@@ -62,3 +65,17 @@ def num_repeated(examples: Sequence[Example]) -> int:
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len({(e.messages, e.answer, e.solution, e.responses) for e in examples})
+
+
+def build_task(word: Word, where: str = "task") -> Task:
+    """The task that a recipe names."""
+    return registry.find("task", word.name, where).bind(word.options, where)()
+
+
+def held_out_task(word: Word) -> Word:
+    """The evaluation split of a training task, as the task states it (``validation`` or ``test``)."""
+    entry = registry.find("task", word.name)
+    split = entry.traits.get("held_out")
+    if split is None:
+        raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
+    return Word(name=word.name, **(word.options | {"split": split}))

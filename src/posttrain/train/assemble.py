@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,55 +9,24 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
+from posttrain.algorithms.kl_control import MAX_ERROR
 from posttrain.engines.base import Engine
+from posttrain.engines.rollout import Grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.kl_control import MAX_ERROR
-from posttrain.models.forward import ActorCritic, Forward, causal_lm
-from posttrain.models.heads import ScalarHead, hidden_size
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import load_model
-from posttrain.recipe import ModelSection, Recipe, RolloutSection
+from posttrain.models.reference import Reference
+from posttrain.recipes.recipe import ModelSection, Recipe, RolloutSection
 from posttrain.registry import Entry
-from posttrain.rollout import Grader
+from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
-from posttrain.train.annotate import Annotator
 from posttrain.train.credit import Credit
 from posttrain.train.feedback import Feedback
-from posttrain.train.reference import Reference
-from posttrain.train.rollout_source import RolloutSource
-from posttrain.train.rows import Shape
-from posttrain.train.update import Level
+from posttrain.train.sources.rollouts import RolloutSource
+from posttrain.train.step import Level
+from posttrain.train.streams import Annotator
 
 OWN_TEACHER = "self"
-
-
-def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
-    """The trainer's forward pass, with the head that the objective reads, and what is trained beside the model."""
-    kind = entry.traits.get("head")
-    if kind is None:
-        return policy, {}
-    model, temperature = policy.model, policy.temperature
-    assert recipe.head is not None, "resolved"
-    option = entry.traits.get("head_outputs")
-    classes = int(recipe.objective.options[option]) if option is not None else 1
-    head = ScalarHead(
-        hidden_size(model),
-        outputs=1 if classes <= 2 else classes,
-        init_std=recipe.head.init_std,
-        seed=recipe.train.seed,
-    ).to(next(model.parameters()).device)
-    if kind == "score":
-        if recipe.head.trunk == "shared":
-            raise RecipeError("head.trunk: a reward head always stands on the model that is trained; leave it out")
-        return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
-    if recipe.head.trunk == "shared":
-        return Forward(model, temperature, head=head), {"head": head}
-    frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
-    trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared
-    base = causal_lm(trunk)
-    if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
-        base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
-    critic = Forward(trunk, head=head, scores_only=True)
-    return ActorCritic(policy, critic), {"head": head, "critic": trunk}
 
 
 def add_companions(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,9 +26,8 @@ from transformers.utils import logging as transformers_logging
 from posttrain.errors import CheckpointError
 from posttrain.models.load import note_base_bits
 from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
-from posttrain.store.durable import explain_storage, storage_errors
-from posttrain.store.manifest import Unverified, seal, verify
-from posttrain.train.checkpoint_files import (
+from posttrain.models.trained_heads import copy_tensors
+from posttrain.store.checkpoint_files import (
     ASIDE,
     best_step,
     checkpoint_steps,
@@ -41,17 +39,17 @@ from posttrain.train.checkpoint_files import (
     set_aside_steps,
     step_folder,
 )
+from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.store.manifest import Unverified, seal, verify
 
 __all__ = [
     "Checkpoint",
     "best_step",
     "checkpoint_steps",
     "clean_leftovers",
-    "companion_tensors",
     "load_checkpoint",
     "mark_best",
     "prune_checkpoints",
-    "restore_companions",
     "restore_model",
     "save_checkpoint",
     "step_folder",
@@ -184,7 +182,7 @@ def restore_model(model: Any, path: str | Path) -> None:
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
             stored = load_file(place / "adapter_model.safetensors")
-            _copy_tensors(stored, _adapter_tensors(model, adapter), place)
+            copy_tensors(stored, _adapter_tensors(model, adapter), place)
         return
     live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
@@ -195,33 +193,7 @@ def restore_model(model: Any, path: str | Path) -> None:
         # architectures that fuse weights in memory (experts) have names of their own on disk
         with _without_progress_bars():
             stored = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True).state_dict()
-    _copy_tensors(stored, live, folder)
-
-
-def companion_tensors(modules: Mapping[str, torch.nn.Module]) -> dict[str, Tensor]:
-    """The trained parameters of heads and critics as ``<module>.<parameter>``, in the modules' own memory.
-
-    Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
-    A parameter with several names (tied weights) is there once, under its first name.
-    """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for module_name, module in modules.items():
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[f"{module_name}.{name}"] = parameter.detach()
-    return found
-
-
-def restore_companions(modules: Mapping[str, torch.nn.Module], tensors: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint's ``companions`` into live modules of the same shape, bit for bit, in place.
-
-    Raises:
-        CheckpointError: they are not what ``companion_tensors(modules)`` would save (names, shapes,
-            types); nothing was copied.
-    """
-    _copy_tensors(tensors, companion_tensors(modules), Path("companions.safetensors"))
+    copy_tensors(stored, live, folder)
 
 
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
@@ -273,28 +245,6 @@ def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
     tag = f".{adapter}"
     live = {name: tensor for name, tensor in model.state_dict().items() if f"{tag}." in name or name.endswith(tag)}
     return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
-
-
-@torch.no_grad()
-def _copy_tensors(stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path) -> None:
-    filled = {live[name].data_ptr() for name in stored if name in live}
-    missing = [name for name in live if name not in stored and live[name].data_ptr() not in filled]
-    wrong = [f"{name} is not in the checkpoint" for name in missing]
-    for name, tensor in stored.items():
-        if name not in live:
-            wrong.append(f"{name} is not in the model")
-        elif (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):
-            theirs, ours = (f"{t.dtype} {list(t.shape)}" for t in (tensor, live[name]))
-            wrong.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
-    if wrong:
-        raise CheckpointError(
-            f"{place}: this checkpoint is of another model: "
-            + "; ".join(wrong[:5])
-            + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-            + ". Resume with the recipe that wrote it (recipe.yaml in the run's directory)"
-        )
-    for name, tensor in stored.items():
-        live[name].copy_(tensor)
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.algorithms.kl_control import adapt_kl_weight
+from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
-from posttrain.kl_control import adapt_kl_weight
-from posttrain.objectives.primitives import KL_ESTIMATORS, log_ratio
-from posttrain.recipe import KLInRewardSection
-from posttrain.train.annotate import Annotator
+from posttrain.recipes.recipe import KLInRewardSection
+from posttrain.train.streams import Annotator
 from posttrain.types import Batch
 
 

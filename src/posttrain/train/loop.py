@@ -22,31 +22,30 @@ from safetensors.torch import save as serialize
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, evaluate, task_label
-from posttrain.evals.held_out import evaluate_objective
 from posttrain.models.load import num_parameters
+from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.randomness import derive_key
-from posttrain.recipe import Recipe, decisive
+from posttrain.recipes.recipe import Recipe, decisive
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
 from posttrain.tasks.base import Task
+from posttrain.train.build import Parts, prepare
 from posttrain.train.checkpoint import (
     Checkpoint,
     checkpoint_steps,
-    companion_tensors,
     load_checkpoint,
     mark_best,
     prune_checkpoints,
-    restore_companions,
     restore_model,
     save_checkpoint,
 )
 from posttrain.train.files import Observer, RunFiles
+from posttrain.train.held_out import evaluate_objective
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
-from posttrain.train.setup import Parts, prepare
-from posttrain.train.sources import Draw
-from posttrain.train.update import accumulate, apply_update, learning_rate
+from posttrain.train.sources.dataset import Draw
+from posttrain.train.step import accumulate, apply_update, learning_rate
 from posttrain.types import Batch
 
 

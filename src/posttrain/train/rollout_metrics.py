@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from posttrain.rewards.grading import FAILURES
+from posttrain.graders.grading import FAILURES
 from posttrain.types import Rollout
 
 

@@ -1,0 +1,1 @@
+"""The pure maths: objectives, advantages, aggregation, correction, selection, KL control; no model, file or device."""

@@ -1,0 +1,1 @@
+"""Objectives: pure functions of tensors that never reduce."""

@@ -1,0 +1,240 @@
+"""Policy-gradient objectives: per-token values whose gradient improves the expected reward.
+
+All take advantages that were computed outside (``advantages.py``), so credit assignment and loss
+are two small steps. Shapes: logprobs, streams and values ``[B, T]``; values mean something where
+``batch.mask`` is True.
+
+All have the same regularizers, ``kl`` with ``kl_estimator`` and ``entropy_bonus``; what they do is
+said at ``grpo``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.algorithms.objectives.primitives import log_ratio, row_mean
+from posttrain.algorithms.objectives.surrogate import KlEstimator, NotNegative, Positive, clipped_surrogate, regularized
+from posttrain.registry import register
+from posttrain.types import Batch, Loss, Outputs
+
+KL_STREAM = {"kl": "ref_logprobs"}
+
+
+@register("objective", level="token", needs=("advantages",), optional_needs=KL_STREAM)
+def reinforce(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """The score-function estimator.
+
+    ``values = −A · log π(a_t | s_t) + β · kl − c_H · H(π(· | s_t))``
+
+    Williams (1992), "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning"; the baseline is in the advantage (``raw``, ``centered``, ``leave_one_out`` ...).
+
+    There is no importance ratio: with several optimizer steps per rollout batch
+    (``train.epochs`` × ``train.minibatches`` > 1) the later steps are off-policy.
+
+    Args:
+        kl, kl_estimator, entropy_bonus: β, its estimator and c_H, as in ``grpo``.
+    """
+    loss = Loss(-batch.stream("advantages") * outputs.logprobs)
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def grpo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
+
+    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + β · kl − c_H · H``,
+    with ``ρ = π(a_t | s_t) / μ(a_t | s_t)``.
+
+    Shao et al. (2024), "DeepSeekMath", eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
+    eq. 8; 0.2 and 0.28 in section 4.1). GRPO as published: ``advantage: normalized``,
+    ``aggregate: sequence_mean``. Dr. GRPO: ``advantage: centered``, ``aggregate: constant``. DAPO:
+    ``normalized``, ``token_mean``, ``clip_high: 0.28``.
+
+    Departure: the log-ratio is clamped to ±20 before the exponential.
+
+    Args:
+        clip_low, clip_high: ε_low and ε_high.
+        kl: β, the weight of the KL to the reference model; 0 loads no reference.
+        kl_estimator: estimator of KL(π‖π_ref) from the sampled tokens, differentiated as it stands.
+            On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3
+            (as published) that of KL(π_ref‖π), and of k1 zero, so that k1 regularizes nothing here;
+            Tang & Munos (2025), section 3. k1 is right in the reward (``kl_in_reward``).
+        entropy_bonus: c_H, in nats.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    loss = clipped_surrogate(log_rho.exp(), batch.stream("advantages"), clip_low, clip_high)
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def gspo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 3e-4,
+    clip_high: NotNegative = 4e-4,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """Group sequence policy optimization: one importance ratio for a whole sequence.
+
+    ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
+    ``s = exp(mean_t(log π(a_t | s_t) − log μ(a_t | s_t)))``, the geometric mean of the token ratios.
+
+    Zheng et al. (2025), "Group sequence policy optimization", eq. 5 and 7; the clip range is theirs
+    (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
+    never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    Args:
+        clip_low, clip_high: ε_low and ε_high.
+        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    ratio = row_mean(log_rho, batch.mask).exp()[:, None].expand_as(log_rho)
+    loss = clipped_surrogate(ratio, batch.stream("advantages"), clip_low, clip_high)
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def gspo_token(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 3e-4,
+    clip_high: NotNegative = 4e-4,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
+
+    ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
+    ``s_t = sg[s] · π(a_t | s_t) / sg[π(a_t | s_t)]`` and s as in ``gspo``. With one advantage per
+    sequence, value and gradient (under ``sequence_mean``) equal those of ``gspo``; it allows
+    advantages that differ by token.
+
+    Zheng et al. (2025), "Group sequence policy optimization", eq. 13–14.
+
+    Args:
+        clip_low, clip_high: ε_low and ε_high.
+        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    sequence = row_mean(log_rho, batch.mask)[:, None].detach()
+    own = torch.where(batch.mask, outputs.logprobs - outputs.logprobs.detach(), torch.zeros_like(log_rho))
+    loss = clipped_surrogate((sequence + own).exp(), batch.stream("advantages"), clip_low, clip_high)
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def cispo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 1.0,
+    clip_high: NotNegative = 4.0,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
+
+    ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
+
+    MiniMax-M1 (2025), eq. 4–5, section 3.1: no lower bound (``clip_low: 1``) and a tuned upper one
+    that the paper does not print. The cap of 1 + 4 is the one that TRL's recipe for ScaleRL (Khatri
+    et al. 2025, "The art of scaling reinforcement learning compute for LLMs") gives. As published:
+    ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
+
+    Args:
+        clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
+        kl, kl_estimator, entropy_bonus: as in ``grpo``.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask).detach()
+    ratio = log_rho.exp()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    values = -weight * batch.stream("advantages") * outputs.logprobs
+    loss = Loss(values, {"ratio": ratio, "clip_share": (weight != ratio).to(ratio.dtype)})
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def sapo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    tau_positive: Positive = 1.0,
+    tau_negative: Positive = 1.05,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """Soft adaptive policy optimization: a smooth gate in place of the clip.
+
+    ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
+    the gradient is REINFORCE's; it falls off smoothly on both sides, faster for negative advantages.
+
+    Gao et al. (2025), "Soft adaptive policy optimization", eq. 5; the temperatures are theirs. As
+    published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    Args:
+        tau_positive, tau_negative: the temperatures of the gate.
+        kl, kl_estimator, entropy_bonus: as in ``grpo``.
+    """
+    advantages = batch.stream("advantages")
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    ratio = log_rho.exp()
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    values = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    loss = Loss(values, {"ratio": ratio.detach()})
+    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+
+
+@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+def gmpo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip: NotNegative = 0.4,
+    kl: NotNegative = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Loss:
+    """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
+
+    ``values = −A · exp(mean_t c_t)`` at every token of the sequence, where
+    ``c_t = min(log ρ_t, ε)`` for A > 0 and ``max(log ρ_t, −ε)`` for A < 0: the pessimistic side of
+    clipping ρ_t to (e^−ε, e^ε).
+
+    Zhao et al. (2025), "Geometric-mean policy optimization"; the range (e^−0.4, e^0.4) is theirs
+    (section 4). As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+
+    Args:
+        clip: ε, in nats.
+        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
+    """
+    advantages = batch.stream("advantages")
+    log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
+    clipped = torch.where(advantages > 0, log_rho.clamp(max=clip), log_rho.clamp(min=-clip))
+    ratio = row_mean(clipped, batch.mask).exp()[:, None].expand_as(log_rho)
+    is_clipped = (clipped != log_rho) & (advantages != 0)
+    metrics = {"ratio": log_rho.detach().exp(), "clip_share": is_clipped.to(ratio.dtype)}
+    return regularized(Loss(-advantages * ratio, metrics), outputs, batch, kl, kl_estimator, entropy_bonus)

@@ -1,0 +1,162 @@
+"""Reward models: a head's score of an answer, of every token, or of every step.
+
+All read ``outputs.scores`` (``[B, T]``, or ``[B, T, C]`` for C classes), the head's output *at* a token, which
+has seen the token itself and all before it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from posttrain.algorithms.objectives.primitives import nan_unless_finite, row_last, wins
+from posttrain.errors import UsageError
+from posttrain.registry import register
+from posttrain.types import Batch, Loss, Outputs
+
+
+@register("objective", level="pair", needs=(), head="score", scores="preference", optional_needs={"margin": "margins"})
+def bradley_terry(
+    outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Field(ge=0)] = 0.0
+) -> Loss:
+    """Reward model from pairs: the probability that the chosen answer beats the rejected one.
+
+    ``values = −log σ(r_w − r_l − m) + c (r_w + r_l)²``, r being the score at an answer's last trained token.
+
+    Bradley and Terry (1952); as a loss for reward models Ouyang et al. (2022), "Training language
+    models to follow instructions with human feedback", eq. 1. m: Touvron et al. (2023), "Llama 2", eq. 2, a number
+    that grows with how much better the answer was judged. c: Eisenstein et al. (2023), "Helping or
+    herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01 is common.
+
+    Shapes: scores ``[B, T]``, margins ``[B]`` (equal on both rows of a pair) → values ``[B / 2]``. An infinite
+    score, or an answer without a trained token, gives NaN, which the loop refuses.
+
+    Metrics: ``margin`` (r_w − r_l), ``pair_accuracy`` (margin > 0, whatever m is; a tie counts one half),
+    ``chosen_score``, ``rejected_score``.
+
+    Args:
+        margin: subtract the stream ``margins``.
+        centering: c.
+    """
+    scores = nan_unless_finite(row_last(_scores(outputs, 2), batch.mask))
+    chosen, rejected = scores[0::2], scores[1::2]
+    difference = chosen - rejected
+    required = batch.stream("margins")[0::2] if margin else torch.zeros_like(difference)
+    values = -logsigmoid(difference - required)
+    if centering != 0.0:
+        values = values + centering * (chosen + rejected).square()
+    metrics = {
+        "margin": difference.detach(),
+        "pair_accuracy": wins(difference),
+        "chosen_score": chosen.detach(),
+        "rejected_score": rejected.detach(),
+    }
+    return Loss(values, metrics)
+
+
+@register("objective", level="token", needs=("labels",), head="score", scores="outcome")
+def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"] = "all") -> Loss:
+    """Outcome reward model: at each token, the probability that the answer will turn out right.
+
+    ``values = −z log σ(s_t) − (1 − z) log σ(−s_t)``, z being the label of the whole answer.
+
+    Cobbe et al. (2021), "Training verifiers to solve math word problems", section 4: a verifier that judges
+    after every token. Departures: binary cross-entropy on the score of a linear head, and no
+    language-modelling loss beside it. An answer is ranked by the score of its last token.
+
+    Shapes: scores ``[B, T]``, labels ``[B]`` (1 right, 0 wrong; a share between them is a soft label) →
+    values ``[B, T]``.
+
+    Metrics: ``outcome_accuracy`` (the score's sign agrees with the label, over all trained tokens; 0
+    counts one half), ``final_token`` (1 at an answer's last token, else 0) and ``final_token_right`` (1 where
+    that token's score agrees as well): the mean of the latter divided by that of the former is the accuracy of
+    the answers' final scores.
+
+    Args:
+        positions: ``all`` tokens, or the ``last`` one only. Its value then stands for all |y| tokens of the
+            row (it is |y| times as large, the others are 0), so that ``aggregate: sequence_mean`` gives
+            the mean over answers; ``token_mean`` would weigh long answers more.
+    """
+    scores = _zero_outside(_scores(outputs, 2), batch.mask)
+    labels = batch.stream("labels").to(scores.dtype)[:, None].expand_as(scores)
+    values = binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    later = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
+    final = (batch.mask & (later == 1)).to(scores.dtype)
+    right = wins(scores * (2.0 * labels - 1.0))
+    if positions == "last":
+        values = values * final * batch.mask.sum(dim=1, keepdim=True)
+    metrics = {"outcome_accuracy": right, "final_token": final, "final_token_right": final * right}
+    return Loss(values, metrics)
+
+
+@register(
+    "objective", level="token", needs=("step_labels",), head="score", scores="process", head_outputs="num_classes"
+)
+def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -> Loss:
+    """Process reward model: each step of a solution is judged at its last token.
+
+    Two classes: ``values = −z log σ(s) − (1 − z) log σ(−s)``, z = 1 for a good step. Three:
+    ``values = −log softmax(s)[z]``, z = 0 negative, 1 neutral, 2 positive.
+
+    Lightman et al. (2023), "Let's verify step by step" (PRM800K; three classes); two classes, from
+    automatic labels: Wang et al. (2023), "Math-Shepherd". Departure: a head of its own in place of the
+    log-probabilities of label tokens.
+
+    Shapes: the mask is True at the ends of steps only; scores ``[B, T]`` for two classes, ``[B, T, 3]`` for
+    three; ``step_labels`` ``[B, T]`` → values ``[B, T]``. With two classes a label between 0 and 1 is a soft label
+    (Math-Shepherd's soft estimation).
+
+    Metrics: ``step_accuracy`` (two classes: the score's sign agrees with a label on the same side of
+    1/2, a tie on either counts one half; three: the most probable class is the label), ``positive_share``
+    (steps whose label is the highest class: what always saying "good" would get).
+
+    Args:
+        num_classes: 2 or 3.
+
+    Raises:
+        UsageError: a label that is no class.
+    """
+    mask = batch.mask
+    labels = _zero_outside(batch.stream("step_labels"), mask)
+    _refuse_wrong_labels(labels, num_classes)
+    if num_classes == 2:
+        scores = _zero_outside(_scores(outputs, 2), mask)
+        labels = labels.to(scores.dtype)
+        values = binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        right = wins(scores * (2.0 * labels - 1.0))
+    else:
+        scores = _zero_outside(_scores(outputs, 3), mask[:, :, None])
+        assert scores.shape[2] == num_classes, f"{scores.shape[2]} head outputs for {num_classes} classes"
+        chosen = labels.long()[:, :, None]
+        values = -scores.log_softmax(dim=2).gather(2, chosen).squeeze(2)
+        right = (scores.detach().argmax(dim=2) == chosen.squeeze(2)).to(scores.dtype)
+    positive = (labels == num_classes - 1).to(values.dtype)
+    return Loss(values, {"step_accuracy": right, "positive_share": positive})
+
+
+def _scores(outputs: Outputs, num_dimensions: int) -> Tensor:
+    assert outputs.scores is not None, "the forward pass gives no scores; the objective declares its head"
+    assert outputs.scores.ndim == num_dimensions, f"scores of shape {tuple(outputs.scores.shape)}"
+    return outputs.scores
+
+
+def _zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """What stands outside of the mask (NaN too) has neither value nor gradient."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def _refuse_wrong_labels(labels: Tensor, num_classes: int) -> None:
+    """A label outside of the classes would give a value that means nothing; waits for the device once."""
+    known = (labels >= 0) & (labels <= num_classes - 1)
+    if num_classes > 2:
+        known &= labels == labels.round()
+    if not bool(known.all()):
+        wrong = sorted({float(x) for x in labels[~known].tolist()})[:5]
+        raise UsageError(
+            f"objective process: step_labels hold {wrong}; with num_classes: {num_classes} they are "
+            f"{'between 0 and 1' if num_classes == 2 else '0 (negative), 1 (neutral) and 2 (positive)'}"
+        )

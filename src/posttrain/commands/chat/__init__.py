@@ -1,0 +1,1 @@
+"""posttrain chat and posttrain studio."""

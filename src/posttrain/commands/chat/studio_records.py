@@ -1,0 +1,137 @@
+"""The studio's other pages: curves and recipes of runs, and the rollouts that they recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from posttrain.commands.chat.studio_html import draw_curves, draw_note, draw_rollouts, draw_table
+from posttrain.errors import UsageError
+from posttrain.runs.directory import run_names
+from posttrain.runs.side_by_side import ABSENT, put_side_by_side
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
+
+TRAINING = "training"
+# What is drawn first where a run has it.
+FAVOURITES = ("accuracy", "reward", "loss", "num_tokens", "entropy")
+MAX_GROUPS = 40
+MAX_HITS = 8 * MAX_GROUPS
+
+
+def check_offered(name: Any, offered: Sequence[str], kind: str) -> str:
+    """The name, if the page offers it: a request is not bound to what a menu shows.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not isinstance(name, str) or name not in offered:
+        raise UsageError(f"{name!r}: this page offers no {kind} of that name; start the studio with it")
+    return name
+
+
+class Archive:
+    """The runs below one folder, as the pages show them. Nothing is written."""
+
+    def __init__(self, runs_dir: str | Path) -> None:
+        self.runs_dir = Path(runs_dir)
+
+    def names(self) -> list[str]:
+        """The runs by name."""
+        return run_names(self.runs_dir)
+
+    def folder(self, run: str) -> Path:
+        """The directory of a run that is offered; a path to any other place is none.
+
+        Raises:
+            UsageError: no run of that name.
+        """
+        return self.runs_dir / check_offered(run, self.names(), "run")
+
+    def metrics(self, runs: Sequence[str]) -> list[str]:
+        """The metrics that any of the runs has."""
+        found = {name for run in runs for row in self._log(run) for name in row.metrics}
+        return sorted(found)
+
+    def draw_curves(self, runs: Sequence[str], metrics: Sequence[str]) -> str:
+        """A picture for each metric with a line for each run."""
+        rows = {run: self._log(run) for run in runs}
+        chosen = metrics or [name for name in FAVOURITES if name in self.metrics(runs)]
+        curves = {
+            metric: {
+                run: (
+                    [float(row.step) for row in own if metric in row.metrics],
+                    [row.metrics[metric] for row in own if metric in row.metrics],
+                )
+                for run, own in rows.items()
+            }
+            for metric in chosen
+        }
+        return draw_curves(curves)
+
+    def recipe_text(self, run: str) -> str:
+        """The resolved recipe of a run, as it is stored."""
+        return (self.folder(run) / "recipe.yaml").read_text(encoding="utf-8")
+
+    def draw_differences(self, runs: Sequence[str]) -> str:
+        """The keys in which the recipes of two or more runs differ, and how their evaluations ended."""
+        if len(runs) < 2:
+            return draw_note("choose two or more runs to see in what their recipes differ")
+        both = put_side_by_side([self.folder(run) for run in runs])
+        rows = [[key, *(_show(value) for value in values)] for key, values in both.recipe.items()]
+        for name, results in both.last.items():
+            cells = ["–" if r is None else f"{r['accuracy']:.1%}" for r in results]
+            rows.append([f"accuracy, {name}", *cells])
+        return draw_table([f"{both.num_equal_keys} keys are equal", *runs], rows)
+
+    def evaluations(self, run: str) -> list[str]:
+        """What the rollouts of a run belong to: training, and its evaluations."""
+        with self._store(run) as store:
+            return [TRAINING, *dict.fromkeys(name for name, _ in store.count_evaluations())]
+
+    def steps(self, run: str, kind: str) -> list[int]:
+        """The steps of which there are rollouts."""
+        with self._store(run) as store:
+            if kind == TRAINING:
+                return sorted(store.count_training())
+            return sorted(step for name, step in store.count_evaluations() if name == kind)
+
+    def draw_rollouts(
+        self, run: str, kind: str, step: int | None, low: float | None, high: float | None, text: str
+    ) -> str:
+        """The prompts of which a sample fits the filter, each with all samples of its group side by side."""
+        asked: dict[str, Any] = {"min_reward": low, "max_reward": high, "text": text or None}
+        with self._store(run) as store:
+            read = store.training if kind == TRAINING else lambda step, **rest: store.evaluations(kind, step, **rest)
+            hits = read(step, **asked, limit=MAX_HITS, newest_first=step is None)
+            wanted = list(dict.fromkeys(_group_of(hit) for hit in hits))
+            more = len(wanted) > MAX_GROUPS or len(hits) == MAX_HITS
+            note = "more prompts fit than are shown here; filter further to see the others" if more else ""
+            wanted = wanted[:MAX_GROUPS]
+            groups = [_whole(read(own), wanted) for own in sorted({key[0] for key in wanted}, reverse=True)]
+        return draw_rollouts([group for found in groups for group in found], text, note)
+
+    def _log(self, run: str) -> list[Any]:
+        return list(MetricsLog(self.folder(run) / "metrics.jsonl").read())
+
+    def _store(self, run: str) -> RolloutStore:
+        path = self.folder(run) / "rollouts.db"
+        if not path.is_file():
+            raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
+        return RolloutStore(path, read_only=True)
+
+
+def _group_of(rollout: RecordedRollout) -> tuple[int, int, int]:
+    return rollout.step, rollout.epoch, rollout.prompt_index
+
+
+def _whole(rows: Sequence[RecordedRollout], wanted: Sequence[tuple[int, int, int]]) -> list[list[RecordedRollout]]:
+    """Of the rows of one step, the wanted groups with all of their samples."""
+    kept = sorted((row for row in rows if _group_of(row) in wanted), key=lambda r: (_group_of(r), r.rollout_index))
+    return [list(group) for _, group in groupby(kept, key=_group_of)]
+
+
+def _show(value: Any) -> str:
+    return "–" if value is ABSENT else str(value)

@@ -1,0 +1,167 @@
+"""``posttrain data``: which data there are, and what is in them."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+
+from posttrain import registry
+from posttrain.commands.console import Text, open_console
+from posttrain.commands.explain import summary
+from posttrain.commands.generate import chosen_words
+from posttrain.errors import UsageError
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes.recipe import Word
+from posttrain.render import encode_plain
+from posttrain.reports.charts.data_set import draw_data
+from posttrain.tasks.base import Task, build_task
+from posttrain.tasks.description import PERCENTILES, Description, describe_task, percentile, random_examples
+from posttrain.types import Example
+
+NUM_COMMONEST = 5
+WHOLE_TASK = 10**9
+
+
+def run_data(arguments: argparse.Namespace) -> int:
+    """List the tasks, or show what one of them holds."""
+    console = open_console()
+    if arguments.action == "list":
+        _print_tasks(console)
+        return 0
+    if arguments.name is None:
+        known = ", ".join(registry.entries("task"))
+        raise UsageError(f"give the task's name: posttrain data show NAME. Known: {known}")
+    arguments.task = arguments.name
+    word = chosen_words(arguments)["task"]
+    task = build_task(word, "task")
+    measure, unit = _choose_measure(arguments.model)
+    found = describe_task(task, measure, n=arguments.n or WHOLE_TASK)
+    if found.num_read == 0:
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
+    print_description(console, task, found, unit, arguments.max_tokens)
+    for example in random_examples(task, arguments.examples, arguments.seed):
+        print_example(console, example)
+    if arguments.plot is not None:
+        title = f"{task.name}/{task.split}: {found.num_read:,} examples"
+        print(f"picture: {draw_data(found, title, unit, arguments.plot or _picture_name(word))}")
+    return 0
+
+
+def _picture_name(word: Word) -> str:
+    return f"data-{word.name.replace(':', '-')}.png"
+
+
+def _choose_measure(model: str | None) -> tuple[Callable[[str], int], str]:
+    if model is None:
+        return len, "characters"
+    tokenizer = load_tokenizer(model)
+    return lambda text: len(encode_plain(tokenizer, text)), f"tokens of {model}"
+
+
+def _print_tasks(console: Console) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, entry in registry.entries("task").items():
+        table.add_row(Text(name, style="bold"), Text(summary(entry.doc)))
+    console.print(table)
+    console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
+
+
+def print_description(console: Console, task: Task, found: Description, unit: str, limit: int | None) -> None:
+    """Counts, lengths and balances as tables."""
+    read = "" if found.num_read == found.num_examples else f", the first {found.num_read:,} of which were read"
+    console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {found.num_examples:,} examples{read}"))
+    for reason, count in task.dropped.items():
+        console.print(Text(f"  left out: {count:,} × {reason}"))
+    for line in _facts(found, unit, limit):
+        console.print(Text(f"  {line}"))
+    console.print()
+    console.print(_length_table(found, unit))
+    for name, counts in _counted(found):
+        console.print()
+        console.print(_count_table(name, counts))
+
+
+def _facts(found: Description, unit: str, limit: int | None) -> list[str]:
+    turns = ", ".join(f"{n:,} × {length}" for length, n in sorted(found.turns.items()))
+    lines = [
+        f"prompts that stand there more than once: {found.repeated_prompts:,} examples repeat an earlier one",
+        f"messages of a prompt: {turns}" if len(found.turns) > 1 else f"messages of a prompt: {min(found.turns)}",
+    ]
+    if limit is not None:
+        over = found.over(limit)
+        lines.append(f"longer than {limit:,} {unit}, prompt and answer: {over:,} ({over / found.num_read:.1%})")
+    if found.answers:
+        common = ", ".join(f"{answer[:40]!r} {n:,} ×" for answer, n in found.answers.most_common(NUM_COMMONEST))
+        lines.append(f"answers: {found.answers.total():,}, {len(found.answers):,} different; commonest {common}")
+    if found.answers or not found.lengths.keys() & {"chosen", "response"}:  # given answers are not graded
+        lines.append(f"graded by: {', '.join(found.graders)}")
+    if found.num_pairs:
+        margins = found.margins
+        lines += [
+            f"pairs: {found.num_pairs:,}, of which {found.identical_pairs:,} differ in white space at most",
+            f"the chosen answer is the longer one in {found.longer_chosen / found.num_pairs:.1%} of the pairs",
+            f"score differences: median {percentile(margins, 0.5):g}, from {min(margins):g} to {max(margins):g}",
+        ]
+    return lines
+
+
+def _counted(found: Description) -> list[tuple[str, Counter[str]]]:
+    return [(f"labels of {name}", counts) for name, counts in found.labels.items()] + list(found.kinds.items())
+
+
+def _length_table(found: Description, unit: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(unit)
+    table.add_column("texts", justify="right")
+    for share in PERCENTILES:
+        name = {0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}")
+        table.add_column(name, justify="right")
+    table.add_column("mean", justify="right")
+    for part, values in found.lengths.items():
+        cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
+        table.add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
+    return table
+
+
+def _count_table(name: str, counts: Counter[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(name)
+    table.add_column("count", justify="right")
+    table.add_column("share", justify="right")
+    for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(Text(value), f"{count:,}", f"{count / counts.total():.1%}")
+    return table
+
+
+def print_example(console: Console, example: Example) -> None:
+    """One example in full."""
+    console.print()
+    console.print(Rule(Text(example.id), align="left"))
+    for message in example.messages:
+        _print_part(console, message.role, message.content)
+    if example.solution is not None:
+        _print_part(console, "solution", example.solution)
+    if example.answer is not None:
+        _print_part(console, f"answer (grader {example.grader})", example.answer)
+    for response in example.responses:
+        _print_part(console, f"response, score {response.score:g}", "" if response.steps else response.text)
+        for step, label in zip(response.steps, response.step_labels, strict=True):
+            console.print(Text(f"  [{label}] {step.strip()}"))
+        if response.answer is not None:
+            console.print(Text(response.answer))
+    shown = {key: value for key, value in example.meta.items() if isinstance(value, str | int | float | list | tuple)}
+    if shown:
+        _print_part(console, "meta", ", ".join(f"{key} {value}" for key, value in shown.items()))
+
+
+def _print_part(console: Console, name: str, text: str) -> None:
+    console.print(Text(name, style="cyan"))
+    if text:
+        console.print(Text(text))

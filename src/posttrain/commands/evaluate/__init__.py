@@ -1,0 +1,1 @@
+"""posttrain evaluate: of one model, of several, against one another."""

@@ -1,0 +1,97 @@
+"""The options of ``posttrain evaluate``. Only the standard library is imported here (see ``cli``)."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.commands.options.argument_types import (
+    names,
+    new_place,
+    nonnegative_float,
+    positive,
+    positives,
+    seed,
+    share,
+)
+
+# Sections whose keys are options: --task.path, --template.preamble, --engine.url
+SECTIONS = ("task", "template", "engine")
+DEFAULT_BATCH = 256
+
+EPILOG = """\
+several models, tasks and templates make a table, one row for each combination:
+  posttrain evaluate tiny --task stories --template r1_zero,xml_reasoning,boxed,plain
+  posttrain evaluate runs/tiny-sft runs/tiny-grpo/checkpoints/step-000100 --task stories --samples 8 --k 1,4,8
+options of the task and of the template go behind their names; with several tasks, behind the task's name too:
+  posttrain evaluate tiny --task gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --template boxed
+  posttrain evaluate tiny --task gsm8k,math --task.gsm8k.path gsm8k_test.jsonl.gz --task.math.path math_test.jsonl.gz
+is one better than the other? two models, or two folders that an evaluation has written:
+  posttrain evaluate --compare runs/tiny-sft runs/tiny-grpo
+  posttrain evaluate --compare evaluations/a evaluations/b
+an answer chosen by a reward model, and how far one model is from another:
+  posttrain evaluate runs/tiny-sft --samples 8 --best-of runs/tiny-rm
+  posttrain evaluate runs/tiny-grpo --against runs/tiny-sft --judge runs/tiny-rm
+the same command goes on where it was interrupted.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Models, what to measure on, how answers are drawn, where results go."""
+    parser.usage = "posttrain evaluate MODEL [MODEL ...] [options] [--task.key value ...] [--template.key value ...]"
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="+",
+        help="tiny, a model directory, a run, one of its checkpoints, or a hub name; a reward model's run is measured "
+        "by the answers that its task gives",
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument(
+        "--task", type=names, action="extend", metavar="A,B", help="what to measure on (default for a run: its own)"
+    )
+    asked.add_argument(
+        "--template",
+        type=names,
+        action="extend",
+        metavar="A,B",
+        help="prompt template (default: the run's, or r1_zero)",
+    )
+    asked.add_argument("--n", type=positive, default=500, help="items of each task at most (default: 500)")
+    drawn = parser.add_argument_group("how answers are drawn")
+    drawn.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
+    drawn.add_argument(
+        "--k", type=positives, metavar="1,4,8", help="of which pass@k and majority@k are told (default: 1, 2, 4, ...)"
+    )
+    drawn.add_argument(
+        "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
+    )
+    drawn.add_argument("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)")
+    drawn.add_argument("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)")
+    drawn.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+    drawn.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
+    drawn.add_argument("--engine", default="native", help="what samples: native, vllm (default: native)")
+    drawn.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)"
+    )
+    drawn.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    drawn.add_argument(
+        "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
+    )
+    _add_comparisons(parser.add_argument_group("beside something else"))
+    places = parser.add_argument_group("results")
+    places.add_argument(
+        "--out",
+        type=new_place,
+        metavar="DIR",
+        help="where results and records go (default: in the run, else evaluations/)",
+    )
+    places.add_argument("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
+
+
+def _add_comparisons(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compare", action="store_true", help="test the difference of two models, or of two evaluations' folders"
+    )
+    group.add_argument("--best-of", metavar="RUN", help="let this reward model choose among the samples")
+    group.add_argument("--against", metavar="MODEL", help="KL and win rate between the model and this one")
+    group.add_argument("--judge", metavar="RUN", help="the reward model that says who wins (with --against)")

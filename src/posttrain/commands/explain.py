@@ -1,0 +1,172 @@
+"""What can be said about a word or a section of a recipe: used by ``explain`` and ``docs/methods.md``.
+
+Everything is read off the code: docstrings, signatures, the shipped recipes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.recipes.files import interpretation_names
+from posttrain.recipes.recipe import Recipe, Section, Word, load_recipe
+from posttrain.registry import HOMES, Entry, entries
+from posttrain.sweeps.compare import training_recipe_names
+
+# What a kind is for and where it stands in a recipe.
+KINDS: dict[str, tuple[str, str]] = {
+    "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
+    "advantage": ("advantage", "what a completion's reward is worth beside its group"),
+    "aggregation": ("aggregate", "the weights of the sum that is the loss"),
+    "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
+    "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
+    "reward": ("rewards", "a number for one completion"),
+    "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
+    "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
+    "task": ("task", "examples with answers"),
+    "engine": ("rollout.engine", "samples completions"),
+    "optimizer": ("optimizer", "turns gradients into updates"),
+    "tracker": ("track", "shows the metrics somewhere else, too"),
+    "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One YAML key: its type and default as they are written in a recipe."""
+
+    name: str
+    type: str
+    default: str
+
+
+def show_type(annotation: Any) -> str:
+    """An annotation as a reader would say it: ``one of 'k1', 'k2'``, ``float or none``."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if annotation is type(None):
+        return "none"
+    if annotation is inspect.Parameter.empty or annotation is Any:
+        return "anything"
+    if isinstance(annotation, type) and issubclass(annotation, Section | Word):
+        return "a section" if issubclass(annotation, Section) else "a word"
+    if origin is typing.Annotated:
+        constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [])]
+        return show_type(arguments[0]) + _show_bounds(constraints)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(a) for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(show_type(a) for a in arguments)
+    if origin is not None and arguments:
+        inner = ", ".join("..." if a is Ellipsis else show_type(a) for a in arguments)
+        return f"{getattr(origin, '__name__', str(origin))} of {inner}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def show_default(value: Any) -> str:
+    """A default as it would stand in a recipe."""
+    if isinstance(value, Word):
+        return value.name
+    if isinstance(value, BaseModel):
+        return "see below"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(value))
+    return repr(value) if value == "" else str(value)
+
+
+def word_options(entry: Entry) -> list[Option]:
+    """The keyword-only parameters of a word's function: its YAML keys."""
+    found = []
+    for parameter in inspect.signature(entry.function, eval_str=True).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            required = parameter.default is inspect.Parameter.empty
+            default = "required" if required else show_default(parameter.default)
+            found.append(Option(parameter.name, show_type(parameter.annotation), default))
+    return found
+
+
+def section_options(section: type[BaseModel]) -> list[Option]:
+    """The keys of a section of the recipe."""
+    found = []
+    for name, field in section.model_fields.items():
+        if field.is_required():
+            default = "required"
+        else:
+            default = show_default(field.get_default(call_default_factory=True))
+        found.append(Option(name, show_type(field.annotation) + _show_bounds(field.metadata), default))
+    return found
+
+
+def _show_bounds(metadata: Iterable[Any]) -> str:
+    phrases = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{phrase} {getattr(constraint, key):g}"
+        for constraint in metadata
+        for key, phrase in phrases.items()
+        if getattr(constraint, key, None) is not None
+    ]
+    return f" ({', '.join(bounds)})" if bounds else ""
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """Every section by its dotted path: ``train``, ``model.adapter``, ...; ``recipe`` is the whole."""
+    return {"recipe": Recipe, **dict(_walk_sections(Recipe, ""))}
+
+
+def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in model.model_fields.items():
+        for candidate in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                yield f"{prefix}{name}", candidate
+                yield from _walk_sections(candidate, f"{prefix}{name}.")
+
+
+def words_of(recipe: Recipe) -> set[tuple[str, str]]:
+    """(kind, name) of every word that a resolved recipe uses, its defaults included."""
+    used = {("task", recipe.task.name), ("objective", recipe.objective.name)}
+    used |= {("optimizer", recipe.optimizer.name), ("template", recipe.prompt.template.name)}
+    used |= {("reward", word.name) for word in recipe.rewards}
+    used |= {("task", word.name) for word in recipe.eval.tasks}
+    used |= {("tracker", word.name) for word in recipe.track}
+    for kind, word in (
+        ("aggregation", recipe.aggregate),
+        ("advantage", recipe.advantage),
+        ("correction", recipe.correction),
+        ("engine", recipe.rollout.engine if recipe.rollout is not None else None),
+        ("selection", recipe.rollout.select if recipe.rollout is not None else None),
+    ):
+        if word is not None:
+            used.add((kind, word.name))
+    return used
+
+
+def recipes_by_word() -> dict[tuple[str, str], list[str]]:
+    """The shipped recipes that use each word."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in training_recipe_names():
+        for word in words_of(load_recipe(name).resolve()):
+            found.setdefault(word, []).append(name)
+    for name in interpretation_names("dictionary"):
+        found.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
+    return found
+
+
+def all_words() -> dict[str, dict[str, Entry]]:
+    """Every registered word, by kind."""
+    return {kind: entries(kind) for kind in HOMES}
+
+
+def summary(doc: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    return " ".join(doc.strip().split("\n\n")[0].split())

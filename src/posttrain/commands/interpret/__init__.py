@@ -1,0 +1,1 @@
+"""posttrain activations, sae, features and sae-diff."""

@@ -1,0 +1,1 @@
+"""Types and groups of options that several commands share."""

@@ -1,0 +1,309 @@
+"""What a person sees while a run trains: a live panel, plain lines, or nothing.
+
+A progress is an observer (``train/files.py``): the loop calls it with an event and its facts. It
+decides nothing and a run without it is the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from posttrain.commands.console import Text, open_console
+from posttrain.untrusted import guard_output
+
+BARS = "▁▂▃▄▅▆▇█"
+NUM_PLAIN_LINES = 20
+# (metric, label, format): those that a run reports are shown, in this order.
+SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward", ".3f"),
+    ("accuracy", "accuracy", ".1%"),
+    ("format", "format", ".1%"),
+    ("num_tokens", "length", ".1f"),
+    ("truncated", "truncated", ".1%"),
+    ("loss", "loss", ".4f"),
+    ("nll", "nll", ".4f"),
+    ("margin", "margin", ".3f"),
+    ("pair_accuracy", "pairs right", ".1%"),
+    ("row_accuracy", "answers right", ".1%"),
+    ("final_accuracy", "final scores right", ".1%"),
+    ("step_accuracy", "steps right", ".1%"),
+    ("divergence", "divergence", ".4f"),
+    ("value_explained_variance", "critic explains", ".1%"),
+    ("entropy", "entropy", ".3f"),
+    ("kl_ref", "KL to reference", ".4f"),
+    ("kl_sampler", "KL to sampler", ".1e"),
+    ("effective_sample_size", "effective samples", ".1%"),
+    ("clip_share", "clipped", ".2%"),
+    ("uniform_groups", "uniform groups", ".1%"),
+    ("grad_norm", "gradient norm", ".3f"),
+)
+PLAIN = (
+    "reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "row_accuracy", "final_accuracy",
+    "step_accuracy", "entropy", "kl_ref", "clip_share",
+)  # fmt: skip
+PHASES = (
+    ("generate_seconds", "generate"),
+    ("score_seconds", "score"),
+    ("annotate_seconds", "annotate"),
+    ("update_seconds", "update"),
+)
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The course of a number in ``width`` characters at most: means of equal stretches, scaled to min and max.
+
+    Non-finite values are left out; a constant course is drawn at the lowest bar.
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low
+    if span == 0:
+        return BARS[0] * count
+    return "".join(BARS[min(len(BARS) - 1, int((v - low) / span * len(BARS)))] for v in means)
+
+
+def show_duration(seconds: float) -> str:
+    """``7s``, ``2m 05s``, ``1h 02m``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def show_evaluation(payload: dict[str, Any]) -> str:
+    """One line for an evaluation: accuracy with its 95 % interval, format, length."""
+    results = payload["results"]
+    parts = [f"held-out {payload['name']} after {payload['step']} steps:"]
+    if "accuracy" in results:
+        parts.append(f"{results['accuracy']:.1%} right")
+        if "accuracy_low" in results:
+            parts.append(f"[{results['accuracy_low']:.1%}, {results['accuracy_high']:.1%}]")
+    for key, label, form in (("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")):
+        if results.get(key) is not None:
+            parts.append(f"· {label} {results[key]:{form}}")
+    if "n" in results:
+        parts.append(f"(n = {results['n']:.0f})")
+    return " ".join(parts)
+
+
+class History:
+    """What a run has reported so far, and when: the state behind every view."""
+
+    def __init__(self, clock: Any = time.monotonic) -> None:
+        self._clock = clock
+        self.steps = 0
+        self.step = 0
+        self.first_step = 0
+        self.started = clock()
+        self.pace_started = self.started  # the first step, without loading and the evaluation before it
+        self.series: dict[str, list[float]] = defaultdict(list)
+        self.timing: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def start(self, payload: dict[str, Any]) -> None:
+        self.steps = int(payload["steps"])
+        self.step = self.first_step = int(payload.get("resumed_from") or 0)
+        self.started = self.pace_started = self._clock()
+
+    def evaluated(self, payload: dict[str, Any]) -> None:
+        if int(payload["step"]) == self.first_step:
+            self.pace_started = self._clock()
+
+    def add(self, payload: dict[str, Any]) -> None:
+        self.step = int(payload["step"])
+        self.timing = dict(payload["timing"])
+        for name, value in payload["metrics"].items():
+            self.series[name].append(float(value))
+        for name, value in self.timing.items():
+            if name.endswith("_seconds"):
+                self.seconds[name] += value
+
+    def elapsed(self) -> float:
+        return float(self._clock() - self.started)
+
+    def remaining(self) -> float | None:
+        """Seconds to the last step at the pace so far; None before the first step."""
+        done = self.step - self.first_step
+        return float(self._clock() - self.pace_started) / done * (self.steps - self.step) if done else None
+
+    def phases(self) -> str:
+        """``generate 62% · score 1% · update 37%`` of all step time so far."""
+        total = sum(self.seconds.get(key, 0.0) for key, _ in PHASES)
+        if total == 0:
+            return ""
+        shares = [(label, self.seconds.get(key, 0.0) / total) for key, label in PHASES]
+        return " · ".join(f"{label} {share:.0%}" for label, share in shares if share >= 0.005)
+
+    def rates(self) -> str:
+        """Tokens per second of the last step: generated, updated."""
+        rates = [("generate", "generate_tokens_per_second"), ("update", "update_tokens_per_second")]
+        parts = [f"{label} {self.timing[key]:,.0f}" for label, key in rates if self.timing.get(key)]
+        if not parts and self.timing.get("tokens_per_second"):
+            parts = [f"{self.timing['tokens_per_second']:,.0f}"]
+        return f"tokens/s: {' · '.join(parts)}" if parts else ""
+
+
+class Progress:
+    """The quiet view, and the base of the others: notices reach stderr, nothing else is shown."""
+
+    def __init__(self, clock: Any = time.monotonic) -> None:
+        self.history = History(clock)
+        self.notices: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "start":
+            self.history.start(payload)
+        elif event == "step":
+            self.history.add(payload)
+        elif event == "evaluation":
+            self.history.evaluated(payload)
+        elif event == "notice":
+            self.notices.append(payload["message"])
+        self.show(event, payload)
+
+    def show(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "notice":
+            print(f"note: {payload['message']}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+
+def start_text(payload: dict[str, Any]) -> str:
+    """What begins: steps, examples, what was dropped and why, what stands there twice."""
+    text = f"{payload['steps']} steps on {payload['num_examples']:,} examples"
+    dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
+    if dropped:
+        text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    if payload.get("num_repeated"):
+        text += f"; {payload['num_repeated']:,} rows repeat an earlier one, and count again"
+    if payload.get("resumed_from"):
+        text += f"; resumed after step {payload['resumed_from']}"
+    return text
+
+
+class PlainProgress(Progress):
+    """About twenty lines for a whole run: for log files and pipes."""
+
+    def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
+        super().__init__(clock)
+        self._console = console
+
+    def show(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "start":
+            self._print(start_text(payload))
+        elif event == "step":
+            every = max(1, self.history.steps // NUM_PLAIN_LINES)
+            if self.history.step % every == 0 or self.history.step == self.history.steps:
+                self._print(self._step_line(payload))
+        elif event == "evaluation":
+            self._print(show_evaluation(payload))
+        elif event == "notice":
+            self._print(f"note: {payload['message']}")
+        elif event == "finish":
+            self._print(f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}")
+
+    def _step_line(self, payload: dict[str, Any]) -> str:
+        metrics = payload["metrics"]
+        forms = {name: (label, form) for name, label, form in SHOWN}
+        parts = [f"step {payload['step']}/{self.history.steps}"]
+        parts += [f"{forms[name][0]} {metrics[name]:{forms[name][1]}}" for name in PLAIN if name in metrics]
+        if rates := self.history.rates():
+            parts.append(rates)
+        remaining = self.history.remaining()
+        if remaining:
+            parts.append(f"{show_duration(remaining)} left")
+        return " | ".join(parts)
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+class LiveProgress(Progress):
+    """A panel that is redrawn in place: numbers, their courses, where the time goes."""
+
+    def __init__(self, console: Console, title: str, clock: Any = time.monotonic) -> None:
+        super().__init__(clock)
+        self._console = console
+        self._title = title
+        self._live = Live(console=console, refresh_per_second=8, transient=False, get_renderable=self.render)
+        self._open = False
+
+    def show(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "start":
+            self._console.print(Text(start_text(payload), style="dim"))
+            self._live.start(refresh=True)
+            guard_output()  # rich has put its own streams there, which would obey escape sequences
+            self._open = True
+        elif event == "evaluation":
+            self._console.print(Text(show_evaluation(payload), style="bold"))
+        elif event == "notice":
+            self._console.print(Text(f"note: {payload['message']}", style="yellow"))
+        elif event == "finish":
+            self.close()
+        if self._open:
+            self._live.refresh()
+
+    def close(self) -> None:
+        if self._open:
+            self._live.stop()
+            self._open = False
+
+    def render(self) -> RenderableType:
+        """The panel as it stands."""
+        history = self.history
+        head = Table.grid(padding=(0, 2))
+        remaining = history.remaining()
+        left = f"{show_duration(remaining)} left" if remaining is not None else "starting"
+        head.add_row(
+            Text(f"step {history.step}/{history.steps}", style="bold"),
+            ProgressBar(total=max(1, history.steps), completed=history.step, width=28),
+            Text(f"{show_duration(history.elapsed())} · {left}", style="dim"),
+        )
+        numbers = Table.grid(padding=(0, 2))
+        for name, label, form in SHOWN:
+            series = history.series.get(name)
+            if series:
+                numbers.add_row(
+                    Text(label, style="dim"), Text(f"{series[-1]:{form}}"), Text(sparkline(series), style="cyan")
+                )
+        foot = " — ".join(part for part in (history.rates(), history.phases()) if part)
+        return Panel(
+            Group(head, numbers, Text(foot, style="dim")), title=Text(self._title), title_align="left", expand=False
+        )
+
+
+def choose_progress(title: str, quiet: bool, console: Console | None = None) -> Progress:
+    """The view that fits: nothing when quiet, a live panel on a terminal, plain lines elsewhere."""
+    if quiet:
+        return Progress()
+    target = console or open_console()
+    return LiveProgress(target, title) if target.is_terminal else PlainProgress(target)

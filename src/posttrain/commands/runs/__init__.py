@@ -1,0 +1,1 @@
+"""posttrain runs: list, show, compare, change, export."""

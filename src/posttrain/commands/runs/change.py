@@ -1,0 +1,299 @@
+"""``posttrain runs tag | note | prune | delete | export | resume``: what changes a run, asked for where it deletes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from posttrain.commands.console import Text, open_console
+from posttrain.commands.runs.show import describe_link, show_bytes
+from posttrain.errors import DataError, RunConflict, UsageError
+from posttrain.runs.choosing import Filter, check_states
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.export import Weights, export_run
+from posttrain.runs.family import find_links
+from posttrain.runs.listing import disk_bytes, summarize_run
+from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
+from posttrain.runs.places import Place, every_run_name, locate, locate_all, runs_of
+from posttrain.runs.removal import (
+    Prune,
+    check_unused,
+    delete,
+    finish_deletions,
+    parse_keep,
+    plan_prune,
+    prune,
+    refuse_live,
+    unfinished_deletions,
+)
+from posttrain.untrusted import harmless
+
+# Asks a question that yes or no answers.
+Ask = Callable[[str], bool]
+NUM_SHOWN = 8
+
+
+def run_tag(arguments: argparse.Namespace) -> int:
+    """Change tags, then show them."""
+    place = locate_run(arguments.runs_dir, arguments.name)
+    notes = change_tags(place.path, arguments.tags) if arguments.tags else read_notes(place.path)
+    print(f"{place.name}: {' '.join(notes.tags) or 'no tags'}")
+    return 0
+
+
+def run_note(arguments: argparse.Namespace) -> int:
+    """Add a remark, or take all away, then show them."""
+    place = locate_run(arguments.runs_dir, arguments.name)
+    if arguments.clear and arguments.text is not None:
+        raise UsageError("--clear takes all remarks away; give a new one in a command of its own")
+    if arguments.clear:
+        clear_remarks(place.path)
+    elif arguments.text is not None:
+        add_remark(place.path, arguments.text)
+    print_notes(open_console(), place.name, read_notes(place.path))
+    return 0
+
+
+def print_notes(console: Console, name: str, notes: Notes) -> None:
+    """Every remark with its time."""
+    for remark in notes.remarks:
+        console.print(Text(f"{remark.time[:16].replace('T', ' ')}  {remark.text}"), soft_wrap=True)
+    if not notes.remarks:
+        console.print(Text(f"{name}: no remarks"), soft_wrap=True)
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Delete checkpoints."""
+    root, keep = arguments.runs_dir, parse_keep(arguments.keep)
+    places = choose_places(root, arguments, default="--all for every run" if not arguments.all else None)
+    named = set() if arguments.all else set(arguments.names)
+    prune_runs(open_console(), root, places, keep, choose_ask(arguments), arguments.dry_run, named)
+    return 0
+
+
+def run_delete(arguments: argparse.Namespace) -> int:
+    """Delete runs and comparisons; without a name, what deletions left that were cut off."""
+    root, console = arguments.runs_dir, open_console()
+    if not arguments.names and not arguments.state and not arguments.tag and unfinished_deletions(root):
+        return finish(console, root, choose_ask(arguments), arguments.dry_run)
+    places = choose_places(root, arguments, default="the names of runs, or --state or --tag")
+    delete_runs(console, root, places, choose_ask(arguments), force=arguments.force, dry_run=arguments.dry_run)
+    return 0
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Copy a run to a place outside."""
+    place = locate_run(arguments.runs_dir, arguments.name)
+    export_to(open_console(), arguments.runs_dir, place, arguments.to, arguments.weights, arguments.merge)
+    return 0
+
+
+def run_resume(arguments: argparse.Namespace) -> int:
+    """Train on by the run's own recipe, as ``posttrain train --resume`` does."""
+    place = locate_run(arguments.runs_dir, arguments.name)
+    return resume(arguments.runs_dir, place, arguments.steps, arguments.quiet, arguments.accept_changes)
+
+
+def locate_run(root: str, name: str) -> Place:
+    """A run; a comparison is refused.
+
+    Raises:
+        UsageError: no such run.
+    """
+    place = locate(root, name)
+    if place.is_comparison:
+        runs = ", ".join(run.name for run in runs_of(root, place)[:NUM_SHOWN])
+        raise UsageError(f"{name} is a comparison; name one of its runs: {runs}")
+    return place
+
+
+def choose_places(root: str, arguments: argparse.Namespace, default: str | None) -> list[Place]:
+    """The runs and comparisons that names and filters mean; ``default`` says what to give where there are neither.
+
+    Raises:
+        UsageError: nothing is meant, or nothing fits.
+    """
+    wanted = Filter(check_states(arguments.state), tuple(arguments.tag))
+    if not arguments.names and not wanted and default is not None:
+        raise UsageError(f"give {default}. Nothing was changed")
+    names = arguments.names or every_run_name(root)
+    places = locate_all(root, names)
+    if wanted:
+        places = [run for place in places for run in runs_of(root, place)]
+        places = [run for run in places if wanted(summarize_run(run.path))]
+        if not places:
+            raise UsageError(f"none of the runs in {root} is like that. Nothing was changed")
+    return places
+
+
+def choose_ask(arguments: argparse.Namespace) -> Ask:
+    """How to ask: not at all with ``--yes``, else in the terminal.
+
+    Without a terminal, asking raises ``UsageError``.
+    """
+    if arguments.yes:
+        return lambda question: True
+
+    def ask(question: str) -> bool:
+        if not sys.stdin.isatty():
+            raise UsageError(f"{question} There is no terminal to ask; give --yes. Nothing was changed")
+        return answer_of(input(f"{harmless(question)} [y/N] "))
+
+    return ask
+
+
+def answer_of(text: str) -> bool:
+    """Whether an answer means yes."""
+    return text.strip().lower() in ("y", "yes")
+
+
+def prune_runs(
+    console: Console,
+    root: str,
+    places: Sequence[Place],
+    keep: Sequence[str],
+    ask: Ask,
+    dry_run: bool = False,
+    named: set[str] | frozenset[str] = frozenset(),
+) -> None:
+    """Say what would go, ask, delete. A run at work is skipped and said so, unless it is one of the ``named``."""
+    links = find_links(root)
+    plans: list[Prune] = []
+    for run in [run for place in places for run in runs_of(root, place)]:
+        try:
+            refuse_live(root, run)
+            plans.append(plan_prune(root, run, keep, links))
+        except (RunConflict, DataError) as error:
+            if run.name in named:
+                raise
+            console.print(Text(f"left out: {error}", style="yellow"), soft_wrap=True)
+    plans = [plan for plan in plans if plan.steps or plan.leftovers]
+    for plan in plans:
+        steps = ", ".join(map(str, plan.steps)) or "no checkpoint"
+        left = f", leftovers {', '.join(plan.leftovers)}" if plan.leftovers else ""
+        kept = ", ".join(f"{step} ({why})" for step, why in plan.kept.items())
+        line = f"{plan.run.name}: {steps}{left}: {show_bytes(plan.freed_bytes)}; kept: {kept or 'nothing'}"
+        console.print(Text(line), soft_wrap=True)
+    count, freed = sum(len(plan.steps) for plan in plans), sum(plan.freed_bytes for plan in plans)
+    what = f"{_count(count, 'checkpoint')} of {_count(len(plans), 'run')}, {show_bytes(freed)}"
+    if not plans:
+        console.print("there is nothing to prune")
+    elif dry_run:
+        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+    elif ask(f"Delete {what}?"):
+        for plan in plans:
+            prune(root, plan)
+        console.print(Text(f"deleted {what}"), soft_wrap=True)
+    else:
+        console.print("nothing was changed")
+
+
+def delete_runs(
+    console: Console, root: str, places: Sequence[Place], ask: Ask, *, force: bool = False, dry_run: bool = False
+) -> None:
+    """Say what would go, ask, delete.
+
+    Raises:
+        RunConflict: a process works in one of them, or runs that stay stand on them; nothing was changed.
+    """
+    above = {place.name for place in places if place.is_comparison}
+    places = [place for place in places if place.name.partition("/")[0] not in above or place.name in above]
+    for place in places:
+        refuse_live(root, place)
+    used = check_unused(root, places)
+    if used and not force:
+        lines = "\n".join(f"  {link.child}: its {link.role} is {describe_link(link)}" for link in used[:NUM_SHOWN])
+        more = f"\n  and {len(used) - NUM_SHOWN} more" if len(used) > NUM_SHOWN else ""
+        raise RunConflict(
+            f"other runs were trained from or with what would go:\n{lines}{more}\n"
+            "They can then no longer be resumed, nor loaded if they are adapters. Nothing was changed; name them as "
+            "well, or delete it all the same with --force"
+        )
+    total = 0
+    for place in places:
+        size, line = describe(root, place)
+        total += size
+        console.print(Text(line), soft_wrap=True)
+    what = f"{_count(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
+    if dry_run:
+        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+    elif ask(f"Delete {what}?"):
+        freed = sum(delete(root, place) for place in places)
+        freed += sum(finish_deletions(root).values())
+        console.print(
+            Text(f"deleted {what}" if freed == total else f"deleted, {show_bytes(freed)} freed"), soft_wrap=True
+        )
+    else:
+        console.print("nothing was changed")
+
+
+def describe(root: str, place: Place) -> tuple[int, str]:
+    """(bytes, one line) about what would be deleted."""
+    runs = [summarize_run(run.path) for run in runs_of(root, place)]
+    size = disk_bytes(place.path)
+    if place.is_comparison:
+        return size, f"{place.name}: a comparison with {len(runs)} runs, {show_bytes(size)}"
+    run = runs[0]
+    accuracy = "" if run.accuracy is None else f", {run.accuracy:.1%} right"
+    tags = f", tagged {' '.join(run.tags)}" if run.tags else ""
+    return size, f"{place.name}: {run.state} at step {run.step} of {run.steps}{accuracy}{tags}, {show_bytes(size)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def finish(console: Console, root: str, ask: Ask, dry_run: bool) -> int:
+    """Go on with deletions that were cut off."""
+    left = unfinished_deletions(root)
+    for name, size in left.items():
+        console.print(Text(f"{Path(root) / name}: {show_bytes(size)}"), soft_wrap=True)
+    what = f"what {_count(len(left), 'deletion')} left when cut off, {show_bytes(sum(left.values()))}"
+    if dry_run:
+        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+    elif ask(f"Delete {what}?"):
+        finish_deletions(root)
+        console.print(Text(f"deleted {what}"), soft_wrap=True)
+    return 0
+
+
+def export_to(
+    console: Console, root: str, place: Place, target: str, weights: Weights | None = None, merge: bool = False
+) -> None:
+    """Export, and say what is there now."""
+    done = export_run(root, place.path, target, weights=weights, merge=merge)
+    what = "no weights" if done.step is None else f"the weights after step {done.step}"
+    line = f"{done.target}: {what}, {done.num_files} files, {show_bytes(done.num_bytes)}"
+    console.print(Text(line), soft_wrap=True)
+    for notice in done.notices:
+        console.print(Text(f"note: {notice}", style="yellow"), soft_wrap=True)
+
+
+def resume(root: str, place: Place, steps: int | None = None, quiet: bool = False, accept_changes: bool = False) -> int:
+    """Continue a run as `posttrain train` with its stored recipe would; returns the exit code.
+
+    Raises:
+        RunConflict: a process works in it.
+    """
+    from posttrain.commands.interpret.sae import run_sae_train
+    from posttrain.commands.train import run_train
+
+    refuse_live(root, place)
+    run = run_sae_train if "dictionary" in RunDirectory(place.path).read_recipe() else run_train
+    overrides = [] if steps is None else [("train.steps", str(steps))]
+    command = argparse.Namespace(
+        recipe=str(RunDirectory(place.path).recipe_path),
+        overrides=overrides,
+        runs_dir=str(place.path.parent),
+        run=place.path.name,
+        resume=True,
+        accept_changes=accept_changes,
+        dry_run=False,
+        yes=True,
+        quiet=quiet,
+    )
+    return run(command)

@@ -1,0 +1,140 @@
+"""The command line of ``posttrain runs``. Only the standard library is imported here, as in ``cli``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from posttrain.commands.options import consent as consent_options
+from posttrain.commands.options.argument_types import Parser, add_runs_dir, natural, new_place, positive
+
+ACTIONS = {
+    "list": "every run: where it stands, what it came from, what it takes up",
+    "show": "one run or comparison in full",
+    "compare": "runs beside one another: where their recipes differ, and what came out",
+    "tag": "give a run tags, or take them away",
+    "note": "write down a remark about a run, or read what was written",
+    "prune": "delete checkpoints that are neither the best nor the last",
+    "delete": "delete runs or comparisons",
+    "export": "copy a run's model, recipe and results to a clean folder or archive",
+    "resume": "go on with a run by its own recipe, from its newest checkpoint",
+    "manage": "all of this from a menu",
+}
+ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
+EPILOG = """\
+a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
+  posttrain runs --state finished --sort accuracy
+  posttrain runs compare tiny-grpo tiny-grpo-2
+  posttrain runs tag tiny-grpo +good -unsure
+  posttrain runs prune --all --keep best,last --dry-run
+  posttrain runs delete 'test-*'
+  posttrain runs export tiny-grpo --to exported/tiny-grpo
+"""
+
+
+def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
+    places = Parser(add_help=False)
+    add_runs_dir(places, argparse.SUPPRESS)
+    consent_options.add_options(places)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
+    made = {
+        name: actions.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common, places], allow_abbrev=False
+        )
+        for name, text in ACTIONS.items()
+    }
+    _add_list_options(made["list"])
+    made["show"].add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
+    made["compare"].add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
+    for name in ("show", "compare"):
+        made[name].add_argument("--json", action="store_true", help="print JSON instead of tables")
+    made["tag"].add_argument("name", metavar="NAME", help="the run")
+    made["tag"].add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
+    made["note"].add_argument("name", metavar="NAME", help="the run")
+    made["note"].add_argument("text", metavar="TEXT", nargs="?", help="the remark; without it: show")
+    made["note"].add_argument("--clear", action="store_true", help="take all remarks away")
+    _add_removal_options(made["prune"], made["delete"])
+    _add_export_options(made["export"])
+    made["resume"].add_argument("name", metavar="NAME", help="the run")
+    made["resume"].add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
+    made["resume"].add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
+    made["resume"].add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def _add_list_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
+    _add_filters(parser)
+    parser.add_argument("--recipe", metavar="TEXT", help="only runs of recipes with this in their name")
+    parser.add_argument("--objective", metavar="TEXT", help="likewise the objective")
+    parser.add_argument("--model", metavar="TEXT", help="likewise the model")
+    parser.add_argument(
+        "--sort",
+        default="created",
+        metavar="KEY",
+        help="created, updated, name, state, step, accuracy, size, or a metric of the last step (default: created)",
+    )
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument(
+        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
+    )
+    parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
+    parser.add_argument("--families", action="store_true", help="as trees: runs under the run they were trained from")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
+
+
+def _add_removal_options(prune: argparse.ArgumentParser, delete: argparse.ArgumentParser) -> None:
+    for parser in (prune, delete):
+        parser.add_argument("names", metavar="NAME", nargs="*", help="runs or comparisons; patterns such as 'test-*'")
+        _add_filters(parser)
+        parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+    prune.add_argument("--all", action="store_true", help="every run, those of comparisons included")
+    prune.add_argument(
+        "--keep", default="best,last", metavar="WHICH", help="best, last, a number of newest ones (default: best,last)"
+    )
+    delete.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the run")
+    parser.add_argument(
+        "--to", type=new_place, metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz"
+    )
+    parser.add_argument(
+        "--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"
+    )
+
+
+def complete_action(arguments: Sequence[str]) -> list[str]:
+    """The words behind ``runs`` as argparse is to read them.
+
+    Without an action, ``list`` is meant. Behind ``tag NAME``, ``-good`` is a tag to take away and no option.
+    """
+    words = list(arguments)
+    start = 0
+    while start < len(words) and (words[start] == "--traceback" or words[start].startswith("--runs-dir")):
+        start += 2 if words[start] == "--runs-dir" else 1
+    if start >= len(words) or (words[start].startswith("-") and words[start] not in ("-h", "--help")):
+        return [*words[:start], "list", *words[start:]]
+    return words[: start + 1] + (_tags_last(words[start + 1 :]) if words[start] == "tag" else words[start + 1 :])
+
+
+def _tags_last(words: Sequence[str]) -> list[str]:
+    options: list[str] = []
+    plain: list[str] = []
+    following = iter(words)
+    for word in following:
+        if word.startswith("--") or (word == "-h" and not plain):
+            options += [word, *([value] if word == "--runs-dir" and (value := next(following, None)) else [])]
+        else:
+            plain.append(word)
+    return [*options, "--", *plain]

@@ -1,0 +1,367 @@
+"""``posttrain runs``: what has been trained, and how it stands. What changes runs is in ``records_change``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from posttrain.commands.console import Text, open_console
+from posttrain.commands.progress import BARS, show_evaluation, sparkline
+from posttrain.errors import UsageError
+from posttrain.runs.choosing import Filter, check_states, sort_runs
+from posttrain.runs.directory import find_run, list_names, run_names
+from posttrain.runs.family import Link, families, find_links, find_links_around
+from posttrain.runs.listing import (
+    ComparisonSummary,
+    RunSummary,
+    list_comparisons,
+    list_runs,
+    show_run,
+    summarize_comparison,
+    summarize_run,
+)
+from posttrain.runs.places import comparison_names, every_run_name
+from posttrain.runs.removal import unfinished_deletions
+from posttrain.store.metrics import MetricsLog
+from posttrain.untrusted import harmless_json
+
+STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "failed": "red",
+    "interrupted": "yellow",
+    "unfinished": "yellow",
+    "dead": "red",
+    "damaged": "red",
+}
+NUM_LISTED = 50
+FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
+COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
+# Where the body of every other action is.
+BODIES = {
+    "compare": ("posttrain.commands.runs.compare", "run_compare_runs"),
+    "tag": ("posttrain.commands.runs.change", "run_tag"),
+    "note": ("posttrain.commands.runs.change", "run_note"),
+    "prune": ("posttrain.commands.runs.change", "run_prune"),
+    "delete": ("posttrain.commands.runs.change", "run_delete"),
+    "export": ("posttrain.commands.runs.change", "run_export"),
+    "resume": ("posttrain.commands.runs.change", "run_resume"),
+    "manage": ("posttrain.commands.runs.menu", "run_manage"),
+}
+
+
+def run_runs(arguments: argparse.Namespace) -> int:
+    """List the runs, show one, or do what the action says."""
+    if arguments.action in BODIES:
+        module, function = BODIES[arguments.action]
+        return int(getattr(importlib.import_module(module), function)(arguments))
+    console = open_console()
+    if arguments.action == "list":
+        return _run_list(console, arguments)
+    if arguments.name is None:
+        known = list_names(run_names(arguments.runs_dir))
+        raise UsageError(f"give the run's name: posttrain runs show NAME. {known} in {arguments.runs_dir}")
+    name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
+    if name in comparison_names(arguments.runs_dir):
+        comparison = summarize_comparison(arguments.runs_dir, name)
+        if arguments.json:
+            print_json(asdict(comparison))
+        else:
+            print_comparison(console, comparison, find_links(arguments.runs_dir))
+        return 0
+    folder = find_run(arguments.runs_dir, arguments.name)
+    root, name = _home_of(folder, Path(arguments.runs_dir))
+    links = find_links(root, of=name)
+    if arguments.json:
+        print_json(show_run(folder) | {"name": name, "links": [asdict(link) for link in links]})
+    else:
+        print_run(console, folder, name, links)
+    return 0
+
+
+def _home_of(folder: Path, root: Path) -> tuple[Path, str]:
+    """(runs folder, name in it) of a run that may have been named by a path elsewhere."""
+    if folder.resolve().is_relative_to(root.resolve()):
+        return root, folder.resolve().relative_to(root.resolve()).as_posix()
+    return folder.parent, folder.name
+
+
+def _run_list(console: Console, arguments: argparse.Namespace) -> int:
+    root = arguments.runs_dir
+    wanted = Filter(
+        check_states(arguments.state),
+        tuple(arguments.tag),
+        arguments.recipe,
+        arguments.objective,
+        arguments.model,
+        tuple(arguments.names),
+    )
+    with_cells = arguments.cells or any("/" in name for name in arguments.names)
+    limit = NUM_LISTED if arguments.limit is None else arguments.limit
+    whole = arguments.json or arguments.families or not limit
+    by_start = arguments.sort == "created" and not arguments.reverse and not wanted
+    newest = limit if by_start and not whole else None
+    every = list_runs(root, with_cells=with_cells, newest=newest)
+    comparisons = [] if wanted else list_comparisons(root)
+    runs = [run for run in sort_runs(every, arguments.sort, reverse=arguments.reverse) if wanted(run)]
+    number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
+    if not whole:
+        runs = runs[-limit:] if by_start else runs[:limit]
+    links = find_links(root) if whole else find_links_around(root, [run.name for run in runs])
+    if arguments.json:
+        listed = {run.name for run in runs}
+        links = [link for link in links if link.child in listed]
+        found = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
+        print_json(found | {"comparisons": [asdict(comparison) for comparison in comparisons]})
+        return 0
+    if not every and not comparisons:
+        print(f"no runs in {root} yet. Start one: posttrain train tiny/grpo")
+    elif not runs and wanted:
+        print(f"none of the {len(every)} runs in {root} is like that")
+    elif arguments.families:
+        print_families(console, runs, links)
+    else:
+        print_runs(console, runs, links, [*every, *(ancestors(root, links, every) if newest else ())])
+    if comparisons:
+        print_comparisons(console, comparisons)
+    _print_foot(console, root, runs, comparisons, number)
+    return 0
+
+
+def ancestors(root: str, links: Sequence[Link], known: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs that others were trained from and that are not among the ``known``."""
+    names = {link.parent for link in links if link.is_there} - {run.name for run in known}
+    return [replace(summarize_run(Path(root) / name), name=name) for name in sorted(names)]
+
+
+def print_json(content: Any) -> None:
+    """Plain data for other programs."""
+    print(harmless_json(json.dumps(content, indent=1, default=str)))
+
+
+def print_runs(
+    console: Console,
+    runs: Sequence[RunSummary],
+    links: Sequence[Link] = (),
+    every: Sequence[RunSummary] = (),
+    *,
+    numbered: bool = False,
+) -> None:
+    """A table with a row per run. What they were trained from and their tags have columns where there are any.
+
+    ``every``: runs among which those are looked for that others were trained from.
+    """
+    models = {run.name: run.model for run in every}
+    parents = {run.name: describe_parents(run.name, links) for run in runs}
+    shown = ["#"] if numbered else []
+    shown += ["run", "state", "step", "model", "objective", "held-out", "size"]
+    shown += ["from"] if any(parents.values()) else []
+    shown += ["tags"] if any(run.tags for run in runs) else []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in shown:
+        table.add_column(
+            column,
+            no_wrap=column not in FOLDED,
+            overflow="fold",  # in a narrow terminal a name takes several lines; nothing is cut off
+            min_width=FOLDED.get(column),
+            justify="right" if column in ("#", "step", "size") else "left",
+        )
+    for number, run in enumerate(runs, start=1):
+        cells = {
+            "#": Text(str(number)),
+            "run": Text(run.name, style="bold"),
+            "state": Text(run.state, style=STYLES[run.state]),
+            "step": Text(f"{run.step}/{run.steps}"),
+            "model": Text(base_model(run, links, models)),
+            "objective": Text(run.objective),
+            "held-out": Text("–" if run.accuracy is None else f"{run.accuracy:.1%}"),
+            "size": Text(show_bytes(run.disk_bytes)),
+            "from": Text(parents[run.name]),
+            "tags": Text(" ".join(run.tags), style="magenta"),
+        }
+        table.add_row(*(cells[column] for column in shown))
+    console.print(table)
+    for run in runs:
+        if run.problem:
+            console.print(Text(f"{run.name}: {run.problem}", style="red"))
+
+
+def print_families(console: Console, runs: Sequence[RunSummary], links: Sequence[Link]) -> None:
+    """Runs under the runs that they were trained from or with; first the families, then the single ones."""
+    by_name = {run.name: run for run in runs}
+    related = {name for family in families(links) for name in family}
+    children = {link.child for link in links}
+    roots = [name for name in related if name not in children] or sorted(related)[:1]
+    shown: set[str] = set()
+
+    def add(node: Tree, name: str, trail: tuple[str, ...]) -> None:
+        shown.add(name)
+        for link in links:
+            if link.parent == name and link.child not in trail:
+                label = _tree_label(by_name.get(link.child), link.child)
+                step = "" if link.step is None else f", step {link.step}"
+                label.append(f"  ({link.role}{step})", style="dim")
+                add(node.add(label), link.child, (*trail, link.child))
+
+    order = {run.name: place for place, run in enumerate(runs)}
+    for name in sorted(roots, key=lambda name: (order.get(name, -1), name)):
+        tree = Tree(_tree_label(by_name.get(name), name))
+        add(tree, name, (name,))
+        console.print(tree)
+    for run in runs:
+        if run.name not in shown:
+            console.print(_tree_label(run, run.name))
+
+
+def _tree_label(run: RunSummary | None, name: str) -> Text:
+    text = Text(name, style="bold")
+    if run is None:
+        return text.append("  (not in this list)", style="dim")
+    accuracy = "" if run.accuracy is None else f"  {run.accuracy:.1%}"
+    text.append(f"  {run.objective}", style="not bold")
+    text.append(f"  {run.state}", style=f"not bold {STYLES[run.state]}")
+    return text.append(f"{accuracy}  {show_bytes(run.disk_bytes)}", style="not bold")
+
+
+def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
+    """A table with a row per comparison."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("comparison", "state", "finished", "methods", "size"):
+        table.add_column(column, no_wrap=column != "methods", justify="right" if column == "size" else "left")
+    for item in comparisons:
+        table.add_row(
+            Text(item.name, style="bold"),
+            Text(item.state, style=STYLES[item.state]),
+            f"{item.num_finished} of {item.num_cells}",
+            Text(", ".join(item.methods)),
+            show_bytes(item.disk_bytes),
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_foot(
+    console: Console, root: str, runs: Sequence[RunSummary], comparisons: Sequence[ComparisonSummary], number: int
+) -> None:
+    if number > len(runs):
+        more = f"and {number - len(runs):,} more runs; --limit 0 shows all, PATTERN and --state some"
+        console.print(Text(more, style="yellow"))
+    sizes = [run.disk_bytes for run in runs if run.name.count("/") == 0] + [item.disk_bytes for item in comparisons]
+    if len(sizes) > 1 or comparisons:
+        counts = ", ".join(_count(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
+        console.print(Text(f"{counts}, {show_bytes(sum(sizes))} in all", style="dim"))
+    left = unfinished_deletions(root)
+    if left:
+        what = f"{_count(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
+        console.print(Text(f"{what}; `posttrain runs delete` without a name goes on with them", style="yellow"))
+    if runs or comparisons:
+        console.print(Text("posttrain runs show NAME tells more", style="dim"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[Link]) -> None:
+    """One comparison: where it stands, its table, its runs."""
+    console.print(Text(item.name, style="bold"))
+    facts = [("state", item.state), ("finished", f"{item.num_finished} of {item.num_cells} runs")]
+    facts += [("methods", ", ".join(item.methods)), ("size", show_bytes(item.disk_bytes))]
+    facts += [("problem", item.problem)] if item.problem else []
+    _print_facts(console, facts)
+    table = item.path / "table.md"
+    if table.is_file():
+        console.print()
+        console.print(Text(table.read_text(encoding="utf-8", errors="replace").rstrip()), soft_wrap=True)
+    console.print()
+    print_runs(console, item.runs, links, item.runs)
+    console.print(Text(f"\nsee {item.path / 'report.html'}", style="dim"), soft_wrap=True)
+
+
+def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) -> None:
+    """One run in full: its standing, its family, its courses and evaluations, what was said about it."""
+    facts = show_run(folder)
+    console.print(Text(name, style="bold"))
+    _print_facts(console, _facts(facts, name, links))
+    rows = MetricsLog(folder / "metrics.jsonl").read() if not facts["problem"] else []
+    for name in COURSES:
+        series = [row.metrics[name] for row in rows if name in row.metrics]
+        if series:
+            console.print(Text(f"{name:>12}  {series[0]:9.3f} {sparkline(series) or BARS[0]} {series[-1]:.3f}"))
+    for item in facts["evaluations"]:
+        results = {key: value for key, value in item.items() if key not in ("name", "step")}
+        console.print(Text(show_evaluation({"name": item["name"], "step": item["step"], "results": results})))
+    for remark in facts["remarks"]:
+        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
+    console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
+
+
+def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for label, value in facts:
+        table.add_row(Text(label, style="dim"), Text(value))
+    console.print(table)
+
+
+def _facts(facts: Mapping[str, Any], name: str, links: Sequence[Link]) -> list[tuple[str, str]]:
+    children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
+    checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in facts["checkpoints"])
+    disk = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in facts["disk"].items() if size)
+    found = [
+        ("state", facts["state"]),
+        ("step", f"{facts['step']} of {facts['steps']}"),
+        ("recipe", facts["recipe"]),
+        ("model", facts["model"]),
+        ("objective", facts["objective"]),
+        ("created", facts["created"] or "?"),
+        *((link.role, describe_link(link)) for link in links if link.child == name),
+        *([("used by", children)] if children else []),
+        ("checkpoints", checkpoints or "none"),
+        ("rollouts", f"{sum(facts['rollouts'].values()):,} in {len(facts['rollouts'])} steps"),
+        ("size", f"{show_bytes(facts['disk_bytes'])} ({disk})"),
+    ]
+    found += [("tags", " ".join(facts["tags"]))] if facts["tags"] else []
+    message = facts["status"].get("message")
+    found += [("message", message)] if message else []
+    return found + ([("problem", facts["problem"])] if facts["problem"] else [])
+
+
+def describe_link(link: Link) -> str:
+    """``demo-sft, step 60``."""
+    return link.parent + ("" if link.step is None else f", step {link.step}") + ("" if link.is_there else " (deleted)")
+
+
+def describe_parents(name: str, links: Sequence[Link]) -> str:
+    """What a run stands on, in a few words: its start by name alone, anything else with its role."""
+    own = [link for link in links if link.child == name]
+    return ", ".join(link.parent if link.role == "start" else f"{link.role} {link.parent}" for link in own)
+
+
+def base_model(run: RunSummary, links: Sequence[Link], models: Mapping[str, str]) -> str:
+    """The model that training began with, over all runs on the way; ``models``: those of the runs, by name."""
+    starts = {link.child: link.parent for link in links if link.role == "start"}
+    name, model, seen = run.name, run.model, set[str]()
+    while name in starts and name not in seen:
+        seen.add(name)
+        name = starts[name]
+        model = models.get(name, name)
+    return model
+
+
+def show_bytes(count: int) -> str:
+    """``512 B``, ``3.4 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

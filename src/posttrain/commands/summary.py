@@ -1,0 +1,177 @@
+"""What is left for the eye when a run ends: ``curves.png``, ``results.json``, ``report.html``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.commands.progress import show_duration
+from posttrain.recipes.recipe import Recipe, stored_recipe
+from posttrain.reports.charts.curves import draw_curves
+from posttrain.reports.charts.panels import choose_panels
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, write_report
+from posttrain.runs.directory import RunDirectory
+from posttrain.store.durable import replace_file
+from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
+
+NUM_TRANSCRIPTS = 6
+PHASES = ("generate_seconds", "score_seconds", "annotate_seconds", "update_seconds", "evaluation_seconds")
+
+
+def write_summary(folder: str | Path) -> Path:
+    """Draw and write what a run's records say; returns the report's path. Anything older is replaced.
+
+    Raises:
+        DataError: a record of the run is damaged.
+        StorageError: the disk is full or not writable.
+    """
+    run = RunDirectory(folder)
+    recipe = read_run_recipe(run.folder)
+    rows = MetricsLog(run.folder / "metrics.jsonl").read()
+    points = evaluation_points(rows)
+    title = f"{run.folder.name}: {recipe.objective.name} on {recipe.task.name}"
+    panels = choose_panels(rows)
+    if panels:
+        draw_curves(panels, title, run.folder / "curves.png")
+    write_results(run, recipe, rows, points)
+    report = Report(
+        title=title,
+        lead=recipe.description or f"{recipe.model.name}, trained with {recipe.objective.name}.",
+        stages=_stages(points),
+        stages_note="Held-out problems, before the first update and after the last.",
+        chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
+        transcripts=_before_and_after(run.folder, recipe, points),
+        transcripts_note="The same held-out problems, before training and after it.",
+        environment=last_start(run),
+        commands=_commands(run, recipe),
+    )
+    return write_report(report, run.folder / "report.html")
+
+
+def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
+    """What to type next; a reward model cannot be asked."""
+    again = ("train it again", f"posttrain train {run.recipe_path} --run {run.folder.name}-again")
+    if recipe.trains_scorer:
+        return [again]
+    asked = ("ask the trained model", f"posttrain generate {run.folder}")
+    return [asked, ("measure it again", f"posttrain evaluate {run.folder}"), again]
+
+
+def read_run_recipe(folder: Path) -> Recipe:
+    """The resolved recipe of a run, which allows no code (``recipe.stored_recipe``).
+
+    Raises:
+        DataError, RecipeError: it cannot be read, or this version does not know its keys.
+    """
+    run = RunDirectory(folder)
+    return stored_recipe(run.read_recipe(), str(run.recipe_path))
+
+
+def write_results(
+    run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
+) -> Path:
+    """``results.json``: where the run stands and its first, best and last evaluation of each task."""
+    evaluations = {}
+    for task in dict.fromkeys(point.name for point in points):
+        own = [point for point in points if point.name == task]
+        best = max(own, key=lambda point: (point.results.get("accuracy", 0.0), -point.step))
+        evaluations[task] = {
+            name: {"step": point.step, **point.results}
+            for name, point in (("first", own[0]), ("best", best), ("last", own[-1]))
+        }
+    status = run.read_status()
+    content = {
+        "run": run.folder.name,
+        "state": status.state if status is not None else None,
+        "step": max((row.step for row in rows), default=0),
+        "fingerprint": recipe.fingerprint(),
+        "seconds": seconds_of(rows),
+        "evaluations": evaluations,
+    }
+    path = run.folder / "results.json"
+    replace_file(path, json.dumps(content, indent=1).encode() + b"\n", durable=False)
+    return path
+
+
+def seconds_of(rows: Sequence[MetricsRow]) -> float:
+    """Seconds spent in steps and evaluations, over all starts of the run."""
+    return sum(row.timing.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds"))
+
+
+def chapter_of(folder: Path, title: str, text: str) -> Chapter:
+    """A report's chapter on one run: curves, where the time went, recipe."""
+    rows = MetricsLog(folder / "metrics.jsonl").read()
+    totals = {name: sum(row.timing.get(name, 0.0) for row in rows) for name in PHASES}
+    facts = [("steps", str(max((row.step for row in rows), default=0))), ("time", show_duration(seconds_of(rows)))]
+    spent = [
+        f"{name.removesuffix('_seconds')} {show_duration(value)}" for name, value in totals.items() if value >= 0.5
+    ]
+    if spent:
+        facts.append(("of which", ", ".join(spent)))
+    peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
+    if peak:
+        facts.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
+    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    return Chapter(title, text, choose_panels(rows), recipe, facts)
+
+
+def last_start(run: RunDirectory) -> dict[str, Any]:
+    """Versions and hardware of the run's newest start, as the report shows them."""
+    starts = run.read_environment().get("starts", [])
+    if not starts:
+        return {}
+    newest = starts[-1]
+    shown = {name: newest.get(name) for name in ("started", "versions", "hardware", "git") if newest.get(name)}
+    command = newest.get("command")
+    return {"command": " ".join(map(str, command)), **shown} if command else shown
+
+
+def _stages(points: Sequence[EvaluationPoint]) -> list[Stage]:
+    stages = []
+    for task in dict.fromkeys(point.name for point in points if "accuracy_low" in point.results):
+        own = [point for point in points if point.name == task]
+        for point in own[:1] + own[1:][-1:]:
+            label = "before training" if point.step == 0 else f"after {point.step} steps"
+            stages.append(Stage(label, f"{task}, n = {point.results['n']:.0f}", point.results))
+    return stages
+
+
+def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint]) -> list[Transcript]:
+    if not points:
+        return []
+    task, first, last = points[0].name, points[0].step, max(p.step for p in points if p.name == points[0].name)
+    store = RolloutStore(folder / "rollouts.db", read_only=True)
+    extract = template_of(recipe).extract
+    columns: list[tuple[str, Mapping[str, RecordedRollout]]] = []
+    for step in dict.fromkeys((first, last)):
+        label = "before training" if step == 0 else f"after {step} steps"
+        columns.append((label, {row.example_id: row for row in store.evaluations(task, step)}))
+    shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)]
+    transcripts = []
+    for key in shared[:NUM_TRANSCRIPTS]:
+        answers = [answer_of(label, rows[key], extract) for label, rows in columns]
+        question = columns[0][1][key]
+        transcripts.append(Transcript(question.prompt, question.answer, answers))
+    return transcripts
+
+
+def template_of(recipe: Recipe) -> Any:
+    """The prompt template of a recipe."""
+    word = recipe.prompt.template
+    return registry.find("template", word.name, "prompt.template").bind(word.options, "prompt.template")()
+
+
+def answer_of(label: str, row: RecordedRollout, extract: Any) -> Answer:
+    """A recorded completion as a column of a transcript."""
+    return Answer(
+        label=label,
+        text=row.completion,
+        is_right=row.parts.get("correct") == 1.0,
+        extracted=extract(row.completion),
+        num_tokens=row.num_tokens,
+        is_cut=row.finish == "length",
+    )

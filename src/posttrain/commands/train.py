@@ -1,0 +1,59 @@
+"""``posttrain train``: from a recipe's name to a run directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.commands.progress import Progress, choose_progress, show_duration
+from posttrain.errors import INTERRUPTED
+from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.registry import find
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Check the recipe, train, draw the curves and write the report."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
+    refuse_tasks(recipe)
+    if arguments.dry_run:
+        print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
+        print(recipe.to_yaml().rstrip())
+        return 0
+    from posttrain.commands.generate import writes_answers
+    from posttrain.commands.summary import write_summary
+    from posttrain.runs.launch import launch
+
+    with choose_progress(arguments.recipe, arguments.quiet) as progress:
+        result = launch(
+            recipe,
+            root=arguments.runs_dir,
+            name=arguments.run,
+            recipe_name=arguments.recipe,
+            resume=arguments.resume,
+            accept_changes=arguments.accept_changes,
+            observer=progress,
+        )
+    report = write_summary(result.folder)
+    if not arguments.quiet:
+        _print_end(progress, result.step)
+    print(f"run:    {result.folder}")
+    if not arguments.quiet:
+        print(f"report: {report}")
+        if writes_answers(recipe):
+            print(f"ask it: posttrain generate {result.folder}")
+    return 0 if result.reason == "finished" else INTERRUPTED
+
+
+def refuse_tasks(recipe: Recipe) -> None:
+    """Refuse tasks of which it is on record that they cannot be used so; nothing is read for that.
+
+    Raises:
+        UsageError: a task with a trait ``refuse``, which raised.
+    """
+    for word in (recipe.task, *recipe.eval.tasks):
+        refuse = find("task", word.name).traits.get("refuse")
+        if refuse is not None:
+            refuse(**word.options)
+
+
+def _print_end(progress: Progress, step: int) -> None:
+    print(f"{step} steps, {show_duration(progress.history.elapsed())}; time: {progress.history.phases() or 'none'}")

@@ -1,0 +1,150 @@
+"""The engine in the trainer's process: samples with the trainer's own weights, by reference.
+
+Nothing is copied, synchronized or merged: every generation reads the parameters where they are, so
+the next one after an optimizer step uses the new weights. Two decoding paths stand behind it, one
+over the model's own modules (any architecture) and a leaner one for a family of blocks that it
+knows; which one serves is decided by comparing log-probabilities with the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.native.decoder import Decoder
+from posttrain.engines.native.lean import LeanDecoder
+from posttrain.engines.native.modules import ModulesDecoder
+from posttrain.engines.native.prefixes import LayerShape
+from posttrain.engines.native.probe import probe
+from posttrain.engines.native.schedule import Row, Schedule, completion
+from posttrain.errors import EngineMismatch, UsageError
+from posttrain.models.load import context_length
+from posttrain.registry import register
+from posttrain.types import Completion
+
+Path = Literal["lean", "modules"]
+
+
+@register("engine")
+def native(model: Any, tokenizer: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> Engine:
+    """Sample in this process with the trainer's own weights: no copy, no synchronization.
+
+    Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
+    log-probabilities in fp32. ``path``: ``lean`` is the fast path of the Qwen3, Qwen2 and Llama
+    families, ``modules`` serves every architecture, ``auto`` takes the lean one where its
+    log-probabilities equal the model's.
+    """
+    if slots < 1:
+        raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
+    return NativeEngine(model, slots=slots, path=path)
+
+
+class NativeEngine:
+    """See ``native``. ``model`` is a transformers causal language model, or a peft one around it."""
+
+    def __init__(self, model: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> None:
+        self.model = model
+        self.slots = slots
+        self.wanted = path
+        self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+
+    @property
+    def path(self) -> Path:
+        """The decoding path that serves the model as it is now (found out by a probe, once)."""
+        with sampling_mode(self.model):
+            return self._choose()[0]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``. The model's training mode is as before afterwards.
+
+        Raises:
+            UsageError: an empty prompt, one that leaves no room in the model's context, an id
+                outside the vocabulary, or sampling options out of range.
+            EngineMismatch: the probe found no path that computes what the model computes.
+            RunFailure: the model's logits are not finite.
+        """
+        assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
+        context = context_length(self.model.config)
+        check_sampling(sampling)
+        check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
+        limits = [min(sampling.max_tokens, context - len(prompt)) for prompt in prompts]
+        groups = [[Row(i, key, limits[i]) for key in keys[i]] for i in range(len(prompts))]
+        rows = [row for group in groups for row in group]
+        if rows:
+            reach = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
+            with sampling_mode(self.model):
+                decoder = self._bind(reach)
+                with torch.inference_mode(decoder.name == "lean"):
+                    Schedule(decoder, prompts, rows, sampling, self.slots).run()
+        return [[completion(row) for row in group] for group in groups]
+
+    def _bind(self, reach: int) -> Decoder:
+        """The chosen path over the parameters of this moment, for positions below ``reach``."""
+        path, shapes = self._choose()
+        decoder = LeanDecoder.bind(self.model, reach) if path == "lean" else ModulesDecoder(self.model, shapes)
+        assert decoder is not None, "the structure has just been checked"
+        return decoder
+
+    def _choose(self) -> tuple[Path, list[LayerShape]]:
+        """The path for the model's present structure, probed when the structure is new."""
+        structure = _structure(self.model)
+        if structure not in self._chosen:
+            self._chosen[structure] = self._probe_paths()
+        return self._chosen[structure]
+
+    def _probe_paths(self) -> tuple[Path, list[LayerShape]]:
+        context = context_length(self.model.config)
+        refused = "its blocks are not those of Qwen3, Qwen2 or Llama"
+        if self.wanted != "modules":
+            # Hooks see the modules' own forward only, so a model that has some keeps it.
+            lean = None if _has_hooks(self.model) else LeanDecoder.bind(self.model, min(context, 64))
+            if lean is not None:
+                difference, tolerance = probe(self.model, lean, context)
+                if difference <= tolerance:
+                    return "lean", lean.shapes
+                refused = f"its log-probabilities differ from the model's by {difference:.1e}"
+        if self.wanted == "lean":
+            raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
+        modules = ModulesDecoder(self.model)
+        difference, tolerance = probe(self.model, modules, context)
+        if difference > tolerance:
+            raise EngineMismatch(
+                f"{type(self.model).__name__}: decoding with cached keys and values gives log-probabilities that "
+                f"differ by {difference:.1e} from the model's own forward (at most {tolerance:.1e} is allowed); "
+                "the native engine cannot sample from this architecture"
+            )
+        return "modules", modules.shapes
+
+
+@contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """Evaluation mode, no gradients, no autocast; every module's own mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    device_type = next(model.parameters()).device.type
+    try:
+        model.eval()
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _structure(model: Any) -> Any:
+    """What a path depends on besides the parameters' values: modules, dtype, device, hooks."""
+    parameter = next(model.parameters())
+    kinds = tuple((name, type(module)) for name, module in model.named_modules())
+    return kinds, parameter.dtype, parameter.device, _has_hooks(model)
+
+
+def _has_hooks(model: Any) -> bool:
+    """Whether anything watches or replaces the forward pass of a module."""
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
+    )

@@ -1,0 +1,77 @@
+"""Is a decoding path the model? Compared on a few ragged sequences before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.native.cache import SlotCache
+from posttrain.engines.native.decoder import Decoder
+from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
+from posttrain.randomness import generator
+
+PROMPT_TOKENS = (7, 3, 5)
+STEPS = 4
+
+
+def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
+    """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+
+    Prompts of different lengths are prefilled, decoded side by side for a few steps with given
+    tokens, and every step's full distribution is compared.
+
+    Returns:
+        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
+        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
+    """
+    steps = min(STEPS, max(1, context // 2))
+    lengths = [max(1, min(n, context - steps)) for n in PROMPT_TOKENS]
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
+    rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
+    decoded = [
+        _decode(decoder, rows, lengths, steps, share) for share in ([False, True] if decoder.can_share else [False])
+    ]
+    difference, spread = 0.0, 0.0
+    for i, row in enumerate(rows):
+        ids = torch.tensor([row[:-1]], device=decoder.device)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        expected = logits[lengths[i] - 1 :].log_softmax(-1)
+        difference = max(difference, *(_largest(expected - found[i]) for found in decoded), 0.0)
+        spread = max(spread, float(expected.std(-1).max()))
+    half = decoder.shapes[0].dtype != torch.float32
+    tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
+    return difference, tolerance
+
+
+def _decode(decoder: Decoder, rows: list[list[int]], lengths: list[int], steps: int, share: bool) -> Tensor:
+    """Log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
+    longest = max(lengths) - 1
+    cache = SlotCache(
+        decoder.shapes,
+        len(rows),
+        longest + steps + 1,
+        device=decoder.device,
+        transposed=decoder.transposed,
+        shared=SharedPrefixes(decoder.shapes, len(rows), decoder.device) if share else None,
+    )
+    cache.reserve(longest)
+    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
+    prefix = decoder.prefill([body or [0] for body in bodies])
+    names = list(range(len(rows)))
+    cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
+    cache.refresh(len(rows))
+    found = []
+    for step in range(steps):
+        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=decoder.device)
+        positions = torch.tensor([n - 1 + step for n in lengths], device=decoder.device)
+        found.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
+        cache.advance()
+    return torch.stack(found, 1)
+
+
+def _largest(difference: Tensor) -> float:
+    """The largest absolute entry; NaN, which compares as nothing, counts as infinite."""
+    return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())

@@ -1,0 +1,196 @@
+"""From examples to graded completions: one function, used by training and by evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain import registry
+from posttrain.engines.base import Engine, Sampling
+from posttrain.errors import UsageError
+from posttrain.graders.grading import Verdict
+from posttrain.process_state import process_kept
+from posttrain.randomness import derive_key
+from posttrain.recipes.recipe import RewardWord
+from posttrain.render import Template, decode_response, encode_prompt
+from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
+from posttrain.types import Completion, Example, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A completion to be graded: what was asked, and what came (see ``Rollout.text``)."""
+
+    example: Example
+    prompt: str
+    text: str
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Every part unweighted, their weighted sum, the answer that was graded, and what the grader said of it."""
+
+    parts: dict[str, float]
+    reward: float
+    extracted: str | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Grader:
+    """The rewards of a recipe with their weights, bound to a template's extraction rule.
+
+    Two facts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where
+    an example has an answer) and the template's format.
+    """
+
+    template: Template
+    rewards: tuple[tuple[str, float, BoundReward], ...]
+    format_part: str
+
+    def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
+        """Every part of every attempt unweighted, and the weighted sums, in order.
+
+        Raises:
+            RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
+        """
+        extracted = [self.template.extract(attempt.text) for attempt in attempts]
+        available = [
+            {
+                "prompt": attempt.prompt,
+                "text": attempt.text,
+                "extracted": found,
+                "answer": attempt.example.answer,
+                "num_tokens": len(attempt.completion.ids),
+                "finish": attempt.completion.finish,
+                "tags": self.template.tags,
+                "grader": attempt.example.grader,
+                "meta": attempt.example.meta,
+                "example": attempt.example,
+            }
+            for attempt, found in zip(attempts, extracted, strict=True)
+        ]
+        ids = [attempt.example.id for attempt in attempts]
+        columns: list[tuple[str, float, list[Result]]] = []
+        for name, weight, reward in self.rewards:
+            with process_kept(f"reward {name!r}"):
+                columns.append((name, weight, reward.grade(available, ids)))
+        return [
+            _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
+            for i in range(len(attempts))
+        ]
+
+
+def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
+    values: dict[str, float] = {}
+    facts: dict[str, float] = {}
+    outcome, total = "ungraded", 0.0
+    for name, weight, found in parts:
+        value = found if isinstance(found, float) else found.value
+        values[name] = value
+        total += weight * value
+        if not isinstance(found, float):
+            facts |= found.facts
+        if isinstance(found, Verdict) and name == "correct":
+            outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
+    return Grade(facts | values, check_size(total, f"the weighted sum of the rewards is {total:g}"), extracted, outcome)
+
+
+def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
+    """Bind the rewards of a recipe; a name that stands twice gets a number behind it.
+
+    Raises:
+        UsageError: a reward that cannot be computed from what there is, before anything is sampled.
+    """
+    bound: list[tuple[str, float, BoundReward]] = []
+    for index, word in enumerate(words):
+        entry = registry.find("reward", word.name, f"rewards.{index}")
+        name = entry.name if all(n != entry.name for n, _, _ in bound) else f"{entry.name}_{index}"
+        reward = bind_reward(entry, word.options, f"rewards.{index}")
+        if not template.tags and ":" not in word.name and "tags" in reward.parameters:
+            raise UsageError(
+                f"rewards.{index}: {name} looks at the tags of the prompt template, and {template.name!r} has none; "
+                "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
+            )
+        bound.append((name, word.weight, reward))
+    format_part = "xml_format" if template.tags else "is_number"
+    for name in ("correct", format_part):
+        if all(n != name for n, _, _ in bound):
+            bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
+    return Grader(template, tuple(bound), format_part)
+
+
+def collect(
+    engine: Engine,
+    tokenizer: Any,
+    grader: Grader,
+    examples: Sequence[Example],
+    prompts: Sequence[Sequence[int]],
+    group: int,
+    sampling: Sampling,
+    *,
+    key: tuple[int, str, int],
+    step: int,
+    epoch: int = 0,
+    prompt_indices: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
+) -> tuple[list[list[Rollout]], float]:
+    """Sample ``group`` completions of every prompt and grade them.
+
+    ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together
+    with its place (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a
+    caller who asks for them in several calls. Returns the rollouts grouped by prompt, and the seconds
+    spent in grading.
+    """
+    import time
+
+    seed, purpose, counter = key
+    places = range(len(prompts)) if slots is None else slots
+    keys = [[derive_key(seed, purpose, counter, slot, g) for g in range(group)] for slot in places]
+    completions = engine.generate(prompts, keys, sampling)
+    started = time.perf_counter()
+    attempts = [
+        Attempt(example, prompt, decode_response(tokenizer, grader.template, completion.ids), completion)
+        for example, ids, sampled in zip(examples, prompts, completions, strict=True)
+        for prompt in [tokenizer.decode(list(ids), skip_special_tokens=False)]
+        for completion in sampled
+    ]
+    rollouts = [
+        Rollout(
+            example=attempt.example,
+            prompt_ids=tuple(prompts[index // group]),
+            completion=attempt.completion,
+            text=attempt.text,
+            parts=grade.parts,
+            reward=grade.reward,
+            step=step,
+            epoch=epoch,
+            prompt_index=prompt_indices[index // group] if prompt_indices is not None else index // group,
+            rollout_index=index % group,
+            extracted=grade.extracted,
+            outcome=grade.outcome,
+        )
+        for index, (attempt, grade) in enumerate(zip(attempts, grader.grade(attempts), strict=True))
+    ]
+    groups = [rollouts[start : start + group] for start in range(0, len(rollouts), group)]
+    return groups, time.perf_counter() - started
+
+
+def encode_prompts(
+    tokenizer: Any, template: Template, examples: Sequence[Example], limit: int
+) -> tuple[list[int], list[list[int]], int]:
+    """Token ids of every prompt that fits into ``limit`` tokens.
+
+    Returns the indices kept, their ids, and how many were dropped as too long.
+    """
+    kept, encoded, dropped = [], [], 0
+    for index, example in enumerate(examples):
+        ids = encode_prompt(tokenizer, template, example.messages)
+        if len(ids) > limit:
+            dropped += 1
+        else:
+            kept.append(index)
+            encoded.append(ids)
+    return kept, encoded, dropped

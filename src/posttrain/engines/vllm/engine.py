@@ -1,0 +1,304 @@
+"""The engine behind a running vLLM server: token ids go out over HTTP, token ids and log-probabilities come back.
+
+The server is another process, often on another device or machine, with weights of its own; the
+package ``vllm`` is not imported here. ``posttrain serve-command`` prints how to start it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, server_address
+from posttrain.engines.vllm.protocol import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    CompletionRequest,
+    LogprobsMode,
+    ServedModel,
+    Unreadable,
+    choose_model,
+    exact_modes,
+    mode_request,
+    read_completion,
+    read_mode,
+    read_models,
+    seed_of,
+)
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.registry import register
+from posttrain.types import Completion
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "VLLM_API_KEY"
+UNLIMITED_CONTEXT = 2**31
+# Plain words, digits and a letter beyond ASCII: tokenizers that agree on it are hardly different ones.
+TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
+
+
+@register("engine", needs_model=False, follows_training=False)
+def vllm(
+    model: Any,
+    tokenizer: Any,
+    *,
+    url: ServerUrl = DEFAULT_URL,
+    checkpoint: str | None = None,
+    served_name: str | None = None,
+    timeout_seconds: float = 900.0,
+    concurrency: int = 64,
+    retries: int = 3,
+    logprobs: bool = True,
+    tolerance: float | None = None,
+) -> Engine:
+    """Ask a vLLM server at ``url``; it is started with the line that ``posttrain serve-command`` prints.
+
+    The server keeps the weights it was started with, so this engine is for evaluation. ``checkpoint``
+    says which model the server must have (a folder, run or hub name; an evaluation fills it in), and a
+    server of other weights is refused; ``served_name`` names a model of the server instead. Where a
+    model is loaded in this process too, both score a fixed batch of tokens first, and a difference
+    above ``tolerance`` nats is refused (by default 0.001, of a bf16 model 0.2).
+
+    ``concurrency`` requests are under way at a time. One that fails is repeated up to ``retries``
+    times, an attempt may take ``timeout_seconds``. ``logprobs: false`` asks for no log-probabilities
+    (they become NaN), which is faster, and allows top-k and top-p at any temperature. A server that
+    wants a key gets it from the environment variable VLLM_API_KEY.
+
+    A completion's random numbers follow from its own key, whatever else the server does; they are
+    vLLM's, so tokens differ from the native engine's with the same key. The last bits of log-probabilities
+    depend on what is computed beside a request, so a sampled token may differ now and then.
+    """
+    wanted: tuple[str, ...] = () if served_name is None else (served_name,)
+    if checkpoint is not None and served_name is None:
+        from posttrain.engines.vllm.command import served_names  # needs transformers, which a list of words does not
+
+        wanted = served_names(checkpoint)
+    return VllmEngine(
+        url,
+        model=model,
+        tokenizer=tokenizer,
+        wanted=wanted,
+        timeout_seconds=timeout_seconds,
+        concurrency=concurrency,
+        retries=retries,
+        logprobs=logprobs,
+        tolerance=tolerance,
+    )
+
+
+class VllmEngine:
+    """See ``vllm``. ``wanted``: names under which the server may have the model, best first; none: its only one.
+
+    ``model`` and ``tokenizer`` may be None: then nothing is compared with them.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        wanted: Sequence[str] = (),
+        timeout_seconds: float = 900.0,
+        concurrency: int = 64,
+        retries: int = 3,
+        logprobs: bool = True,
+        tolerance: float | None = None,
+    ) -> None:
+        server_address(url)
+        for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
+            if value < least:
+                raise UsageError(f"engine.{name}: {value}; give {least} or more")
+        if not timeout_seconds > 0:
+            raise UsageError(f"engine.timeout_seconds: {timeout_seconds}; give a number above 0")
+        self.url = url.strip().rstrip("/")
+        self.model, self.tokenizer, self.wanted = model, tokenizer, tuple(wanted)
+        self.timeout_seconds, self.concurrency, self.retries = timeout_seconds, concurrency, retries
+        self.logprobs, self.tolerance = logprobs, tolerance
+        self._served: ServedModel | None = None
+        self._mode: LogprobsMode | None = None
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and completion together, as the server says.
+
+        Raises:
+            UsageError: no server answers there, or not with the model that is wanted.
+        """
+        with self._open() as server:
+            return self._connect(server).context or UNLIMITED_CONTEXT
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``. Every completion is a request of its own.
+
+        Raises:
+            UsageError: no server, another model than wanted, prompts or sampling options that it
+                cannot serve, or log-probabilities that its ``--logprobs-mode`` cannot give.
+            EngineMismatch: the model in this process has other weights.
+            RunFailure: a request failed for good; the server died, was replaced or answers nonsense.
+        """
+        assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
+        check_sampling(sampling)
+        _check_temperature(sampling.temperature)
+        with self._open() as server:
+            served = self._connect(server)
+            context = served.context or UNLIMITED_CONTEXT
+            check_prompts(prompts, context, self._vocab_size())
+            requests = [
+                (i, self._request(served, prompt, sampling, seed_of(key)))
+                for i, prompt in enumerate(prompts)
+                for key in keys[i]
+            ]
+            if requests:
+                self._check_mode(server, served, prompts[requests[0][0]], sampling)
+                self._probe(server, served)
+            completions = iter(self._complete_all(server, requests))
+        return [[next(completions) for _ in row] for row in keys]
+
+    def _open(self) -> HttpServer:
+        return HttpServer(
+            self.url,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            token=os.environ.get(KEY_VARIABLE),
+        )
+
+    def _connect(self, server: HttpServer) -> ServedModel:
+        """The model that is asked; found at first, and found unchanged afterwards."""
+        try:
+            models = server.call("GET", "/v1/models", read=read_models, retries=self.retries if self._served else 0)
+            served = choose_model(models, self.wanted)
+        except Unanswered as error:
+            if self._served is not None:
+                raise RunFailure(f"{self.url}: the vLLM server is gone: {error}") from None
+            raise UsageError(
+                f"{self.url}: no vLLM server answers there ({error}). `posttrain serve-command MODEL_OR_RUN` prints "
+                "the line that starts one; wait until it says that startup is complete, or give its place as engine.url"
+            ) from None
+        except Refused as error:
+            raise UsageError(f"{self.url}: {_explain_refusal(error)}") from None
+        except (Unreadable, UsageError) as error:
+            raise UsageError(f"{self.url}: {error}") from None
+        if self._served is None:
+            self._check_tokenizer(server, served)
+            self._served = served
+        elif served != self._served:
+            raise RunFailure(
+                f"{self.url}: the server was replaced: it had {self._served.name!r} from {self._served.root}, "
+                f"now {served.name!r} from {served.root} with a context of {served.context}"
+            )
+        return served
+
+    def _check_tokenizer(self, server: HttpServer, served: ServedModel) -> None:
+        """Refuse a server that cuts plain text into other tokens than the tokenizer here."""
+        if self.tokenizer is None:
+            return
+        own = self.tokenizer.encode(TOKENIZER_TEXT, add_special_tokens=False)
+        body = {"model": served.name, "prompt": TOKENIZER_TEXT, "add_special_tokens": False}
+        try:
+            theirs = server.call("POST", "/tokenize", body, read=lambda answer: answer["tokens"])
+        except Refused:
+            return  # a gateway that passes only /v1 on; ids are checked in every answer
+        except (Unanswered, KeyError, TypeError) as error:
+            raise UsageError(f"{self.url}: /tokenize gives no tokens ({error})") from None
+        if theirs != list(own):
+            raise UsageError(
+                f"{self.url}: the server has {served.name!r} from {served.root}, whose tokenizer is not the one here: "
+                f"{TOKENIZER_TEXT!r} is {theirs} there and {list(own)} here. Start the server with the same model"
+            )
+
+    def _check_mode(self, server: HttpServer, served: ServedModel, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse sampling whose log-probabilities the server would give at another temperature or truncated."""
+        exact = exact_modes(sampling)
+        if not self.logprobs or len(exact) == 2:
+            return
+        if exact and self._mode is None:
+            request = mode_request(served, prompt)
+            self._mode = read_mode(self._complete(server, (0, request)))
+        if self._mode not in exact:
+            asked = f"temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p {sampling.top_p:g}"
+            mode = f" with --logprobs-mode {self._mode}_logprobs" if exact else ""
+            other = f", or start the server with --logprobs-mode {next(iter(exact))}_logprobs" if exact else ""
+            raise UsageError(
+                f"{self.url}: at {asked} a vLLM server{mode} has no log-probabilities of the whole distribution. "
+                f"An evaluation needs none: set engine.logprobs to false{other}"
+            )
+
+    def _probe(self, server: HttpServer, served: ServedModel) -> None:
+        """Refuse a server whose log-probabilities are not those of the model in this process."""
+        if self.model is None:
+            return
+        from posttrain.engines.vllm.probe import NEW_TOKENS, default_tolerance, largest_difference, probe_prompts
+
+        context = served.context or UNLIMITED_CONTEXT
+        prompts = probe_prompts(self._vocab_size() or 1, context)
+        greedy = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0)
+        requests = [
+            (i, CompletionRequest(served.name, tuple(prompt), greedy.max_tokens, greedy, seed=0))
+            for i, prompt in enumerate(prompts)
+        ]
+        difference = largest_difference(self.model, prompts, self._complete_all(server, requests))
+        tolerance = default_tolerance(self.model) if self.tolerance is None else self.tolerance
+        if difference > tolerance:
+            raise EngineMismatch(
+                f"{self.url}: the server's log-probabilities of a probe differ by {difference:.2g} nats from those of "
+                f"the model here (at most {tolerance:g} is allowed). Either {served.name!r} from {served.root} has "
+                "other weights, older ones perhaps: start the server anew with the line of `posttrain serve-command`. "
+                "Or it computes in another precision: start it with the same --dtype, or raise engine.tolerance"
+            )
+
+    def _vocab_size(self) -> int | None:
+        return None if self.model is None else int(self.model.get_input_embeddings().weight.shape[0])
+
+    def _request(self, served: ServedModel, prompt: Sequence[int], sampling: Sampling, seed: int) -> CompletionRequest:
+        limit = min(sampling.max_tokens, (served.context or UNLIMITED_CONTEXT) - len(prompt))
+        return CompletionRequest(served.name, tuple(map(int, prompt)), limit, sampling, seed, self.logprobs)
+
+    def _complete_all(self, server: HttpServer, requests: Sequence[tuple[int, CompletionRequest]]) -> list[Completion]:
+        """Every completion in order; the first failure ends all the others."""
+        if not requests:
+            return []
+        with ThreadPoolExecutor(min(self.concurrency, len(requests)), "vllm") as pool:
+            futures: list[Future[Completion]] = []
+            try:
+                futures += [pool.submit(self._complete, server, request) for request in requests]
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                failed = [future for future in futures if future in done and future.exception() is not None]
+                if failed:
+                    failed[0].result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                server.close()  # whoever waits for an answer stops waiting
+                raise
+            return [future.result() for future in futures]
+
+    def _complete(self, server: HttpServer, numbered: tuple[int, CompletionRequest]) -> Completion:
+        index, request = numbered
+        read = partial(read_completion, request=request, vocab_size=self._vocab_size())
+        try:
+            return server.call("POST", "/v1/completions", request.body(), read=read)
+        except Unanswered as error:
+            raise RunFailure(f"{self.url}: no completion of prompt {index}: {error}") from None
+        except Unreadable as error:
+            raise RunFailure(f"{self.url}: an answer that cannot be used, to prompt {index}: {error}") from None
+        except Refused as error:
+            raise UsageError(f"{self.url}: prompt {index} was refused: {_explain_refusal(error)}") from None
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise UsageError(
+            f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
+
+
+def _explain_refusal(error: Refused) -> str:
+    if error.status in (401, 403):
+        return f"the server wants a key (HTTP {error.status}); put it into the environment variable {KEY_VARIABLE}"
+    return f"HTTP {error.status}: {error}"

@@ -1,0 +1,198 @@
+"""Talking to a server that may be slow, busy, or gone: JSON over HTTP with time limits and retries.
+
+The standard library alone; one connection per thread, kept open between its requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+from posttrain.engines.vllm.protocol import Interrupted, read_error
+from posttrain.errors import UsageError, hide_secrets
+from posttrain.option_types import shorten
+
+Result = TypeVar("Result")
+# Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+CONNECT_SECONDS = 10.0
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
+_PATH = re.compile(r"[!-~]*")
+
+
+class Unanswered(Exception):
+    """No usable answer after all attempts; the text says what came instead."""
+
+
+class Refused(Exception):
+    """The server will not do it, however often it is asked. ``status`` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def server_address(url: str) -> tuple[str, str, int | None, str]:
+    """(scheme, host, port, path prefix) of a server's URL; an ending ``/v1`` is dropped.
+
+    Raises:
+        UsageError: not an http or https URL.
+    """
+    if "@" in url or hide_secrets(url) != url:  # looked for first: a message about the port would show a password
+        raise UsageError(
+            f"engine.url: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
+            "it; write it like http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
+        )
+    try:
+        parts = urlsplit(url.strip())
+        scheme, host, port = parts.scheme, parts.hostname or "", parts.port
+    except ValueError as error:
+        raise _no_url(url, f" ({error})") from None
+    is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
+    if scheme not in ("http", "https") or not (is_address or _HOST.fullmatch(host)) or port == 0:
+        raise _no_url(url)
+    if parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
+        raise _no_url(url)
+    return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def checked_url(url: str) -> str:
+    """The URL, if it is a server's and holds no secret: what recipes, records and results may keep.
+
+    Raises:
+        UsageError: it is none, or a name, a password or a key stands in it.
+    """
+    server_address(url)
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(checked_url)]
+
+
+def _no_url(url: str, reason: str = "") -> UsageError:
+    return UsageError(
+        f"engine.url: {shorten(hide_secrets(url))} is no server's URL{reason}; write it like http://127.0.0.1:8000 "
+        "(a key belongs into the environment variable VLLM_API_KEY)"
+    )
+
+
+class HttpServer:
+    """A server at ``url``, for one piece of work; a context manager that hangs up at its end.
+
+    ``call`` may be used by many threads. ``timeout_seconds`` is how long an attempt may wait for the
+    answer; a request is sent at most ``retries + 1`` times, with growing pauses between.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float, retries: int, token: str | None = None) -> None:
+        self.scheme, self.host, self.port, self.prefix = server_address(url)
+        self.timeout_seconds = timeout_seconds
+        self.retries = retries
+        self.headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if token:
+            self.headers["Authorization"] = f"Bearer {token}"
+        self._closed = threading.Event()
+        self._mine = threading.local()
+        self._connections: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; whatever thread waits for an answer fails now with ``Unanswered``."""
+        with self._lock:
+            self._closed.set()
+            for connection in self._connections:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):  # the other side may have hung up first
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+            self._connections.clear()
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+    ) -> Result:
+        """What ``read`` makes of the JSON that the server answers with.
+
+        A request is repeated where it broke off, ran into the time limit, met a server that says it
+        is ill or busy, or where ``read`` raises ``Interrupted``; so what is asked must be safe to
+        ask twice.
+
+        Raises:
+            Unanswered: every attempt failed, or ``close`` was called.
+            Refused: any other HTTP error.
+        """
+        attempts = 1 + (self.retries if retries is None else retries)
+        failure = "hung up"
+        for attempt in range(attempts):
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS) if attempt else 0.0
+            if self._closed.wait(pause):
+                raise Unanswered(failure)
+            try:
+                status, content = self._exchange(method, path, body)
+                if status == 200:
+                    return read(json.loads(content))
+                failure = f"HTTP {status}: {read_error(content)}"
+                if status not in PASSING:
+                    raise Refused(status, read_error(content))
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                failure = self._explain(error)
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                failure = f"what came is not JSON: {read_error(content)[:80]}"
+            except Interrupted as error:
+                failure = str(error)
+        raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
+
+    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        connection = getattr(self._mine, "connection", None) or self._connect()
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, self.prefix + path, body=data, headers=self.headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=min(CONNECT_SECONDS, self.timeout_seconds))
+        self._mine.connection = connection
+        connection.connect()
+        connection.sock.settimeout(self.timeout_seconds)
+        with self._lock:
+            if self._closed.is_set():
+                raise ConnectionAbortedError
+            self._connections.add(connection)
+        return connection
+
+    def _hang_up(self) -> None:
+        connection = self._mine.connection
+        self._mine.connection = None
+        connection.close()  # also what was never connected
+        with self._lock:
+            self._connections.discard(connection)
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self.timeout_seconds:g} seconds"
+        if isinstance(error, ConnectionRefusedError):
+            return "connection refused"
+        if isinstance(error, socket.gaierror):
+            return f"the host name {self.host!r} is not known"
+        if isinstance(error, ConnectionError | http.client.IncompleteRead):
+            return "the connection broke off"
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,185 @@
+"""Results of evaluations as tables of text, for a terminal and for ``summary.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.evals.measures import Kinds
+from posttrain.markdown import plain
+
+NOTHING = "–"  # what was not measured
+MAX_TOO_MANY_CUT = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation in a table: the model, its template (None: not to be shown), what was measured on, results."""
+
+    model: str
+    template: str | None
+    evaluation: str
+    results: Mapping[str, float]
+
+    @property
+    def is_graded(self) -> bool:
+        return self.results.get("num_graded", self.results["n"]) > 0
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Cells of text. ``num_labels``: so many columns at the left are labels, the rest are numbers."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    num_labels: int = 1
+
+
+def show_share(results: Mapping[str, float], name: str) -> str:
+    """A share in percent."""
+    return f"{results[name]:.1%}" if name in results else NOTHING
+
+
+def show_interval(results: Mapping[str, float], name: str) -> str:
+    """The 95 % interval of a share."""
+    return f"{results[f'{name}_low']:.1%} – {results[f'{name}_high']:.1%}" if f"{name}_low" in results else NOTHING
+
+
+def show_number(results: Mapping[str, float], name: str) -> str:
+    """A number, whole if it is large."""
+    if name not in results:
+        return NOTHING
+    value = results[name]
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """``is_of_grade``: means nothing where nothing was graded. ``is_optional``: left out where no row has it."""
+
+    label: str
+    name: str
+    show: Callable[[Mapping[str, float], str], str]
+    is_of_grade: bool = False
+    is_optional: bool = True
+
+
+def _columns(rows: Sequence[Row]) -> list[_Column]:
+    columns = [
+        _Column("right", "accuracy", show_share, True, False),
+        _Column("95 % interval", "accuracy", show_interval, True, False),
+    ]
+    for kind in ("pass", "majority", "best_of"):
+        ks = sorted({int(name.partition("@")[2]) for row in rows for name in row.results if _is_at_k(name, kind)})
+        columns += [_Column(f"{kind.replace('_', ' ')}@{k}", f"{kind}@{k}", show_share, True) for k in ks[-1:]]
+    columns += [
+        _Column("format", "format", show_share, False, False),
+        _Column("worked", "worked", show_share),
+        _Column("no answer", "parse_failures", show_share, True, False),
+        _Column("cut off", "truncated", show_share, False, False),
+        _Column("tokens", "num_tokens", lambda r, name: f"{r[name]:.0f}", False, False),
+    ]
+    return [c for c in columns if not c.is_optional or any(c.name in row.results for row in rows)]
+
+
+def _is_at_k(name: str, kind: str) -> bool:
+    return name.startswith(f"{kind}@") and name.partition("@")[2].isdigit()
+
+
+def results_table(rows: Sequence[Row]) -> TextTable:
+    """One line for each model and template on one task: accuracy with its interval, and what surrounds it."""
+    columns = _columns(rows)
+    has_templates = any(row.template is not None for row in rows)
+    header = ["model", *(["template"] if has_templates else []), *(column.label for column in columns)]
+    lines = [
+        [
+            row.model,
+            *([row.template or NOTHING] if has_templates else []),
+            *(NOTHING if c.is_of_grade and not row.is_graded else c.show(row.results, c.name) for c in columns),
+        ]
+        for row in rows
+    ]
+    title = f"{rows[0].evaluation}, n = {rows[0].results['n']:.0f}"
+    if rows[0].results.get("samples", 1) > 1:
+        title += f", {rows[0].results['samples']:.0f} answers to each"
+    return TextTable(title, header, lines, num_labels=1 + has_templates)
+
+
+def at_k_table(results: Mapping[str, float]) -> TextTable | None:
+    """What several samples are worth, for each k; None where there is one sample or nothing was graded."""
+    kinds = [kind for kind in ("pass", "majority", "best_of") if any(_is_at_k(name, kind) for name in results)]
+    ks = sorted({int(name.partition("@")[2]) for name in results if _is_at_k(name, "pass")})
+    if not kinds:
+        return None
+    header = ["k", *(text for kind in kinds for text in (f"{kind.replace('_', ' ')}@k", "95 % interval"))]
+    lines = [
+        [str(k), *(show(results, f"{kind}@{k}") for kind in kinds for show in (show_share, show_interval))] for k in ks
+    ]
+    return TextTable("Several answers to each item", header, lines)
+
+
+def kind_tables(kinds: Kinds) -> list[TextTable]:
+    """Accuracy by kind of item, a table for each key."""
+    tables = []
+    for key, values in kinds.items():
+        lines = [
+            [value, f"{found['n']:.0f}", show_share(found, "accuracy"), show_interval(found, "accuracy")]
+            for value, found in values.items()
+        ]
+        tables.append(TextTable(f"By {key}", [key, "n", "right", "95 % interval"], lines))
+    return tables
+
+
+def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What a reader must know beside the figures; ``dropped`` by evaluation, counts by reason."""
+    notes = [*_template_notes(rows)]
+    for row in rows:
+        name = " · ".join(part for part in (row.evaluation, row.model, row.template) if part)
+        results = row.results
+        if not row.is_graded:
+            notes.append(f"{name}: nothing was graded, as the items have no gold answer; only lengths and format count")
+        elif (ungraded := results["n"] - results.get("num_graded", results["n"])) > 0:
+            notes.append(f"{name}: items without a gold answer: {ungraded:.0f}; they do not count in accuracy")
+        if too_long := results.get("prompts_too_long"):
+            notes.append(
+                f"{name}: prompts that do not fit into the model's context: {too_long:.0f}; they count as wrong"
+            )
+        if results.get("grading_failures"):
+            notes.append(f"{name}: {results['grading_failures']:.1%} of the gradings were stopped or crashed")
+        if results["truncated"] > MAX_TOO_MANY_CUT:
+            notes.append(
+                f"{name}: {results['truncated']:.1%} of the answers were cut off; --max-tokens lets them grow longer"
+            )
+        if results.get("unscored"):
+            notes.append(f"{name}: {results['unscored']:.1%} of the answers could not be scored; they are chosen last")
+    for evaluation, counts in dropped.items():
+        left = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+        if left:
+            notes.append(f"{evaluation}: left out of the data: {left}")
+    return notes
+
+
+def _template_notes(rows: Sequence[Row]) -> list[str]:
+    """How much of a model's accuracy is its template's."""
+    notes = []
+    for evaluation, model in dict.fromkeys((row.evaluation, row.model) for row in rows if row.template is not None):
+        own = [row for row in rows if (row.evaluation, row.model) == (evaluation, model) and row.is_graded]
+        if len({row.results["accuracy"] for row in own}) > 1:
+            worst, best = (pick(own, key=lambda row: row.results["accuracy"]) for pick in (min, max))
+            overlap = worst.results["accuracy_high"] >= best.results["accuracy_low"]
+            notes.append(
+                f"{evaluation} · {model}: the template alone moves it from {worst.results['accuracy']:.1%} "
+                f"({worst.template}) to {best.results['accuracy']:.1%} ({best.template})"
+                + (", which the intervals cannot tell from chance" if overlap else "")
+            )
+    return notes
+
+
+def to_markdown(table: TextTable, level: int = 2) -> str:
+    """A table under its title."""
+    header = [plain(text) for text in table.header]
+    rule = ["---" if i < table.num_labels else "---:" for i in range(len(header))]
+    lines = [[plain(text) for text in line] for line in table.lines]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+    return f"{'#' * level} {plain(table.title)}\n\n{rows}\n"

@@ -1,0 +1,1 @@
+"""Instructions that can be checked: the constraints of IFEval."""

@@ -1,0 +1,267 @@
+"""Whether two mathematical answers mean the same. ``compare_answers`` is what the workers of ``rewards.math`` run.
+
+What must agree: the kind of the answer, order where order means something, every bracket, every name and every unit
+that both state, and the values. What one side leaves out is forgiven where it is no part of the answer: a unit, a
+name (``x = 3`` and ``3``), the parentheses of a list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from posttrain.graders.answers import Quantity, same_quantity, without_spaces
+from posttrain.graders.math.notation import unify
+from posttrain.graders.math.reading import (
+    BasedNumber,
+    Collection,
+    Expression,
+    Form,
+    Matrix,
+    NotUnderstood,
+    Number,
+    Relation,
+    Union,
+    Words,
+    read_form,
+    undress,
+)
+from posttrain.graders.math.relations import Statement, is_name, resolve
+from posttrain.graders.math.units import canonical_unit
+from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, rational, same_value
+
+_UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
+_PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
+
+
+def compare_answers(item: Sequence[Any]) -> bool:
+    """``[gold, given, relative tolerance]``: whether the given answer is right."""
+    gold, given, tolerance = item
+    left, right = (undress(unify(text)) for text in (gold, given))
+    if without_spaces(left) == without_spaces(right):
+        return bool(left)
+    try:
+        forms = read_form(left), read_form(right)
+    except NotUnderstood:
+        return False
+    return Comparison(float(tolerance)).same(*forms)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``relative_tolerance``: of two numbers that are written as such, ``|x − y| ≤ tolerance · |x|``."""
+
+    relative_tolerance: float = 0.0
+
+    def same(self, gold: Form, given: Form) -> bool:
+        """Whether two forms mean the same. A part that cannot be read is the same as nothing."""
+        try:
+            return self._same(gold, given)
+        except NotUnderstood:
+            return False
+
+    def _same(self, gold: Form, given: Form) -> bool:
+        if isinstance(gold, Relation) or isinstance(given, Relation):
+            return self._same_relation(gold, given)
+        if isinstance(gold, Union) or isinstance(given, Union):
+            return self._same_unordered(_parts(gold), _parts(given)) if _is_set(gold) and _is_set(given) else False
+        if isinstance(gold, Collection) or isinstance(given, Collection):
+            return self._same_collection(gold, given)
+        if isinstance(gold, Matrix) and isinstance(given, Matrix):
+            shapes = [[len(row) for row in matrix.rows] for matrix in (gold, given)]
+            rows = zip(gold.rows, given.rows, strict=False)
+            return shapes[0] == shapes[1] and all(self._same_ordered(*pair) for pair in rows)
+        if isinstance(gold, BasedNumber) or isinstance(given, BasedNumber):
+            return gold == given
+        if isinstance(gold, Words) or isinstance(given, Words):
+            return "" not in (_letters(gold), _letters(given)) and _letters(gold) == _letters(given)
+        if isinstance(gold, Number) and isinstance(given, Number):
+            return self.same_number(gold.quantity, given.quantity)
+        return _same_expression(gold, given)
+
+    def same_number(self, gold: Quantity, given: Quantity) -> bool:
+        """Whether two quantities agree within the tolerance."""
+        return same_quantity(gold, given, float(abs(gold.value)) * self.relative_tolerance)
+
+    def _same_ordered(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
+        return len(gold) == len(given) and all(self.same(*pair) for pair in zip(gold, given, strict=True))
+
+    def _same_unordered(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
+        """Whether each item of one side is among those of the other. An item may be repeated."""
+        return all(any(self.same(one, other) for other in given) for one in gold) and all(
+            any(self.same(one, other) for one in gold) for other in given
+        )
+
+    def _same_collection(self, gold: Form, given: Form) -> bool:
+        if not (isinstance(gold, Collection) and isinstance(given, Collection)):
+            return self._same_single(gold, given)
+        kinds = (gold.opening, given.opening)
+        if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
+            if kinds == ("", "") and _names_differ(gold, given):
+                return self._same_ordered(gold.items, given.items)
+            return self._same_unordered(gold.items, given.items)
+        if set(kinds) == {"", "("} and {gold.closing, given.closing} == {"", ")"}:
+            return self._same_ordered(gold.items, given.items)
+        brackets = gold.opening == given.opening and gold.closing == given.closing
+        if brackets and gold.opening == ":":
+            return self._same_ordered(gold.items, given.items) or _same_expression(gold, given)
+        return brackets and self._same_ordered(gold.items, given.items)
+
+    def _same_single(self, gold: Form, given: Form) -> bool:
+        """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
+        collection, other = (gold, given) if isinstance(gold, Collection) else (given, gold)
+        assert isinstance(collection, Collection)
+        if collection.opening == ":" and len(collection.items) == 2:
+            whole = isinstance(other, Number) and other.quantity.value.denominator == 1
+            return not whole and _same_expression(gold, given)
+        if collection.opening == "{" and len(collection.items) <= 1:
+            return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
+        first, *others = collection.items
+        if collection.opening or not any(one != first for one in others):
+            return False
+        return all(self.same(first, one) for one in others) and self.same(first, other)
+
+    def _same_relation(self, gold: Form, given: Form) -> bool:
+        left = resolve(gold) if isinstance(gold, Relation) else None
+        right = resolve(given) if isinstance(given, Relation) else None
+        said = [one.said if one is not None else form for one, form in ((left, gold), (right, given))]
+        names = [one.name for one in (left, right) if one is not None and one.name]
+        if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
+            return all(self._holds(one) for one in (left, right) if one is not None)
+        return left is not None and right is not None and self._same_chain(left, right)
+
+    def _holds(self, statement: Statement) -> bool:
+        """Whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may round the one before it.
+
+        What has no known value (words, other units, an integral) does not count against it; a number beside a list,
+        an interval or digits with a base does: these are no number.
+        """
+        if set(statement.operators) != {"="}:
+            return True
+        for one, other in pairwise(statement.sides):
+            if one.strip() == "e":  # e = 0.6 names an e of its own
+                continue
+            if not (_has_value(one) and _has_value(other)):
+                if not is_name(one) and self._of_other_kinds(one, other):
+                    return False
+                continue
+            forms = read_form(one), read_form(other)
+            units = {canonical_unit(_unit_of(form)) for form in forms} - {""}
+            if len(units) < 2 and not self.same(*forms) and not _rounds(one, other):
+                return False
+        return True
+
+    def _of_other_kinds(self, one: str, other: str) -> bool:
+        """Whether a number stands beside what is none, or a list beside another list."""
+        forms = read_form(one), read_form(other)
+        num_values = _has_value(one) + _has_value(other)
+        if num_values == 1:
+            return any(isinstance(form, Collection | Union | BasedNumber) for form in forms)
+        return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
+
+    def _same_chain(self, gold: Statement, given: Statement) -> bool:
+        """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
+        if gold.operators != given.operators:
+            return False
+        pairs = list(zip(gold.sides, given.sides, strict=True))
+        if len(pairs) > 2 or gold.operators == ("in",):
+            return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
+        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, given)))
+        return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
+
+
+def _is_set(form: Form) -> bool:
+    return isinstance(form, Union | Collection)
+
+
+def _parts(form: Form) -> tuple[Form, ...]:
+    """The members of a union; finite sets one by one; a list of regions (``x < 1 or x > 2``) is their union."""
+    if isinstance(form, Union):
+        return tuple(part for member in form.parts for part in _parts(member))
+    if isinstance(form, Collection) and form.opening == "{":
+        return tuple(replace(form, items=(item,)) for item in form.items)
+    if isinstance(form, Collection) and not form.opening:
+        return tuple(part for item in form.items for part in _parts(item))
+    if isinstance(form, Relation) and (said := resolve(form).said) is not None:
+        return _parts(said)
+    return (form,)
+
+
+def _names_differ(gold: Collection, given: Collection) -> bool:
+    """Whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
+    return any(
+        len(_names(named)) > 1 and not _names(other) for named, other in ((gold, given), (given, gold))
+    )  # fmt: skip
+
+
+def _names(collection: Collection) -> set[str]:
+    return {name for item in collection.items if isinstance(item, Relation) and (name := resolve(item).name)}
+
+
+def _is_empty_set(form: Form) -> bool:
+    return isinstance(form, Expression) and form.latex.strip() == "\\emptyset" and not form.unit
+
+
+def _has_value(side: str) -> bool:
+    """Whether a side of an equation is a constant that can be evaluated soon."""
+    if _UNCHECKED.search(side):
+        return False
+    try:
+        form = read_form(side)
+        return isinstance(form, Number) or not _value_of(form).free_symbols
+    except NotUnderstood:
+        return False
+
+
+def _rounds(exact: str, rounded: str) -> bool:
+    """Whether the second is a decimal that the first rounds to: 0.33 and 1/3."""
+    decimal = _DECIMAL.fullmatch(rounded.replace(" ", ""))
+    if decimal is None:
+        return False
+    half = Fraction(1, 2 * 10 ** len(decimal[1]))
+    return is_near(_value_of(read_form(exact)), rational(Fraction(decimal[0])), half)
+
+
+def _letters(form: Form) -> str:
+    """A form in words or letters, without blanks; empty for everything else."""
+    if isinstance(form, Words):
+        return _PUNCTUATION.sub("", form.text)
+    return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
+
+
+def _same_expression(gold: Form, given: Form) -> bool:
+    """Values, by sympy. Units as in ``answers.same_quantity``: what only one side states is forgiven."""
+    units = [canonical_unit(_unit_of(form)) for form in (gold, given)]
+    if units[0] and units[1] and units[0] != units[1]:
+        return False
+    left, right = _value_of(gold), _value_of(given)
+    if same_value(left, right):
+        return True
+    if _is_percent(gold) == _is_percent(given):
+        return False
+    return same_value(left / 100, right) if _is_percent(gold) else same_value(left, right / 100)
+
+
+def _unit_of(form: Form) -> str:
+    return form.quantity.unit if isinstance(form, Number) else getattr(form, "unit", "")
+
+
+def _is_percent(form: Form) -> bool:
+    return form.quantity.percent if isinstance(form, Number) else getattr(form, "percent", False)
+
+
+def _value_of(form: Form) -> Any:
+    """The sympy object of one value."""
+    if isinstance(form, Number):
+        return rational(form.quantity.value)
+    if isinstance(form, Expression | Matrix):
+        return parse_latex(form.latex)
+    if isinstance(form, Collection) and form.opening == ":" and len(form.items) == 2:
+        first, second = (_value_of(item) for item in form.items)
+        return first / second
+    raise NotUnderstood("no single value")

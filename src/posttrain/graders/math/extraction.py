@@ -1,0 +1,222 @@
+"""Where the answer stands in a solution: tags, boxes, "the answer is", the last formula, the last number.
+
+One candidate is taken, never the best of several: whoever writes more answers does not get more chances. Pure, and
+linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from posttrain.graders.answers import Box, find_boxes, last_boxed, last_number, parse_quantity
+from posttrain.graders.responses import final_response
+
+MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
+MAX_BARE_CHARS = 400
+MAX_BARE_WORDS = 3  # more words of prose make a sentence of an answer
+
+# What may join two boxes to one answer: "\boxed{1} and \boxed{2}", "\boxed{-2} \quad \text{and} \quad y = \boxed{1}".
+_GLUE = re.compile(
+    r"(?:[\s$.]|\\[()\[\],;: ]|\\q?quad)*(?:,|;|&|(?:\\text\s*\{\s*)?,?\s*\b(?:and|or)\b\s*\}?)"
+    r"(?:[\s$]|\\[()\[\],;: ]|\\q?quad|[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=)*"
+)
+_MAX_GLUE_CHARS = 60
+_PHRASE = re.compile(
+    r"(?:\banswers?\b|\br[ée]ponse\b|答案)\s*(?:(?:\*\*|__)\s*)?(?:is\b|are\b|should\s+be\b|est\b|[:：=]|是|为)?\s*[:：]?"
+    r"(?:\s*(?:exactly|simply|just|approximately|about|equal\s+to)\b)?",
+    re.IGNORECASE,
+)
+_INTRODUCTION = re.compile(
+    r"(?:so\s+|thus\s+|therefore,?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\b:?|:)\s*", re.IGNORECASE
+)
+_FINAL = re.compile(r"\bfinal\s+answer\s*(?:is\b|:)\s*[:：]?", re.IGNORECASE)
+_HOPE = re.compile(r"\.?\s*I hope (?:it|this)|<\||\n\n")
+_SENTENCE_END = re.compile(r"[.!?。]\s+(?=[A-Z\"'(\[*])|[.!?。]?\s*$|。")
+_IS = re.compile(r"\b(?:is|are|equals?|est)\b:?")
+_FORMULA = re.compile(
+    r"\$\$(?P<a>[^$]{1,500})\$\$|(?<![\\$])\$(?P<b>[^$]{1,500})\$|\\\((?P<c>(?:[^\\]|\\[^()]){1,500})\\\)"
+    r"|\\\[(?P<d>(?:[^\\]|\\[^\[\]]){1,800})\\\]"
+)
+# A number, or a fraction in LaTeX without delimiters.
+_VALUE = re.compile(
+    r"[-−]?\\[dt]?frac\s*\{[^{}]{1,50}\}\s*\{[^{}]{1,50}\}"
+    r"|(?:(?<![\w)\]])[-−])?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))(?:\.[0-9]+)?"
+    r"(?:\s?/\s?[0-9]+)?%?"
+)
+_AND = re.compile(r"\s*(?:,|,?\s*\b(?:and|or)\b)\s*")
+_COMMAND = re.compile(r"\\[A-Za-z]+|\{[^{}]*matrix\}")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_SENTENCE = re.compile(
+    r"(?:^|\s)(?:is|are|the|so|then|thus|therefore|hence|we|that|here|it)(?=[\s,.:;]|$)", re.IGNORECASE
+)
+_FOREIGN = re.compile(r"[\u0400-\u10ff\u3040-\ud7ff]")  # scripts that do not write formulas; no Greek
+_NAMES_ONLY = re.compile(r"[\s$\\()\[\]]*[A-Za-z](?:_\{?\w\}?)?(?:\([A-Za-z]\))?[\s$\\()\[\]]*")
+
+
+def find_answer(text: str, extracted: str | None) -> str | None:
+    """The answer of a graded text, or None.
+
+    What the prompt template found in tags of its own or by a rule of its own counts. Otherwise (and for what was its
+    last box or last number anyway) the text is read: the first complete ``<answer>``, else the last box, or several
+    boxes that "and" or a comma joins; else what "the answer is" introduces; else, unless the text is nothing but an
+    answer, its last formula or number. Thinking that never ends has no answer, and answer tags that are reversed or
+    incomplete have none either.
+    """
+    response = final_response(text)
+    if response is None:
+        return None
+    if "<answer>" in response or "</answer>" in response:
+        return _read_tags(response, extracted)
+    found_anywhere = {rule(part) for rule in (last_boxed, last_number) for part in (text, response)}
+    if extracted is not None and extracted not in found_anywhere:
+        return extracted.strip() or None
+    return read_solution(response)
+
+
+def _read_tags(response: str, extracted: str | None) -> str | None:
+    contents, start = [], 0
+    while (end := response.find("</answer>", start)) >= 0:
+        begin = response.rfind("<answer>", start, end)
+        if begin >= 0:
+            contents.append(response[begin + len("<answer>") : end].strip())
+        start = end + len("</answer>")
+    answer = extracted if extracted in contents else next(iter(contents), None)
+    if not answer:
+        return None
+    if (boxes := read_boxes(answer)) is not None:
+        return boxes.joined or None
+    introduced = _INTRODUCTION.match(answer)
+    return answer[introduced.end() :].strip() or None if introduced else answer
+
+
+def read_solution(text: str) -> str | None:
+    """The answer that a solution without tags ends in."""
+    tail = text[-MAX_TAIL_CHARS:]
+    boxes = read_boxes(text)
+    if boxes is not None:
+        final = _read_phrase(_FINAL, text[boxes.end :][-MAX_TAIL_CHARS:])
+        return (final if final is not None and _states_value(final) else boxes.joined) or None
+    stated = _read_phrase(_PHRASE, tail)
+    if stated is not None:
+        return stated
+    whole = text.strip()
+    if is_bare(whole):
+        return whole or None
+    return _last_value(_HOPE.sub(" ", tail)) or whole[-MAX_TAIL_CHARS:]
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """The contents of boxes that make one answer, and where the last of them ends."""
+
+    contents: tuple[str, ...]
+    end: int
+
+    @property
+    def joined(self) -> str:
+        """The answer: the contents with commas between them."""
+        return ", ".join(self.contents)
+
+
+def read_boxes(text: str) -> Boxes | None:
+    """The last box, with those before it that "and" or a comma joins to it; None without any.
+
+    Of boxes with the same number or text one is kept.
+    """
+    boxes = find_boxes(text)
+    if not boxes:
+        return None
+    first = len(boxes) - 1
+    while first and _joined(text, boxes[first - 1], boxes[first]):
+        first -= 1
+    contents = [text[box.start : box.end].strip() for box in boxes[first:]]
+    if len(contents) > 1:
+        contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
+    return Boxes(tuple(contents), boxes[-1].end + 1)
+
+
+def _joined(text: str, one: Box, other: Box) -> bool:
+    between = text[one.end + 1 : other.begin]
+    return len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
+
+
+def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
+    """What the last phrase introduces."""
+    for part in reversed(_HOPE.split(text)):
+        found = list(phrase.finditer(part))
+        if found and (answer := _read_statement(part[found[-1].end() :])) is not None:
+            return answer
+    return None
+
+
+def _states_value(statement: str) -> bool:
+    """Whether a statement is no mere prose ("positive, because ...")."""
+    return any(character.isdigit() or character == "\\" for character in statement) or not _WORD.search(statement)
+
+
+def _read_statement(text: str) -> str | None:
+    """What follows "the answer is"."""
+    rest = text.strip(' \t\n:*"\\`') if not text.lstrip().startswith(("\\(", "\\[")) else text.strip()
+    if not rest:
+        return None
+    if formula := _FORMULA.match(rest):
+        return _join_formulas(rest, formula)
+    end = _SENTENCE_END.search(rest)
+    sentence = rest[: end.start()] if end else rest
+    sentence = sentence.partition("\n")[0].strip()
+    if not sentence:
+        return None
+    if is_bare(sentence):
+        return sentence
+    parts = _IS.split(sentence)
+    return _first_value(parts[-1]) or _last_value(sentence) or sentence
+
+
+def _join_formulas(text: str, first: re.Match[str]) -> str:
+    """Formulas that stand in a row: ``$12$ and $13$``."""
+    found, end = [_inner(first)], first.end()
+    while (glue := _AND.match(text, end)) and (formula := _FORMULA.match(text, glue.end())):
+        found.append(_inner(formula))
+        end = formula.end()
+    return ", ".join(found)
+
+
+def _inner(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None).strip()
+
+
+def is_bare(text: str) -> bool:
+    """Whether a text is an answer by itself and no sentence: one line, few words outside of LaTeX commands."""
+    if len(text) > MAX_BARE_CHARS or "\n\n" in text:
+        return False
+    prose = _COMMAND.sub(" ", re.sub(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}", " ", text))
+    words = [word for word in _WORD.findall(prose) if not (word.isupper() or word in ("and", "or"))]
+    if not any(character.isdigit() or character in "\\$=<>" for character in text):
+        return len(words) <= 12
+    formula = _FORMULA.search(text)
+    introduced = formula is not None and _WORD.search(text[: formula.start()]) is not None
+    return len(words) <= MAX_BARE_WORDS and not introduced and not (_SENTENCE.search(text) or _FOREIGN.search(text))
+
+
+def _first_value(text: str) -> str | None:
+    """The first formula that is more than a name, or number."""
+    formula = next((match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))), None)
+    number = _VALUE.search(text)
+    if formula is not None and (number is None or formula.start() <= number.start()):
+        return _join_formulas(text, formula)
+    return number[0] if number is not None else None
+
+
+def _last_value(text: str) -> str | None:
+    """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
+    formulas = [match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))]
+    if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
+        return None
+    values = list(_VALUE.finditer(text, formulas[-1].end() if formulas else 0))
+    if values or not formulas:
+        return values[-1][0] if values else None
+    first = len(formulas) - 1
+    while first and _AND.fullmatch(text[formulas[first - 1].end() : formulas[first].start()]):
+        first -= 1
+    return _join_formulas(text, formulas[first])

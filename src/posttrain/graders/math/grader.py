@@ -1,0 +1,107 @@
+"""Mathematical answers: right if they mean the gold answer, however they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
+from posttrain.graders.grading import Outcome, Submission, Verdict
+from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
+from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
+from posttrain.registry import register
+
+COMPARE = "posttrain.graders.math.equality:compare_answers"
+MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
+MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
+MAX_WORKERS = 4
+WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computing time
+
+
+@register("grader", batched=True)
+def math(
+    submissions: Sequence[Submission],
+    *,
+    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0,
+    memory_megabytes: Annotated[int, Field(ge=64)] = 512,
+    num_workers: Annotated[int, Field(ge=1)] | None = None,
+    relative_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+) -> list[Verdict]:
+    """Right if the answer means the same as the gold answer.
+
+    The answer is what the prompt template found in its tags or box; otherwise the text behind the thinking is read
+    for the last ``\\boxed{}``, "the answer is", the last formula or number (see ``rewards.math_extraction``).
+
+    Equal are: numbers (2/4 = 1/2, .5 = 50%, 1,000 = 10^{3}, 2 1/2 = 5/2), expressions of equal value (√12 = 2√3,
+    (r+5)^2 = (r+5)(r+5)), sets and lists in any order, tuples and matrices in theirs, intervals with the same
+    brackets (x \\in [1,2] = 1 \\le x \\le 2), equations that say the same, ``x = 3`` and ``3``, words without case.
+    A unit that only one side states is forgiven. Not equal are: other variables, other brackets, other units, digits
+    with another base, several answers for one, decimals that are only near (see ``relative_tolerance``).
+
+    What is not decided by exact arithmetic goes to worker processes that can be killed. An answer that takes too
+    long or too much memory has the outcome ``timeout`` or ``crash``; both count as not right.
+
+    Args:
+        timeout_seconds: computing time for one answer. The limit on elapsed time is 12 times as long.
+        memory_megabytes: memory for one answer.
+        num_workers: processes; the default is one per processor, at most 4. It does not change any verdict.
+        relative_tolerance: two numbers x (gold) and y are equal if ``|x − y| ≤ relative_tolerance · |x|``.
+
+    Source: LaTeX is read by the parser of math-verify (Hugging Face, 2025). Departure: answers are compared here by
+    their kind and by exact and high-precision arithmetic, since its own comparison accepts wrong answers.
+    """
+    answers = [None if one.answer is None else find_answer(one.text, one.extracted) for one in submissions]
+    golds = [None if one.answer is None else _read_gold(one.answer) for one in submissions]
+    pairs = {
+        (gold, given) for gold, given in zip(golds, answers, strict=True) if gold is not None and given is not None
+    }
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    undecided: list[tuple[str, str]] = []
+    for pair in sorted(pairs):
+        quick = compare_quickly(*pair, relative_tolerance)
+        if quick is None:
+            undecided.append(pair)
+        else:
+            outcomes[pair] = "right" if quick else "wrong"
+    if undecided:
+        limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
+        pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
+        results = pool.run([[gold, given, relative_tolerance] for gold, given in undecided])
+        outcomes.update(zip(undecided, map(_outcome, results), strict=True))
+    verdicts = []
+    for gold, given in zip(golds, answers, strict=True):
+        if gold is None:
+            verdicts.append(Verdict("ungraded"))
+        elif given is None:
+            verdicts.append(Verdict("no_answer"))
+        else:
+            verdicts.append(Verdict(outcomes[gold, given], extracted=given))
+    return verdicts
+
+
+def compare_quickly(gold: str, given: str, relative_tolerance: float = 0.0) -> bool | None:
+    """Whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
+    if gold.strip() == given.strip() != "":
+        return True
+    if len(given) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
+        return False
+    if same_answer(gold, given):
+        return True
+    expected, stated = parse_quantity(gold), parse_quantity(given)
+    if expected is None or stated is None:
+        return None
+    return same_quantity(expected, stated, float(abs(expected.value)) * relative_tolerance)
+
+
+def _outcome(result: Result) -> Outcome:
+    if result.kind != "value":
+        return result.kind
+    return "right" if result.value else "wrong"
+
+
+def _read_gold(gold: str) -> str | None:
+    """A gold answer may be a whole solution, with its answer in a box or behind "the answer is"."""
+    is_solution = "\\boxed" in gold or (len(gold) > MIN_SOLUTION_CHARS and not is_bare(gold))
+    return read_solution(gold) if is_solution else gold

@@ -1,0 +1,330 @@
+"""How a mathematical answer is built: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
+
+The leaves are numbers, words, and expressions in LaTeX that ``math_equality`` compares. Nothing is evaluated here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.graders.answers import Quantity, parse_quantity
+from posttrain.graders.math.notation import unify
+from posttrain.graders.math.units import is_known_unit, is_unit
+
+MAX_DEPTH = 30
+MAX_ITEMS = 64
+
+_TOKENS = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]+|[\s\S]")
+_LEVELS = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
+_RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in", "\\approx": "~"}
+_SEPARATORS = (",", ";", "and", "or", "\\text{and}", "\\text{or}", "\\text{, and}", "\\text{, or}", "\\text{,}")
+_MATRIX = re.compile(r"\\begin\{([bp]?matrix|cases)\}([\s\S]*)\\end\{\1\}")
+_CONDITION = re.compile(r"(?<![\\A-Za-z])(?:if|for|when|where|whenever|is)(?![A-Za-z])", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z .'/-]*")
+_CALCULATION = re.compile(r"(?<![A-Za-z]{4})[-/](?![A-Za-z]{4})")  # x-y and a/b are no words; x-axis is
+_TEXT_ONLY = re.compile(r"\\text\{([^{}]*)\}\.?")
+_BASED = re.compile(r"([0-9A-Z.]+)\s*_\{(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve)\}?\}")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+          "ten": "10", "twelve": "12"}  # fmt: skip
+_LETTER = re.compile(r"\(?\s*([A-Za-z])\s*\)?")
+_CLOCK = re.compile(r"(\d{1,2}(?:\s*:\s*[0-5]\d){1,2})\s*((?:\\text\{)?\s*(?:[AaPp])\.?\s*[Mm]\.?\s*\}?)?")
+_ONE_EQUATION = re.compile(r"([^=,;]*)=\s*([+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?)")
+_PERCENT = re.compile(
+    r"\s*(?:%|\\text\{(?:percent|percentage|pct|per cent)\}|(?<=[\d})\s])(?:percentage|percent|pct|per cent))$"
+)
+_DEGREES = re.compile(r"\s*\^\{\\circ\}\s*(?:[CF]|\\text\{[CF]\})?$")
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_UNIT_TEXT = re.compile(r"\s*\\text\{([A-Za-z][A-Za-z .'/-]*)\}\s*(?:\^\{([23])\})?$")
+_UNIT_WORDS = re.compile(r"(?<=[\d})\s])\s*([A-Za-z]{2,}(?:[ /-][A-Za-z]{2,})*)\s*(?:\^\{([23])\})?$")
+
+
+class NotUnderstood(Exception):
+    """The text has no form that is known here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """An answer in words: lower case, single spaces."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that stands there as such, with its unit."""
+
+    quantity: Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class BasedNumber:
+    """Digits with a base: ``101_2``. It equals no number without the base: that would be another representation."""
+
+    digits: str
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """LaTeX of one value, without its unit. ``percent``: a % sign stood behind it."""
+
+    latex: str
+    unit: str = ""
+    percent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Several values.
+
+    ``opening`` and ``closing``: the brackets of a tuple or an interval, ``{`` and ``}`` of a set, ``:`` of a ratio,
+    empty of a bare list, ``cases`` of pairs (value, condition).
+    """
+
+    opening: str
+    closing: str
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Sets that are joined by ∪."""
+
+    parts: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """``sides[0] operators[0] sides[1] ...``; the sides are text, the operators ``= < > <= >= != in ~``."""
+
+    sides: tuple[str, ...]
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Cells by row, and the LaTeX of the whole."""
+
+    rows: tuple[tuple[Form, ...], ...]
+    latex: str
+
+
+Form = Words | Number | BasedNumber | Expression | Collection | Union | Relation | Matrix
+
+
+def read_answer(text: str) -> Form:
+    """The form of an answer.
+
+    Raises:
+        NotUnderstood: nested too deeply, too many items, unbalanced brackets, or nothing there.
+    """
+    return read_form(undress(unify(text)))
+
+
+def undress(text: str) -> str:
+    """Unified text without math delimiters, quotes and a final period or comma."""
+    for mark in ("\\(", "\\)", "\\[", "\\]"):
+        text = text.replace(mark, "")
+    return text.strip(' "`').rstrip(" .,;:\\").strip()
+
+
+def read_form(text: str, depth: int = 0) -> Form:
+    """The form of unified text; see ``read_answer``."""
+    text = _unwrap(text.strip())
+    if not text or depth > MAX_DEPTH:
+        raise NotUnderstood("nested too deeply" if text else "nothing there")
+    if (simple := _read_simple(text, depth)) is not None:
+        return simple
+    if match := _ONE_EQUATION.fullmatch(text):
+        return Relation((match[1].strip(), match[2]), ("=",))
+    items, separators = split(text, _SEPARATORS)
+    if separators:
+        return _read_list([item for item in items if item], text, depth)
+    sides, operators = split(text, _RELATIONS)
+    if operators:
+        return Relation(tuple(sides), tuple(_RELATIONS[operator] for operator in operators))
+    parts, unions = split(text, ("\\cup",))
+    if unions:
+        return Union(tuple(read_form(part, depth + 1) for part in parts))
+    if ("\\pm" in text or "\\mp" in text) and not text.startswith("\\{"):
+        return Collection("", "", tuple(read_form(signed, depth + 1) for signed in _both_signs(text)))
+    return _read_bracketed(text, depth) or _read_matrix(text, depth) or _read_expression(text, depth)
+
+
+def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], list[str]]:
+    """The pieces between marks that stand outside of all brackets, and these marks.
+
+    Raises:
+        NotUnderstood: unbalanced brackets, or more than ``MAX_ITEMS`` pieces.
+    """
+    pieces: list[str] = []
+    found: list[str] = []
+    level, start = 0, 0
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        if token.startswith(("\\begin{", "\\end{")):
+            level += 1 if token.startswith("\\b") else -1
+        elif token in _LEVELS:
+            level += _LEVELS[token]
+        elif level == 0 and token in marks:
+            pieces.append(text[start : match.start()].strip())
+            found.append(token)
+            start = match.end()
+        if level < 0:
+            raise NotUnderstood("a bracket closes that was not opened")
+    if level or len(found) >= MAX_ITEMS:
+        raise NotUnderstood("a bracket does not close" if level else "too many items")
+    return [*pieces, text[start:].strip()], found
+
+
+def _unwrap(text: str) -> str:
+    """Without plain braces around everything."""
+    while text.startswith("{") and _closing_of(text) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _closing_of(text: str) -> int | None:
+    """Where the bracket with which the text begins closes."""
+    level = 0
+    for match in _TOKENS.finditer(text):
+        level += _LEVELS.get(match[0], 0)
+        if level <= 0:
+            return match.start()
+    return None
+
+
+def _read_simple(text: str, depth: int) -> Form | None:
+    """Numbers, numbers with a base, times of day, words."""
+    quantity = parse_quantity(text)
+    if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):  # 1/2 x is no quantity of x
+        return Number(quantity)
+    if match := _BASED.fullmatch(_TEXT_ONLY.sub(r"\1", text, count=1) if text.startswith("\\text{") else text):
+        return BasedNumber(match[1], _BASES.get(match[2], match[2]))
+    if match := _CLOCK.fullmatch(text):
+        half = re.sub(r"\\text|[^A-Za-z]", "", match[2] or "")
+        return Words(re.sub(r"\s", "", match[1]) + half.lower())
+    if match := _TEXT_ONLY.fullmatch(text):
+        inner = match[1].strip()
+        if letter := _LETTER.fullmatch(inner):
+            return Expression(letter[1])
+        if "," in inner or _CLOCK.fullmatch(inner):
+            return read_form(inner, depth + 1)
+        return Words(" ".join(inner.casefold().split()))
+    if len(text) <= 2 or not _WORDS.fullmatch(text) or _CALCULATION.search(text) or set(text.split()) & {"and", "or"}:
+        return None
+    return Words(" ".join(text.casefold().split()))
+
+
+def _read_list(items: list[str], text: str, depth: int) -> Form:
+    """A bare list; ``n = 1, 2, 3`` is a relation with a list on its right."""
+    if not items:
+        raise NotUnderstood("separators alone")
+    if len(items) == 1:
+        return read_form(items[0], depth + 1)
+    sides, operators = split(items[0], _RELATIONS)
+    if operators == ["="] and not any(split(item, _RELATIONS)[1] for item in items[1:]):
+        return Relation((sides[0], text.partition("=")[2].strip()), ("=",))
+    forms = tuple(read_form(item, depth + 1) for item in items)
+    return Collection("", "", _flatten(forms))
+
+
+def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
+    """``±`` inside of a list makes two items of it."""
+    flat: list[Form] = []
+    for form in forms:
+        flat += form.items if isinstance(form, Collection) and not form.opening else (form,)
+    return tuple(flat)
+
+
+def _both_signs(text: str) -> tuple[str, str]:
+    upper = text.replace("\\pm", "+").replace("\\mp", "-")
+    lower = text.replace("\\pm", "-").replace("\\mp", "+")
+    return upper.strip().removeprefix("+"), lower
+
+
+def _read_bracketed(text: str, depth: int) -> Form | None:
+    """A tuple, an interval, a set; brackets around one value are dropped."""
+    opening = next((mark for mark in ("(", "[", "\\{") if text.startswith(mark)), None)
+    closing = next((mark for mark in ("\\}", ")", "]") if text.endswith(mark)), None)
+    if opening is None or closing is None or _closing_of(text) != len(text) - len(closing):
+        return None
+    if (opening == "\\{") != (closing == "\\}"):
+        raise NotUnderstood("a brace and a bracket")
+    inner = text[len(opening) : -len(closing)].strip()
+    if opening == "\\{":
+        items, separators = split(inner, _SEPARATORS)
+        if separators and not any(items):
+            raise NotUnderstood("separators alone")
+        return Collection("{", "}", _flatten([read_form(item, depth + 1) for item in items if item]))
+    items, separators = split(inner, (",", ";"))
+    if not separators:
+        if (opening, closing) not in (("(", ")"), ("[", "]")):
+            raise NotUnderstood("an interval with one end")
+        return read_form(inner, depth + 1)
+    return Collection(opening, closing, tuple(read_form(item, depth + 1) for item in items))
+
+
+def _read_matrix(text: str, depth: int) -> Form | None:
+    """A matrix; of ``cases`` with a condition each the pairs, of other ``cases`` the list."""
+    match = _MATRIX.fullmatch(text)
+    if match is None or "\\begin{" in match[2]:
+        return None
+    rows = [split(row, ("&",))[0] for row in split(match[2], ("\\\\",))[0] if row]
+    if not rows:
+        raise NotUnderstood("an environment without rows")
+    if match[1] != "cases":
+        return Matrix(tuple(tuple(read_form(cell, depth + 1) for cell in row) for row in rows), text)
+    cells = [[form for cell in row if (form := _read_cell(cell, depth)) is not None] for row in rows]
+    if {len(row) for row in cells} == {1}:
+        return Collection("", "", tuple(row[0] for row in cells))
+    return Collection("cases", "cases", tuple(Collection("(", ")", tuple(row)) for row in cells))
+
+
+def _read_cell(text: str, depth: int) -> Form | None:
+    """A value or a condition, without the words that introduce a condition. None of an empty cell."""
+    bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
+    if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:
+        return Words(" ".join(bare.casefold().split()))
+    return read_form(bare, depth + 1) if bare else None
+
+
+def _read_expression(text: str, depth: int) -> Form:
+    """One value: a ratio, or an expression with its unit taken away."""
+    terms, colons = split(text, (":",))
+    if colons and all(terms):
+        return Collection(":", "", tuple(read_form(term, depth + 1) for term in terms))
+    percent = _PERCENT.search(text)
+    unit, body = ("", text[: percent.start()]) if percent else _split_unit(text)
+    body = body.strip()
+    quantity = parse_quantity(body) if unit or percent else None
+    if quantity is not None and not quantity.unit and not quantity.percent:
+        return Number(Quantity(quantity.value, percent is not None, unit, marked=True))
+    if not body:
+        raise NotUnderstood("a unit alone")
+    return Expression(_drop_parentheses(body), unit, percent is not None)
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """The unit at the end (a currency at the start), and the rest."""
+    if text.startswith("$"):
+        return "dollar", text[1:]
+    if (match := _DEGREES.search(text)) and not _ANGLE_FUNCTION.search(text):
+        return "°", text[: match.start()]
+    match = _UNIT_TEXT.search(text)
+    known = match is not None and is_unit(match[1])
+    if match is None and (match := _UNIT_WORDS.search(text)):
+        known = all(is_known_unit(word) for word in re.split(r"[ /-]", match[1]))
+    if match is None or not known or not match.start():
+        return "", text
+    power = f"^{match[2]}" if match[2] else ""
+    return match[1].strip().lower() + power, text[: match.start()]
+
+
+def _drop_parentheses(text: str) -> str:
+    while text.startswith("(") and _closing_of(text) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text

@@ -1,0 +1,62 @@
+"""Exact answers: numbers as exact fractions, anything else as text. Nothing is ever evaluated."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from posttrain.graders.answers import parse_quantity, same_answer, same_text
+from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import Submission, Verdict
+from posttrain.registry import register
+
+_INTRODUCTION = re.compile(
+    r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
+    re.IGNORECASE,
+)
+
+
+@register("grader")
+def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] = 0.0) -> Verdict:
+    """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
+
+    x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
+    words, ``a/b``, mixed numbers; see ``rewards.answers``), maybe behind "the answer is". A gold answer that is no
+    number is compared as text. Fast, and linear in the length of the text.
+
+    Args:
+        tolerance: the largest absolute difference that still counts as equal.
+    """
+    if submission.answer is None:
+        return Verdict("ungraded")
+    if submission.extracted is None or is_blank(submission.extracted):
+        return Verdict("no_answer")
+    introduced = _INTRODUCTION.match(submission.extracted)
+    stated = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
+    return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in stated) else "wrong")
+
+
+@register("grader")
+def exact(submission: Submission) -> Verdict:
+    """Right if the extracted answer is the gold answer as text: without outer dress, and for words without case.
+
+    See ``rewards.answers.same_text``.
+    """
+    if submission.answer is None:
+        return Verdict("ungraded")
+    if submission.extracted is None or is_blank(submission.extracted):
+        return Verdict("no_answer")
+    return Verdict("right" if same_text(submission.answer, submission.extracted) else "wrong")
+
+
+@register("reward")
+def is_number(extracted: str | None) -> float:
+    """1 if there is an extracted answer and it states one number (a unit is allowed), else 0.
+
+    ``r = 1[extracted is a quantity]``. It teaches the answer's kind before any answer is right.
+
+    Source: the integer reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
+    """
+    return 1.0 if extracted is not None and parse_quantity(extracted) is not None else 0.0

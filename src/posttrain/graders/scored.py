@@ -1,0 +1,105 @@
+"""Tasks that bring their own scorer: as a reward with partial credit, and as a grader.
+
+A scorer reads what a model wrote, and its author may not have thought of everything that can stand there. So one that
+a library brings (``WorkerScorer``) runs in processes that can be killed. A plain function, ``meta["score"]`` of a
+user's own task, is called as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
+from posttrain.registry import register
+
+MAX_WORKERS = 4
+NOTHING: Mapping[str, float] = {"task_score": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerScorer:
+    """A scorer that runs in a worker process.
+
+    ``target``: the ``module:function`` of ``[subject, answer]`` which gives the score, a number. ``subject``: what JSON
+    can hold. ``limits``: what one answer may use.
+    """
+
+    target: str
+    subject: Any
+    limits: Limits
+
+
+Scorer = WorkerScorer | Callable[[str], float]
+
+
+@register("reward", batched=True)
+def task_score(extracted: Sequence[str | None], meta: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The task's own score of the extracted answer, usually in [0, 1]; 0 without an answer.
+
+    ``r = meta["score"](extracted)``. For tasks whose questions have several right answers; the
+    task ``reasoning_gym`` puts the scorer of its data set there. A scorer that raises or has to be stopped gives 0;
+    the grader ``scored`` records which of both.
+
+    Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
+
+    Raises:
+        UsageError: the task brings no scorer.
+    """
+    if any(one.get("score") is None for one in meta):
+        raise UsageError("reward task_score: this task brings no scorer of its own; use the reward 'correct'")
+    results = score_answers([(one["score"], answer) for one, answer in zip(meta, extracted, strict=True)])
+    return [result.value if result is not None and result.kind == "value" else 0.0 for result in results]
+
+
+@register("grader", batched=True)
+def scored(submissions: Sequence[Submission]) -> list[Verdict]:
+    """Right if the task's own scorer gives the extracted answer its full score, 1.
+
+    ``meta["score"]`` is the scorer. The score is recorded as the fact ``task_score``. A scorer that raises is a
+    ``crash``, one that has to be stopped a ``timeout``; both count as not right.
+
+    Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
+    """
+    asked = [(one.meta["score"], one.extracted) for one in submissions if one.meta.get("score") is not None]
+    results = iter(score_answers(asked))
+    return [
+        Verdict("ungraded", facts=NOTHING) if one.meta.get("score") is None else _judge(next(results))
+        for one in submissions
+    ]
+
+
+def _judge(result: Result | None) -> Verdict:
+    if result is None:
+        return Verdict("no_answer", facts=NOTHING)
+    if result.kind != "value":
+        return Verdict(result.kind, facts=NOTHING)
+    return Verdict("right" if result.value >= 1.0 else "wrong", facts={"task_score": result.value})
+
+
+def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | None]:
+    """What became of scoring each answer, in order: its ``value`` is the score, a float. None of a blank answer.
+
+    Equal answers to the same question are scored once. A plain function may raise what it likes.
+    """
+    found: dict[int, Result | None] = {}
+    pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
+    subjects: dict[int, Any] = {}
+    for place, (scorer, answer) in enumerate(asked):
+        if answer is None or is_blank(answer):
+            found[place] = None
+        elif isinstance(scorer, WorkerScorer):
+            places = pooled.setdefault((scorer.target, scorer.limits), {})
+            places.setdefault((id(scorer.subject), answer), []).append(place)
+            subjects[id(scorer.subject)] = scorer.subject
+        else:
+            found[place] = Result("value", value=float(scorer(answer)))
+    for (target, limits), places in pooled.items():
+        pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
+        results = pool.run([[subjects[subject], answer] for subject, answer in places])
+        found.update((place, result) for own, result in zip(places.values(), results, strict=True) for place in own)
+    return [found[place] for place in range(len(asked))]

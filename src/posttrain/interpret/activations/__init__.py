@@ -1,0 +1,1 @@
+"""Hidden states: where they are read, recorded, stored and loaded again."""

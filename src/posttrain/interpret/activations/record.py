@@ -1,0 +1,263 @@
+"""Record what layers of one model, or of two over the same tokens, compute: the library's way to do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.extract import Extractor
+from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
+from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, row_norms
+from posttrain.interpret.activations.sites import read_site
+from posttrain.interpret.activations.store_index import Source, StoreIndex, column
+from posttrain.models.load import LoadedModel, context_length
+from posttrain.recipes.recipe import ModelSection
+
+SHARD_BYTES = 1 << 28
+MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
+# Tokens of a batch, padding included, unless a number of documents is asked for.
+TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 4096}
+OUTLIER_FACTOR = 10.0
+
+Dtype = Literal["bf16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a recording takes at most, before rows are dropped: tokens, bytes of one row, bytes in all."""
+
+    rows: int
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class Recorder:
+    """One recording: the models loaded, the texts known, nothing written yet.
+
+    Args:
+        models: one, or two over the same tokens (``base`` and ``post``); names or sections of a recipe.
+        documents: token ids of each, none empty or longer than the models' context.
+        sites: ``resid.20``, ``mlp.20``, ``attn.20``.
+        dtype: of what is stored. Norms are taken before rounding.
+        outliers: drop rows with a norm above so many times the median of the first shard, in any site and source;
+            0 keeps them.
+        batch: documents at a time; None: as many as fit into a number of tokens.
+        data: about the documents, for the index; ``dropped`` what was left out of them, by reason.
+        prompt_lengths: how many tokens of each document are its prompt.
+        seed: by which the documents were chosen, for the index.
+        rows_per_shard: None: about 256 MiB.
+
+    Raises:
+        UsageError: no documents, or too long ones; a model or a site that there is not; two models that differ in
+            tokenizer or width.
+    """
+
+    def __init__(
+        self,
+        models: str | ModelSection | Sequence[str | ModelSection],
+        documents: Sequence[Sequence[int]],
+        sites: Sequence[str],
+        *,
+        dtype: Dtype = "bf16",
+        outliers: float = OUTLIER_FACTOR,
+        batch: int | None = None,
+        data: Mapping[str, Any] | None = None,
+        dropped: Mapping[str, int] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
+        seed: int = 0,
+        rows_per_shard: int | None = None,
+    ) -> None:
+        given = [models] if isinstance(models, str | ModelSection) else list(models)
+        if len(given) not in (1, 2) or not documents or not all(documents):
+            raise UsageError("a recording needs one model or two, and documents that are not empty")
+        sections = [ModelSection(name=model) if isinstance(model, str) else model for model in given]
+        names = [str(site) for site in dict.fromkeys(read_site(name) for name in sites)]
+        self.documents, self.prompt_lengths = documents, prompt_lengths
+        self.outliers, self.batch = outliers, batch
+        loaded = [load_layers(section, names) for section in sections]
+        tokenizers = [tokenizer_hash(each.tokenizer) for each in loaded]
+        if len(set(tokenizers)) > 1:
+            raise UsageError(
+                f"{sections[0].name} and {sections[1].name} have different tokenizers, so no token stands for the same "
+                "in both; pair a model with one that was trained from it"
+            )
+        longest, context = max(map(len, documents)), min(context_length(each.model.config) for each in loaded)
+        if longest > context:
+            raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
+        self.start_id = loaded[0].tokenizer.bos_token_id
+        self.extractors = dict(
+            zip(("model",) if len(loaded) == 1 else ("base", "post"), _extractors(loaded, names), strict=True)
+        )
+        self.index = self._describe(sections, loaded, names, dtype, tokenizers[0], dict(data or {}), seed)
+        self.index.dropped = {reason: count for reason, count in (dropped or {}).items() if count}
+        rows = rows_per_shard or min(MAX_SHARD_ROWS, max(MIN_SHARD_ROWS, SHARD_BYTES // self.index.row_bytes))
+        self.index.settings["rows_per_shard"] = rows
+        self.plan = plan_shards([len(ids) for ids in documents], rows)
+
+    @property
+    def size(self) -> Size:
+        """What it will take on the disk, at most."""
+        return Size(sum(map(len, self.documents)), self.index.row_bytes)
+
+    def write(self, folder: str | Path, observe: Callable[[int, int], None] | None = None) -> ActivationStore:
+        """Record into a folder; what an interrupted recording has there already is kept.
+
+        A shard is a function of its documents, the settings and the limits alone, so that a recording that goes on
+        writes the same bytes. ``observe`` is told (shards done, shards in all).
+
+        Raises:
+            UsageError: the folder holds something else, or a recording under other settings.
+            StorageError: the disk is full or not writable.
+        """
+        writer = StoreWriter(folder, self.index, self.documents, self.prompt_lengths)
+        for number in range(writer.next_shard, len(self.plan)):
+            if observe is not None:
+                observe(number, len(self.plan))
+            tensors, norms = self._compute(self.plan[number])
+            first = (tensors["position"] == 0) & (tensors["tokens"] != (-1 if self.start_id is None else self.start_id))
+            if number == 0 and self.outliers:
+                writer.set_limits(_limits({name: x[~first] for name, x in norms.items()}, self.outliers))
+            kept, dropped = _keep(first, norms, writer.index.limits)
+            writer.add({name: x[kept] for name, x in tensors.items()}, dropped)
+        if observe is not None:
+            observe(len(self.plan), len(self.plan))
+        return writer.finish()
+
+    def _compute(self, documents: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All rows of some documents in their order, and by ``site@source`` the norms."""
+        lengths = [len(self.documents[number]) for number in documents]
+        places = [torch.arange(length) for length in lengths]
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+        tensors = {
+            "tokens": torch.tensor([token for number in documents for token in self.documents[number]]),
+            "document": torch.repeat_interleave(torch.tensor(list(documents)), torch.tensor(lengths)),
+            "position": torch.cat(places),
+        }
+        batches = plan_batches(lengths, self.batch, TOKENS_PER_BATCH[self._device.type])
+        for source, extract in self.extractors.items():
+            for batch in batches:
+                found = extract([self.documents[documents[i]] for i in batch])
+                where = torch.cat([starts[i] + places[i] for i in batch])
+                for site, values in found.items():
+                    name = column(site, source)
+                    if name not in tensors:
+                        tensors[name] = values.new_empty((sum(lengths), values.shape[1]))
+                    tensors[name][where] = values
+        return tensors, {name: row_norms(tensors[name]) for name in self.index.columns}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.extractors.values())).device
+
+    def _describe(
+        self,
+        sections: Sequence[ModelSection],
+        loaded: Sequence[LoadedModel],
+        sites: Sequence[str],
+        dtype: Dtype,
+        tokenizer: str,
+        data: dict[str, Any],
+        seed: int,
+    ) -> StoreIndex:
+        sources = [
+            Source(name, _model_name(section, each), weights_hash(section.name))
+            for name, section, each in zip(self.extractors, sections, loaded, strict=True)
+        ]
+        probes = [extract([[0, 1]]) for extract in self.extractors.values()]
+        widths = {site: int(probes[0][site].shape[1]) for site in sites}
+        if any(probe[site].shape[1] != width for probe in probes for site, width in widths.items()):
+            raise UsageError(f"{sections[0].name} and {sections[-1].name} have different widths")
+        settings = {
+            "outliers": self.outliers,
+            "batch": self.batch,
+            "device": self._device.type,
+            "weights": [section.dtype for section in sections],
+        }
+        return StoreIndex(widths, sources, dtype, tokenizer, data, seed, len(self.documents), settings=settings)
+
+
+def record(
+    models: str | ModelSection | Sequence[str | ModelSection],
+    documents: Sequence[Sequence[int]],
+    sites: Sequence[str],
+    folder: str | Path,
+    **options: Any,
+) -> ActivationStore:
+    """Record activations of documents (token ids) into a folder and open it; ``options`` are those of ``Recorder``.
+
+    Where the folder holds the beginning of the same recording, it goes on; where it holds all of it, nothing is done.
+
+    ::
+
+        store = record("tiny", [[5, 6, 7], [8, 9]], ["resid.2"], "activations/two-lines", dtype="fp32")
+        store.gather(torch.arange(3))          # float32 [3, 128]; the first token of each document is left out
+        both = record(["runs/tiny-sft", "runs/tiny-grpo"], documents, ["resid.2"], "activations/both")
+        both.gather(rows, source="post")
+
+    Raises:
+        UsageError, StorageError: see ``Recorder`` and ``Recorder.write``.
+    """
+    return Recorder(models, documents, sites, **options).write(folder)
+
+
+def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
+    """Consecutive documents, each group just large enough for ``rows`` tokens (the last may be smaller)."""
+    found: list[range] = []
+    start = total = 0
+    for number, length in enumerate(lengths):
+        total += length
+        if total >= rows:
+            found.append(range(start, number + 1))
+            start, total = number + 1, 0
+    return found + ([range(start, len(lengths))] if start < len(lengths) else [])
+
+
+def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list[list[int]]:
+    """Documents of like length together: ``batch`` at a time, else as many as are ``tokens`` when padded (or one)."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    found: list[list[int]] = []
+    current: list[int] = []
+    for i in order:
+        full = len(current) == batch if batch is not None else (len(current) + 1) * lengths[i] > tokens
+        if current and full:
+            found.append(current)
+            current = []
+        current.append(i)
+    return found + ([current] if current else [])
+
+
+def _extractors(loaded: Sequence[LoadedModel], sites: Sequence[str]) -> list[Extractor]:
+    return [Extractor(each.model, sites) for each in loaded]
+
+
+def _model_name(section: ModelSection, loaded: LoadedModel) -> str:
+    return section.name if section.name == "tiny" else loaded.source
+
+
+def _limits(norms: Mapping[str, Tensor], factor: float) -> dict[str, float]:
+    """By ``site@source``, the norm above which rows are dropped: ``factor`` times the median of those given."""
+    finite = {name: values[values.isfinite()] for name, values in norms.items()}
+    return {name: float(values.median()) * factor for name, values in finite.items() if len(values)}
+
+
+def _keep(first: Tensor, norms: Mapping[str, Tensor], limits: Mapping[str, float]) -> tuple[Tensor, dict[str, int]]:
+    """Which rows stay, and how many go for each reason; a row that goes for two is counted under the first."""
+    broken, outlier = torch.zeros_like(first), torch.zeros_like(first)
+    for name, values in norms.items():
+        broken |= ~values.isfinite()
+        outlier |= values > limits.get(name, float("inf"))
+    counts = {
+        "first_token": int(first.sum()),
+        "not_finite": int((broken & ~first).sum()),
+        "outlier": int((outlier & ~broken & ~first).sum()),
+    }
+    return ~(first | broken | outlier), {reason: count for reason, count in counts.items() if count}

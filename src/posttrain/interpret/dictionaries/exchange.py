@@ -1,0 +1,203 @@
+"""Dictionaries as files: SAELens's layout, so that its tools load ours and ours load theirs.
+
+A folder holds ``sae_weights.safetensors`` and ``cfg.json``. With one source the tensors are ``W_enc`` [d, F],
+``W_dec`` [F, d], ``b_enc`` [F], ``b_dec`` [d], and for jumprelu ``threshold`` [F]; the architectures are standard,
+topk and jumprelu (which a BatchTopK dictionary becomes). A crosscoder, which SAELens has no name for, is the same file
+with a leading axis of sources (``W_enc`` [M, d, F], ``W_dec`` [M, F, d], ``b_dec`` [M, d]) and ``architecture:
+crosscoder``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from posttrain.errors import DataError
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.store.durable import replace_file, storage_errors
+
+WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
+# Which layout the files follow; readers of SAELens refuse what is older than 6.
+LAYOUT_VERSION = "6.0.0"
+_KINDS = {"standard": "l1", "topk": "topk", "jumprelu": "jumprelu"}
+
+
+def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write a dictionary that takes raw activations: its ``input_scale`` is folded into the weights.
+
+    Args:
+        dictionary: unchanged.
+        folder: made if it is not there; both files are replaced in one step each.
+        metadata: what it was trained on, as plain data. ``model_name`` and ``hook_name`` are what other tools look for;
+            ``layer`` counts blocks from 1, as in ``hidden_states[layer]``.
+
+    Returns:
+        the folder.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    place = Path(folder)
+    folded = copy.deepcopy(dictionary).to("cpu", torch.float32).fold()
+    tensors = {name: value.detach() for name, value in zip(_NAMES, _weights(folded), strict=True)}
+    if folded.architecture == "jumprelu":
+        tensors["threshold"] = folded.threshold.detach()
+    if folded.sources == 1:
+        tensors |= {name: tensors[name].squeeze(0) for name in ("W_enc", "W_dec", "b_dec")}
+    with storage_errors("the dictionary", place):
+        place.mkdir(parents=True, exist_ok=True)
+    replace_file(place / WEIGHTS, save({name: value.contiguous() for name, value in tensors.items()}))
+    content = json.dumps(_configuration(folded, metadata or {}), indent=2, ensure_ascii=False)
+    replace_file(place / CONFIG, content.encode() + b"\n")
+    return place
+
+
+_NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
+
+
+def _weights(dictionary: Dictionary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In the order and the shapes of the file, always with the axis of sources."""
+    return dictionary.W_enc, dictionary.W_dec.transpose(0, 1), dictionary.b_enc, dictionary.b_dec
+
+
+def _configuration(dictionary: Dictionary, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"kind": dictionary.kind, "options": dictionary.options, "matryoshka": list(dictionary.prefixes[:-1])}
+    architecture = dictionary.architecture if dictionary.sources == 1 else "crosscoder"
+    configuration = {
+        "architecture": architecture,
+        "d_in": dictionary.d,
+        "d_sae": dictionary.features,
+        "dtype": "float32",
+        "device": "cpu",
+        "apply_b_dec_to_input": True,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+    }
+    if dictionary.architecture == "topk":
+        configuration |= {"k": int(dictionary.options["k"]), "rescale_acts_by_decoder_norm": False}
+    if architecture == "crosscoder":
+        configuration |= {"sources": dictionary.sources, "activation": dictionary.architecture}
+    fixed = {"sae_lens_version": LAYOUT_VERSION, "posttrain": own}
+    defaults = {"model_name": None, "hook_name": None, "context_size": None, "prepend_bos": False}
+    return configuration | {"metadata": defaults | dict(metadata) | fixed}
+
+
+def read_metadata(folder: str | Path) -> dict[str, Any]:
+    """What a dictionary's ``cfg.json`` says it was trained on (model, hook, layer ...); empty where it says nothing.
+
+    Raises:
+        DataError: there is no such file, or it is damaged.
+    """
+    return dict(_read_configuration(Path(folder) / CONFIG).get("metadata") or {})
+
+
+def load_dictionary(folder: str | Path) -> Dictionary:
+    """A dictionary on raw activations in fp32, from a folder that this package or SAELens wrote.
+
+    Raises:
+        DataError: no such folder, damaged files, shapes that do not fit, or a dictionary that cannot be used here
+            (another architecture, or activations that have to be normalized first).
+    """
+    place = Path(folder)
+    configuration = _read_configuration(place / CONFIG)
+    tensors = _read_weights(place / WEIGHTS)
+    architecture = _architecture(configuration, place / CONFIG)
+    sources = int(configuration.get("sources", 1))
+    if sources == 1:
+        tensors |= {name: tensors[name].unsqueeze(0) for name in ("W_enc", "W_dec", "b_dec")}
+    _check_shapes(tensors, configuration, sources, place / WEIGHTS)
+    kind, options, prefixes = _own_words(configuration, architecture)
+    dictionary = Dictionary(
+        int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None
+    )
+    _convert(tensors, configuration)
+    with torch.no_grad():
+        dictionary.W_enc.copy_(tensors["W_enc"])
+        dictionary.W_dec.copy_(tensors["W_dec"].transpose(0, 1))
+        dictionary.b_enc.copy_(tensors["b_enc"])
+        dictionary.b_dec.copy_(tensors["b_dec"])
+        dictionary.threshold.copy_(tensors.get("threshold", torch.zeros(dictionary.features)))
+    return dictionary.requires_grad_(False)
+
+
+def _read_configuration(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
+    except (OSError, ValueError) as error:
+        raise DataError(path, f"cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise DataError(path, "not the configuration of a dictionary")
+    missing = [key for key in ("d_in", "d_sae") if not isinstance(content.get(key), int)]
+    if missing:
+        raise DataError(path, f"says nothing of {', '.join(missing)}")
+    return content
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = {name: value.float() for name, value in load_file(path).items()}
+    except FileNotFoundError:
+        raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
+    except (OSError, SafetensorError) as error:
+        raise DataError(path, f"cannot be read ({error})") from None
+    tensors.setdefault("b_enc", torch.zeros(tensors["W_enc"].shape[-1]) if "W_enc" in tensors else torch.zeros(0))
+    missing = [name for name in _NAMES if name not in tensors]
+    if missing:
+        raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
+    return tensors
+
+
+def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
+    architecture = str(configuration.get("architecture", "standard"))
+    activation = str(configuration.get("activation", "?")) if architecture == "crosscoder" else architecture
+    if activation not in _KINDS:
+        raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder")
+    for key, wanted in (("normalize_activations", "none"), ("reshape_activations", "none")):
+        if configuration.get(key) not in (None, wanted):
+            raise DataError(path, f"{key}: {configuration[key]!r}; only {wanted!r} can be used here. Fold it first")
+    return activation
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any], sources: int, path: Path) -> None:
+    d, features = int(configuration["d_in"]), int(configuration["d_sae"])
+    wanted = {
+        "W_enc": (sources, d, features),
+        "W_dec": (sources, features, d),
+        "b_enc": (features,),
+        "b_dec": (sources, d),
+        "threshold": (features,),
+    }
+    for name, shape in wanted.items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            raise DataError(path, f"{name} has the shape {tuple(tensors[name].shape)}, but cfg.json means {shape}")
+
+
+def _own_words(configuration: Mapping[str, Any], architecture: str) -> tuple[str, dict[str, Any], list[int]]:
+    """The kind with its options and prefixes: as written by us, else what the architecture amounts to."""
+    own = dict(configuration.get("metadata") or {}).get("posttrain")
+    if isinstance(own, Mapping) and "kind" in own:
+        return str(own["kind"]), dict(own.get("options") or {}), list(own.get("matryoshka") or [])
+    options = {"k": int(configuration.get("k", 100))} if architecture == "topk" else {}
+    return _KINDS[architecture], options, []
+
+
+def _convert(tensors: dict[str, Tensor], configuration: Mapping[str, Any]) -> None:
+    """Other conventions of SAELens, brought to ours in place."""
+    if configuration.get("architecture") == "topk" and configuration.get("rescale_acts_by_decoder_norm"):
+        norms = tensors["W_dec"].norm(dim=-1)  # [1, F]; its features are those of a dictionary with rows of norm 1
+        tensors["W_enc"] = tensors["W_enc"] * norms[:, None]
+        tensors["b_enc"] = tensors["b_enc"] * norms[0]
+        tensors["W_dec"] = tensors["W_dec"] / norms[..., None]
+    if not configuration.get("apply_b_dec_to_input", True):
+        shift = torch.einsum("md,mdf->f", tensors["b_dec"], tensors["W_enc"])
+        tensors["b_enc"] = tensors["b_enc"] + shift

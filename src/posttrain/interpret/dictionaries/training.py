@@ -1,0 +1,326 @@
+"""Training a dictionary with Lightning; the only module that imports it.
+
+What decides the weights is elsewhere: the rows and their order (``training_rows``), the loss (``dictionary_loss``).
+Lightning runs the steps, and keeps optimizer, schedule and place in the data in its checkpoints, so that a run that was
+killed goes on bit for bit. Everything that a step changes is a parameter or a buffer of the module.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
+from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
+from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows, split_rows
+from posttrain.recipes.recipe import decisive
+from posttrain.store.checkpoint_files import (
+    ASIDE,
+    checkpoint_steps,
+    prune_checkpoints,
+    rename_into_place,
+    set_aside_steps,
+    step_folder,
+)
+from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.manifest import Unverified, seal, verify
+from posttrain.store.metrics import MetricsLog
+from posttrain.train.files import Observer
+
+try:
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise MissingExtra("lightning", "interpret", "training a dictionary") from error
+
+STATE = "state.ckpt"
+SAMPLE_ROWS = 65_536
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Trained:
+    """How a training ended: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on the rows held out."""
+
+    dictionary: Dictionary
+    step: int
+    reason: str
+    quality: Quality
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def train_dictionary(
+    rows: Rows,
+    recipe: SaeRecipe,
+    *,
+    checkpoints: Path,
+    metrics: MetricsLog,
+    resume: bool = False,
+    observer: Observer = lambda event, facts: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Train as a resolved recipe says, from its newest checkpoint with ``resume``.
+
+    Args:
+        rows: activations; the last ``eval.rows`` of them are held out.
+        checkpoints: the folder for ``step-000100/``.
+        metrics: gets a line every ``train.log_every`` steps; with ``resume``, lines past the checkpoint are dropped.
+
+    Raises:
+        UsageError: too few rows, or prefixes that do not fit the number of features.
+        NonFiniteLoss: the loss is NaN or infinite; the last checkpoint is as it was.
+        CheckpointError: there are checkpoints, and none verifies.
+    """
+    settings = recipe.train
+    num_rows = split_rows(rows, recipe.eval.rows, settings.batch)
+    dictionary = build_dictionary(rows, recipe)
+    found = _newest_checkpoint(checkpoints, observer) if resume else None
+    if found is None:
+        dictionary.prepare(sample_rows(rows, num_rows, SAMPLE_ROWS, settings.seed))
+    metrics.trim(found or 0)
+    module = _Training(dictionary, recipe)
+    batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
+    held_out = _HeldOut(rows, num_rows)
+    watch = _Watch(recipe, checkpoints, metrics, observer, should_stop, held_out)
+    facts: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": found, "dropped": {}}
+    observer("start", facts)
+    with _quiet():
+        trainer = _trainer(recipe, watch, checkpoints.parent)
+        place = None if found is None else str(step_folder(checkpoints, found) / STATE)
+        trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
+    step = int(trainer.global_step)
+    module.to(_device(settings.device))
+    quality = held_out.measure(dictionary)
+    reason = "finished" if step >= settings.steps else "interrupted"
+    observer("finish", {"step": step, "reason": reason})
+    dictionary.cpu()
+    return Trained(dictionary, step, reason, quality, {"held_out": quality.numbers()})
+
+
+def build_dictionary(rows: Rows, recipe: SaeRecipe) -> Dictionary:
+    """The dictionary of a resolved recipe, with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
+    word = recipe.dictionary
+    return Dictionary(
+        rows.d,
+        word.num_features(rows.d),
+        rows.sources,
+        word.name,
+        word.options,
+        word.prefixes(rows.d) or None,
+        recipe.train.seed,
+    )
+
+
+class _Training(lightning.LightningModule):
+    """One step of training; gradients come by hand from ``dictionary_loss``."""
+
+    def __init__(self, dictionary: Dictionary, recipe: SaeRecipe) -> None:
+        super().__init__()
+        self.dictionary = dictionary
+        self.settings = recipe.train
+        self.dtype_of_products = _DTYPES[self.settings.precision]
+        self.dead_rows = max(1, round(self.settings.dead_after * self.settings.steps * self.settings.batch))
+        self.measured: Measured | None = None
+        self.grad_norm: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        auxk = self.settings.auxk or 0.0
+        loss, measured = dictionary_loss(
+            self.dictionary,
+            self.dictionary.scaled(batch),
+            progress=self.global_step / self.settings.steps,
+            auxk=auxk,
+            dead=self.dictionary.since_fired > self.dead_rows if auxk else None,
+            dtype=self.dtype_of_products,
+        )
+        self.measured = measured
+        self.dictionary.since_fired.add_(len(batch)).masked_fill_(measured.fired, 0)
+        if measured.threshold is not None:
+            self.dictionary.threshold.copy_(measured.threshold)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        settings, steps = self.settings, self.settings.steps
+        lr = settings.learning_rate(self.dictionary.features)
+        optimizer = torch.optim.Adam(self.dictionary.parameters(), lr, fused=True)
+        rising, falling = settings.warmup * steps, settings.decay * steps
+
+        def factor(step: int) -> float:
+            up = (step + 1) / rising if rising else 1.0
+            down = (steps - step) / falling if falling else 1.0
+            return max(0.0, min(1.0, up, down))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+        limit = self.settings.max_grad_norm
+        parameters = list(self.dictionary.parameters())
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+
+    def optimizer_step(self, *given: Any, **named: Any) -> None:
+        super().optimizer_step(*given, **named)
+        self.dictionary.normalize()  # here, so that a checkpoint has it
+
+    def numbers(self) -> dict[str, float]:
+        """What the last step saw, for ``metrics.jsonl``."""
+        measured = self.measured
+        assert measured is not None
+        found = {
+            "squared_error": float(measured.squared_error),
+            "penalty": float(measured.penalty),
+            "auxk": float(measured.auxiliary),
+            "l0": float((measured.features > 0).sum()) / len(measured.features),
+            "dead": float((self.dictionary.since_fired > self.dead_rows).double().mean()),
+            "grad_norm": float("nan") if self.grad_norm is None else float(self.grad_norm),
+            "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
+        }
+        return {"loss": found["squared_error"] + found["penalty"] + found["auxk"], **found}
+
+
+class _HeldOut:
+    """The rows from ``start`` on, which are not trained on."""
+
+    def __init__(self, rows: Rows, start: int) -> None:
+        self.rows, self.start = rows, start
+
+    def measure(self, dictionary: Dictionary) -> Quality:
+        return measure(dictionary, in_batches(self.rows, self.start, self.rows.num_rows))
+
+
+class _Watch(Callback):
+    """Logs, measures and saves at the steps that are due for it, and stops when asked."""
+
+    def __init__(
+        self,
+        recipe: SaeRecipe,
+        checkpoints: Path,
+        metrics: MetricsLog,
+        observer: Observer,
+        should_stop: Callable[[], bool],
+        held_out: _HeldOut,
+    ) -> None:
+        self.recipe, self.checkpoints, self.metrics, self.held_out = recipe, checkpoints, metrics, held_out
+        self.observer, self.should_stop = observer, should_stop
+        self._logged_at: tuple[int, float] | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, settings = int(trainer.global_step), self.recipe.train
+        last, stop = step >= settings.steps, self.should_stop()
+        if step % settings.log_every == 0 or last or step == 1:
+            self._log(step, pl_module, len(batch))
+        if (self.recipe.eval.every and step % self.recipe.eval.every == 0) or last:
+            self._evaluated(step, self.held_out.measure(pl_module.dictionary))
+        if last or stop or (settings.save_every and step % settings.save_every == 0):
+            self._save(trainer, step)
+        if stop:
+            trainer.should_stop = True
+
+    def _evaluated(self, step: int, quality: Quality) -> None:
+        self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in quality.numbers().items()})
+
+    def _log(self, step: int, module: _Training, batch: int) -> None:
+        numbers = module.numbers()
+        if not all(abs(numbers[name]) < float("inf") for name in ("loss", "grad_norm")):
+            raise NonFiniteLoss(
+                f"step {step}: the loss is {numbers['loss']}, the gradient norm {numbers['grad_norm']}. A smaller "
+                "train.lr may help, or activations without outliers"
+            )
+        now, timing = time.perf_counter(), {}
+        if self._logged_at is not None and step > self._logged_at[0]:
+            seconds = (now - self._logged_at[1]) / (step - self._logged_at[0])
+            timing = {"step_seconds": seconds, "rows_per_second": batch / seconds}
+        self._logged_at = (step, now)
+        self.metrics.append(step, numbers, timing)
+        self.observer("step", {"step": step, "metrics": numbers, "timing": timing})
+
+    def _save(self, trainer: Any, step: int) -> None:
+        final = step_folder(self.checkpoints, step)
+        aside = self.checkpoints / f"{ASIDE}{final.name}"
+        self.metrics.flush()
+        with storage_errors("the checkpoint", final):
+            aside.mkdir(parents=True, exist_ok=True)
+            trainer.save_checkpoint(aside / STATE)
+            replace_file(aside / "state.json", json.dumps(self._standing(), sort_keys=True).encode())
+            seal(aside, step)
+            rename_into_place(aside, final)
+        prune_checkpoints(self.checkpoints, self.recipe.train.keep)
+        self.observer("checkpoint", {"step": step, "path": str(final)})
+
+    def _standing(self) -> dict[str, Any]:
+        """By what a resumed run notices that its recipe or its records are others by now."""
+        settings = decisive(self.recipe.dump())
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "settings": settings,
+            "records": {"metrics": self.metrics.num_rows()},
+        }
+
+
+def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
+    """The newest step whose checkpoint verifies; those after it are renamed ``failed-…``. None: from the beginning."""
+    steps = checkpoint_steps(folder)
+    damaged: list[int] = []
+    for step in reversed(steps):
+        try:
+            verify(step_folder(folder, step), step)
+        except Unverified as problem:
+            damaged.append(step)
+            observer("notice", {"message": f"checkpoint of step {step} is damaged ({problem}); using the one before"})
+            continue
+        set_aside_steps(folder, damaged)
+        return step
+    if steps:
+        raise CheckpointError(f"{folder}: none of the checkpoints verifies; start again under another name")
+    return None
+
+
+def _trainer(recipe: SaeRecipe, watch: Callback, folder: Path) -> Any:
+    device = _device(recipe.train.device)
+    return lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        max_steps=recipe.train.steps,
+        max_epochs=1,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's remarks on loaders and devices: what it is given is meant."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

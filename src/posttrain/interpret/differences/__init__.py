@@ -1,0 +1,1 @@
+"""What training changed: features, activations and behaviour of two models compared."""

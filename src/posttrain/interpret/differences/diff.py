@@ -1,0 +1,310 @@
+"""Two models compared from the inside: what both read, what changed, where they disagree, what the changes do.
+
+Every part gives plain data for ``diff.json``, from which the report is drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.record import Recorder
+from posttrain.interpret.activations.shards import ActivationStore
+from posttrain.interpret.activations.store_index import column
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
+from posttrain.interpret.dictionaries.measures import in_batches, measure
+from posttrain.interpret.dictionaries.recipe import DictionaryWord
+from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, sample_rows, split_rows
+from posttrain.interpret.differences.causal import Subject
+from posttrain.interpret.differences.dictionaries import fit_dictionary
+from posttrain.interpret.differences.diff_causal import measure_causes
+from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
+from posttrain.interpret.differences.features import Seen, mean_differences, scale_latents, see_changes
+from posttrain.interpret.differences.findings import (
+    describe_features,
+    describe_overlap,
+    describe_scaling,
+    describe_seen,
+)
+from posttrain.interpret.differences.lens import strongest_tokens
+from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
+from posttrain.interpret.differences.record import Answered, answer_prompts, split_examples
+from posttrain.recipes.sections import ModelSection
+from posttrain.tasks.base import Task
+
+Observe = Callable[[str], None]
+LARGE_BYTES = 1 << 30
+SAMPLE_ROWS = 65_536
+LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
+
+
+@dataclass
+class Setting:
+    """What a comparison is of.
+
+    ``sections``: how both models are loaded; ``open_subject`` loads one (``base``, ``post``) ready to answer, both with
+    the same template and grader. ``site`` is resolved. ``allow_large``: activations above 1 GiB may be recorded.
+    """
+
+    sections: dict[str, ModelSection]
+    open_subject: Callable[[str], Subject]
+    task: Task
+    site: str
+    allow_large: bool = False
+
+
+@dataclass
+class Comparison:
+    """The work under way; ``found`` becomes ``diff.json``."""
+
+    recipe: DiffRecipe
+    setting: Setting
+    folder: Path
+    observe: Observe
+    found: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    subjects: dict[str, Subject] = field(default_factory=dict)
+    dictionaries: list[Dictionary] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def changes(self) -> ChangesSection:
+        return self.recipe.changes
+
+    @property
+    def site(self) -> str:
+        return self.setting.site
+
+    @property
+    def device(self) -> torch.device:
+        """Where the post model is: the dictionaries work beside it."""
+        device: torch.device = next(self.subject("post").model.parameters()).device
+        return device
+
+    def subject(self, name: str) -> Subject:
+        if name not in self.subjects:
+            self.subjects[name] = self.setting.open_subject(name)
+        return self.subjects[name]
+
+    @contextmanager
+    def timed(self, part: str, line: str) -> Iterator[None]:
+        self.observe(line)
+        started = time.monotonic()
+        yield
+        self.seconds[part] = round(time.monotonic() - started, 1)
+
+
+def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe = lambda line: None) -> dict[str, Any]:
+    """All of it; returns the content of ``diff.json``.
+
+    What is in the folder already (activations, dictionaries) is kept.
+
+    Raises:
+        UsageError: too few examples or activations, or models that cannot be compared.
+    """
+    work = Comparison(recipe, setting, folder, observe)
+    changes = recipe.changes
+    asked, tested = split_examples(setting.task, changes)
+    with work.timed("answers", f"{len(asked)} prompts are answered {changes.samples} times by {changes.by}"):
+        who = ("base", "post") if changes.by == "both" else (changes.by,)
+        answered = answer_prompts({name: work.subject(name) for name in who}, asked, changes)
+        work.found["documents"] = answered.facts()
+    with work.timed("recording", f"both models read {sum(map(len, answered.documents)):,} tokens"):
+        store = _record(work, answered)
+    with work.timed("dictionaries", "dictionaries of the base are trained"):
+        start = held_out_start(store, changes)
+        work.dictionaries = _dictionaries(work, store, start)
+    with work.timed("changes", "changes of every feature are measured"):
+        _see(work, store, start)
+    with work.timed("difference", "the difference itself is looked at"):
+        _look_at_difference(work, store, start)
+    with work.timed("divergence", "KL is measured token by token, and patched"):
+        _diverge(work, store, answered)
+    if changes.causal is not None:
+        with work.timed("causal", "causal test: the models answer with features taken away or amplified"):
+            limit = _limit(store, work.site, "post")
+            subjects = {name: work.subject(name) for name in ("base", "post")}
+            work.found["causal"] = measure_causes(
+                subjects, work.site, tested, changes, work.dictionaries, work.seen, limit, work.observe
+            )
+    work.found["seconds"] = work.seconds
+    return work.found
+
+
+def held_out_start(store: ActivationStore, changes: ChangesSection) -> int:
+    """The first row of the documents that no dictionary learns from."""
+    return split_rows(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
+
+
+def _record(work: Comparison, answered: Answered) -> ActivationStore:
+    changes, setting = work.changes, work.setting
+    recorder = Recorder(
+        [setting.sections["base"], setting.sections["post"]],
+        answered.documents,
+        [work.site],
+        dtype=changes.dtype,
+        outliers=changes.outliers,
+        data={"source": "answers", "task": setting.task.name, "split": setting.task.split, "by": changes.by},
+        prompt_lengths=answered.prompt_lengths,
+        seed=changes.seed,
+    )
+    if recorder.size.num_bytes > LARGE_BYTES and not setting.allow_large:
+        raise UsageError(
+            f"{recorder.size.rows:,} tokens of activations of both models take {recorder.size.num_bytes / 1e9:.1f} GB; "
+            "add --yes to record them, or set changes.prompts lower"
+        )
+    store = recorder.write(work.folder / "activations")
+    index = store.index
+    work.found["activations"] = {
+        "site": work.site,
+        "layer_convention": index.layer_convention,
+        "rows": index.rows,
+        "dropped": index.dropped,
+        "norms": {source: index.norms[column(work.site, source)].median for source in ("base", "post")},
+        "weights": {source.name: source.weights_hash for source in index.sources},
+    }
+    return store
+
+
+def _dictionaries(work: Comparison, store: ActivationStore, start: int) -> list[Dictionary]:
+    """Those of the recipe's folders, else one for each seed."""
+    changes = work.changes
+    if changes.dictionaries:
+        loaded = [load_dictionary(folder).to(work.device) for folder in changes.dictionaries]
+        for folder, dictionary in zip(changes.dictionaries, loaded, strict=True):
+            if (dictionary.d, dictionary.sources) != (store.width(work.site), 1):
+                raise UsageError(
+                    f"changes.dictionaries: {folder} is of {dictionary.sources} x {dictionary.d} numbers, but "
+                    f"{work.site} has {store.width(work.site)}"
+                )
+        return loaded
+    rows = StoreRows(store, work.site, "base")
+    return [
+        _fitted(work, f"seed-{seed}", rows, start, changes.dictionary, changes.seed + seed)
+        for seed in range(changes.seeds)
+    ]
+
+
+def _fitted(
+    work: Comparison, name: str, rows: StoreRows, start: int, word: DictionaryWord, seed: int, frozen: bool = False
+) -> Dictionary:
+    """The dictionary of that name in the folder, trained if it is not there."""
+    place = work.folder / "dictionaries" / name
+    if not (place / "cfg.json").is_file():
+        work.observe(f"dictionary {name}: {word.num_features(rows.d)} features, {work.changes.train.steps} steps")
+        dictionary = fit_dictionary(
+            rows, start, word, work.changes.train, seed=seed, frozen_decoder=frozen, device=work.device
+        )
+        models = [source.model for source in rows.store.index.sources]
+        facts = {"model_name": models[0], "models": models, "site": work.site, "source": rows.source, "seed": seed}
+        save_dictionary(dictionary, place, facts)
+    return load_dictionary(place).to(work.device)
+
+
+def _see(work: Comparison, store: ActivationStore, start: int) -> None:
+    """Changes by every dictionary, how the seeds agree, and the frozen decoder beside them."""
+    changes = work.changes
+
+    def see(dictionary: Dictionary, seed: int) -> Seen:
+        return see_changes(
+            store,
+            work.site,
+            dictionary,
+            held_out_start=start,
+            seed=changes.seed + seed,
+            min_documents=changes.min_documents,
+            min_change=changes.min_change,
+        )
+
+    work.seen = [see(dictionary, seed) for seed, dictionary in enumerate(work.dictionaries)]
+    work.found["dictionaries"] = [describe_seen(seen, work.dictionaries[i]) for i, seen in enumerate(work.seen)]
+    work.found["overlap"] = describe_overlap(work.dictionaries, work.seen)
+    head, tokenizer = work.subject("post").model, work.subject("post").tokenizer
+    work.found["features"] = describe_features(
+        store, work.site, work.dictionaries[0], work.seen[0], head, tokenizer, changes.show
+    )
+    frozen = _fitted(
+        work, "frozen", StoreRows(store, work.site, "base"), start, changes.dictionary, changes.seed, frozen=True
+    )
+    seen = see(frozen, 0)
+    work.found["frozen"] = describe_seen(seen, frozen)
+    work.found["frozen"]["ranking"] = seen.changes.ranking().tolist()
+
+
+def _look_at_difference(work: Comparison, store: ActivationStore, start: int) -> None:
+    """The mean difference through the lens, and dictionaries of the difference and of both models."""
+    changes = work.changes
+    post = work.subject("post")
+    names, means = mean_differences(store, work.site)
+    tokens = strongest_tokens(post.model, means, post.tokenizer)
+    norm = work.found["activations"]["norms"]["base"]
+    work.found["lens"] = [
+        {"where": name, "norm": float(mean.norm()) / norm, **entry}
+        for name, mean, entry in zip(names, means, tokens, strict=True)
+    ]
+    if changes.difference is not None:
+        rows = StoreRows(store, work.site, DIFFERENCE)
+        if not bool(sample_rows(rows, rows.num_rows, SAMPLE_ROWS, changes.seed).any()):
+            work.observe("both models compute the same at this site, so there is no dictionary of their difference")
+            return
+        fitted = _fitted(work, "difference", rows, start, changes.difference, changes.seed)
+        work.found["difference"] = _describe(work, store, start, fitted, rows)
+    if changes.crosscoder is not None:
+        rows = StoreRows(store, work.site, BOTH)
+        fitted = _fitted(work, "crosscoder", rows, start, changes.crosscoder, changes.seed)
+        work.found["crosscoder"] = _describe(work, store, start, fitted, rows)
+
+
+def _describe(
+    work: Comparison, store: ActivationStore, start: int, dictionary: Dictionary, rows: StoreRows
+) -> dict[str, Any]:
+    quality = measure(dictionary, in_batches(rows, start, rows.num_rows))
+    post = work.subject("post")
+    scaling = scale_latents(store, work.site, dictionary)
+    return describe_scaling(dictionary, scaling, quality, post.model, post.tokenizer)
+
+
+def _limit(store: ActivationStore, site: str, source: str) -> float:
+    return store.index.limits.get(column(site, source), float("inf"))
+
+
+def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> None:
+    changes = work.changes
+    base, post = work.subject("base"), work.subject("post")
+    shown = range(min(changes.kl_documents, len(answered.documents)))
+    work.found["divergence"] = locate_divergence(
+        base.model,
+        post.model,
+        [answered.documents[i] for i in shown],
+        [answered.prompt_lengths[i] for i in shown],
+        post.tokenizer,
+    )
+    ranking = work.found["frozen"].pop("ranking")
+    if changes.patching is None:
+        return
+    if work.found["divergence"]["per_token"] < LEAST_KL:
+        work.observe("both models predict the same, so there is nothing that patching could recover")
+        return
+    frozen = load_dictionary(work.folder / "dictionaries" / "frozen").to(work.device)
+    difference = work.folder / "dictionaries" / "difference"
+    count = min(changes.patching.documents, len(answered.documents))
+    work.found["patching"] = patch_curves(
+        (base.model, post.model),
+        work.site,
+        (answered.documents[-count:], answered.prompt_lengths[-count:]),
+        changes,
+        work.dictionaries,
+        work.seen,
+        frozen=(frozen, ranking),
+        difference=load_dictionary(difference).to(work.device) if "difference" in work.found else None,
+        limit=min(_limit(store, work.site, source) for source in ("base", "post")),
+        observe=work.observe,
+    )

@@ -1,0 +1,251 @@
+"""A recipe that compares two models: which, over which texts, by which dictionaries, tested how. Imports no torch.
+
+It is told from other recipes by its section ``changes``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from posttrain import registry
+from posttrain.consent import refuse_remote_code
+from posttrain.errors import RecipeError
+from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
+from posttrain.option_types import Repetitions, Seed, Tokens, shorten
+from posttrain.recipes.files import apply_override, extend, parse_yaml, recipe_text
+from posttrain.recipes.sections import Section, Word
+from posttrain.strict_yaml import write_yaml
+
+SECTION = "changes"
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dictionary": {"name": "batchtopk", "k": 16, "expansion": 4.0},
+    "difference": {"name": "topk", "k": 1, "features": 64},
+    "train": {"steps": 600, "batch": 2048},
+}
+
+
+class Compared(Section):
+    """One of the two models: the ``name`` of a model or a run, or a training ``recipe``.
+
+    Of a recipe a finished run is looked for, and where there is none it is trained first. ``from_base`` (of ``post``):
+    the recipe starts from the base.
+    """
+
+    name: str | None = None
+    recipe: str | None = None
+    from_base: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.name is None) == (self.recipe is None):
+            raise ValueError("give either the 'name' of a model or a run, or a training 'recipe'")
+        return self
+
+
+class PatchingSection(Section):
+    """How much of the KL is recovered by patching the base: on so many ``documents``, by so many features."""
+
+    documents: int = Field(default=64, ge=1)
+    counts: list[int] = Field(default=[1, 2, 4, 8, 16, 32, 64, 128])
+
+
+class CausalSection(Section):
+    """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
+
+    ``measure``: the reward, or the share of right answers. ``counts``: how many of the most changed features are
+    moved all the way, or taken away. ``features``: how many are given by each of the ``doses`` (1: all the way) and
+    multiplied by each of the ``factors``, and are judged by. ``draws``: sets of random features.
+    """
+
+    measure: Literal["reward", "accuracy"] = "reward"
+    prompts: int = Field(default=64, ge=2)
+    counts: list[int] = Field(default=[4, 16, 64])
+    features: int = Field(default=16, ge=1)
+    doses: list[float] = Field(default=[0.5, 1.0, 1.5])
+    factors: list[float] = Field(default=[0.0, 0.5, 2.0])
+    draws: int = Field(default=2, ge=1)
+
+
+class ChangesSection(Section):
+    """The comparison.
+
+    ``site``: such as ``resid.2``; by default the residual stream in the middle of the model. ``prompts`` of the task
+    are answered ``samples`` times ``by`` one of the models or both, at ``temperature``, and both models read prompts
+    and answers. ``seeds``: dictionaries of the base, or ``dictionaries``: folders with some. ``held_out``: share of
+    the documents that they do not learn from. A feature counts as changed if it fires in ``min_documents``
+    documents, the change is significant, and larger than ``min_change``. ``difference``: a dictionary of
+    post − base; ``crosscoder``: one of both models. ``kl_documents``: on so many KL is measured token by token.
+    ``show``: so many features are shown with contexts. ``patching``, ``causal``: null leaves them out.
+    """
+
+    site: str | None = None
+    prompts: int = Field(default=512, ge=4)
+    samples: int = Field(default=2, ge=1)
+    by: Literal["post", "base", "both"] = "post"
+    temperature: float = Field(default=1.0, ge=0)
+    max_tokens: Tokens | None = None
+    outliers: float = Field(default=10.0, ge=0)
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    seeds: Repetitions = 3
+    seed: Seed = 0
+    dictionaries: list[str] = Field(default_factory=list)
+    dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])
+    train: DictionaryTrainSection = Field(
+        default_factory=lambda: DictionaryTrainSection.model_validate(_DEFAULTS["train"])
+    )
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    min_documents: int = Field(default=12, ge=2)
+    min_change: float = Field(default=0.2, ge=0)
+    difference: DictionaryWord | None = DictionaryWord.model_validate(_DEFAULTS["difference"])
+    crosscoder: DictionaryWord | None = None
+    kl_documents: int = Field(default=256, ge=1)
+    show: int = Field(default=24, ge=1)
+    patching: PatchingSection | None = Field(default_factory=PatchingSection)
+    causal: CausalSection | None = Field(default_factory=CausalSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        """Options of a word that is not named are of the usual one."""
+        if not isinstance(value, Mapping):
+            return value
+        filled = dict(value)
+        for key, default in _DEFAULTS.items():
+            given = filled.get(key)
+            if isinstance(given, Mapping) and "name" not in given:
+                filled[key] = default | dict(given)
+        return filled
+
+
+class DiffRecipe(Section):
+    """Two models compared. ``task``: what they are asked (default: the post run's own, its test split); ``template``:
+    how (default: the post run's own)."""
+
+    description: str = ""
+    base: Compared
+    post: Compared
+    task: Word | None = None
+    template: Word | None = None
+    changes: ChangesSection = Field(default_factory=ChangesSection)
+
+    def resolve(self) -> DiffRecipe:
+        """The recipe with every word's options checked and their defaults filled in.
+
+        Raises:
+            UnknownWord, RecipeError: with the key that is wrong.
+        """
+        resolved = self.model_copy(deep=True)
+        changes = resolved.changes
+        for key in ("dictionary", "difference", "crosscoder"):
+            word = getattr(changes, key)
+            if word is not None:
+                setattr(changes, key, _resolve(word, "dictionary", f"changes.{key}"))
+        if resolved.task is not None:
+            resolved.task = _resolve(resolved.task, "task", "task")
+        if resolved.template is not None:
+            resolved.template = _resolve(resolved.template, "template", "template")
+        return resolved
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, without keys that are None, but for parts that were left out."""
+        data = _plain(self)
+        for key in ("difference", "patching", "causal"):
+            data["changes"].setdefault(key, None)
+        return dict(data)
+
+    def to_yaml(self) -> str:
+        return write_yaml(self.dump())
+
+    def fingerprint(self) -> str:
+        """SHA-256 (16 hex digits) of the recipe."""
+        return hashlib.sha256(json.dumps(self.dump(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        data = {name: getattr(value, name) for name in type(value).model_fields} | dict(value.model_extra or {})
+        return {key: _plain(item) for key, item in data.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _resolve(word: Any, kind: str, where: str) -> Any:
+    options = registry.find(kind, word.name, where).options(word.options, where)
+    fixed = {name: getattr(word, name) for name in type(word).model_fields}
+    return type(word)(**fixed, **json.loads(json.dumps({k: v for k, v in options.items() if v is not None})))
+
+
+def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]] = ()) -> DiffRecipe:
+    """The recipe of a name or file, or one of the names of two models.
+
+    Raises:
+        RecipeError: with file, line and key.
+    """
+    if len(models) == 2:
+        return _validate({"base": {"name": models[0]}, "post": {"name": models[1]}}, overrides, "command line", {})
+    place, text = recipe_text(models[0])
+    data, lines = parse_yaml(text, place)
+    data, inherited = extend(data, place, lines)
+    if SECTION not in data:
+        raise RecipeError(
+            f"{place}: this compares no models (it has no section {SECTION!r}). Give BASE and POST, or a recipe such "
+            "as tiny/what-did-rl-change"
+        )
+    places = inherited | {key: f"{place}:{line}" for key, line in lines.items()}
+    return _validate(data, overrides, place, places)
+
+
+def _validate(
+    data: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, places: Mapping[str, str]
+) -> DiffRecipe:
+    for key, value in overrides:
+        apply_override(data, key, value)
+    given = {key for key, _ in overrides}
+    refuse_remote_code(data, given, lambda key: f"{places.get(key, place)}: ")
+    try:
+        return DiffRecipe.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            path = [str(part) for part in item["loc"]]
+            key = ".".join(path)
+            nearest = next((places[k] for k in _upwards(path) if k in places), place)
+            where = "command line" if key in given else nearest
+            lines.append(f"{where}: {key}: {_explain(item, path)}")
+        raise RecipeError("\n".join(lines)) from None
+
+
+def _upwards(path: Sequence[str]) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    return [".".join(path[:end]) for end in range(len(path), 0, -1)]
+
+
+def _explain(item: Any, path: Sequence[str]) -> str:
+    if item["type"] == "missing":
+        return "this key is needed"
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        return f"there is no such key.{registry.suggest(path[-1], known)} Known keys: {', '.join(known)}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message if item["type"] == "value_error" else f"{message}; got {shorten(item['input'])}"
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = DiffRecipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        annotation = field.annotation if field is not None else None
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -1,0 +1,175 @@
+"""Which tokens a direction of the residual stream speaks for, read directly off the unembedding.
+
+Convention: a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean over the vocabulary. γ is
+the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own first. The norm's division
+by the size of the residual stream is left out: it depends on the token at hand and scales all logits alike, so it
+changes no order. Biases, soft caps and layers in between are left out too, so this is what a feature says directly,
+nostalgebraist's logit lens (2020) for one direction.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.extract import shorten_config
+from posttrain.interpret.activations.sites import backbone_of
+from posttrain.models.forward.forward import causal_lm
+from posttrain.models.load import load_model, load_tokenizer, reading_model
+from posttrain.models.sources import adapter_base, resolve_model_name
+from posttrain.recipes.recipe import ModelSection
+
+CONVENTION = (
+    "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
+    "the norm's division by the size of the residual stream, without biases and soft caps"
+)
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+_MAX_LOGITS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """Unembedding [V, d] and gain [d] of one model, fp32; ``centres``: its final norm subtracts the mean."""
+
+    unembedding: Tensor
+    gain: Tensor
+    centres: bool
+
+    def to(self, device: torch.device | str) -> Lens:
+        """The same on a device."""
+        return Lens(self.unembedding.to(device), self.gain.to(device), self.centres)
+
+    def logits(self, directions: Tensor) -> Tensor:
+        """[n, V] of directions [n, d] of any norm but 0, which is brought to 1; see the module for the convention."""
+        unit = directions.float()
+        unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        if self.centres:
+            unit = unit - unit.mean(1, keepdim=True)
+        logits = (unit * self.gain) @ self.unembedding.T
+        return logits - logits.mean(1, keepdim=True)
+
+    def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
+        """For each direction the ``count`` tokens with the highest logits, falling, and with the lowest, rising."""
+        size = max(1, _MAX_LOGITS // len(self.unembedding))
+        count = min(count, len(self.unembedding))
+        found: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
+        for part in directions.to(self.gain.device).split(size):
+            logits = self.logits(part)
+            for lists, largest in zip(found, (True, False), strict=True):
+                values, tokens = (x.tolist() for x in logits.topk(count, largest=largest))
+                lists += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+        return found
+
+
+Likely = tuple[int, float]  # a token's id and its logit
+
+
+@torch.no_grad()
+def build_lens(model: Any) -> Lens:
+    """The lens of a causal LM, or of a peft model around one.
+
+    Raises:
+        UsageError: it has no LM head, or keeps its final norm in a way that is not known here.
+    """
+    plain, backbone = causal_lm(model), backbone_of(model)
+    head = plain.get_output_embeddings()
+    names = [name for name in _FINAL_NORMS if name in backbone._modules]
+    if head is None or len(names) != 1:
+        missing = "LM head" if head is None else "final norm"
+        raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")
+    weight = head.weight.detach().float()
+    gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
+    return Lens(weight, gain, centres)
+
+
+def load_lens(section: ModelSection) -> tuple[Lens, Any]:
+    """The lens of a model by its name, and its tokenizer. All blocks of a plain model but one stay on the disk.
+
+    Raises:
+        UsageError: no such model, or see ``build_lens``.
+    """
+    source = resolve_model_name(section.name)
+    if adapter_base(source) is None and section.load_bits is None:
+        model = _load_both_ends(section, source)
+        if model is not None:
+            return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
+    loaded = load_model(section, seed=0)
+    return build_lens(loaded.model), loaded.tokenizer
+
+
+def _load_both_ends(section: ModelSection, source: str) -> Any | None:
+    """Embeddings, one block, final norm and head; None where the whole model has to be loaded."""
+    trusted = section.runs_remote_code
+    try:
+        with reading_model(section.name, source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+                return None
+            shorten_config(config, 1)
+            with _quiet_loading():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=getattr(torch, section.dtype),
+                    trust_remote_code=trusted,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+    except UsageError:
+        return None  # loading all of it says what is wrong
+    return None if found["missing_keys"] else model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the report of the blocks that are left over."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
+    """(gain [d], whether it subtracts the mean), by what the norm does to a vector; so no architecture is asked for.
+
+    ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
+    """
+    draws = torch.Generator().manual_seed(0)
+    x = 1 + torch.rand(d, generator=draws)
+    x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
+    x = x.to(device)
+    exact = copy.deepcopy(norm).float()
+
+    def respond(values: Tensor) -> Tensor:
+        response: Tensor = (exact(values[None]) - exact(-values[None]))[0] / 2
+        return response
+
+    plain, moved = respond(x), respond(x + 3)
+    centres = bool((plain - moved).norm() < 0.01 * plain.norm())
+    centred = x - x.mean() if centres else x
+    return plain * centred.square().mean().sqrt() / centred, centres
+
+
+def show_tokens(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token by itself; where it is part of a character, or nothing, the tokenizer's name for it."""
+    found = {}
+    for index in dict.fromkeys(ids):
+        text = str(tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if not text or "\ufffd" in text:
+            text = str(tokenizer.convert_ids_to_tokens(index) or f"<{index}>")
+        found[index] = text
+    return found

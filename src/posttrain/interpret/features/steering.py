@@ -1,0 +1,152 @@
+"""A model steered by features of a dictionary: directions added to a site, features taken out or held at a value.
+
+At every token, prompt and reply alike, the site's output x becomes
+
+    x + Σ_clamped (value − f_i(x)) d_i + Σ_steered strength · d_i / ‖d_i‖
+
+with d_i the decoder row of feature i and f(x) its activations as they would have been. A feature that is ablated is
+clamped to 0: its contribution f_i d_i goes, and what the other features contribute stays exactly as it was, as does
+what the dictionary does not reconstruct. (Read again from the changed x, features whose encoder rows overlap with d_i
+may differ.) Strengths are lengths in the model's own activations; the largest activation of the feature, which
+`posttrain sae features` shows, is a natural unit where decoder rows have norm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.sites import (
+    backbone_of,
+    blocks_of,
+    check_sites,
+    first_tensor,
+    halves_of,
+    read_site,
+)
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.features.features import check_features
+
+# Dictionaries of these sources do not read the activations of one model, so no feature of theirs can be measured in it.
+_UNREADABLE = ("difference", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is done to features, by their numbers: ``strengths`` to add, ``values`` to clamp them to (0: ablate)."""
+
+    strengths: Mapping[int, float] = field(default_factory=dict)
+    values: Mapping[int, float] = field(default_factory=dict)
+
+
+class Steering:
+    """A change made ready for one model; it takes effect inside ``applied()``.
+
+    Features with strength 0 are left out, so that strength 0 is the model itself, bit for bit.
+
+    Args:
+        model: a causal LM, or a peft model around one.
+        dictionary: on raw activations of that site. Of a crosscoder the last source's rows are added.
+        site: such as ``resid.20``.
+        change: which features, and how.
+
+    Raises:
+        UsageError: no such site or feature, a dictionary of another width, or one of several sources to clamp.
+    """
+
+    def __init__(self, model: Any, dictionary: Dictionary, site: str, change: Change) -> None:
+        place, backbone = read_site(site), backbone_of(model)
+        check_sites(backbone, [place])
+        width = backbone.config.get_text_config().hidden_size
+        if dictionary.d != width:
+            raise UsageError(f"the dictionary is for activations of width {dictionary.d}; this model has {width}")
+        if change.values and dictionary.sources > 1:
+            raise UsageError("a crosscoder reads two models at once, so its features can be added but not taken out")
+        strengths = {feature: x for feature, x in change.strengths.items() if x != 0}
+        steered, clamped = (check_features(dictionary, list(given)) for given in (strengths, change.values))
+        rows = (dictionary.W_dec.detach()[:, -1].float() / dictionary.input_scale[-1]).cpu()
+        unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
+        self.added = torch.tensor(list(strengths.values())) @ unit if strengths else None
+        self.clamped = clamped
+        self.values = torch.tensor(list(change.values.values()), dtype=torch.float32)
+        self.rows = rows[clamped]
+        device = backbone.get_input_embeddings().weight.device
+        self.dictionary = dictionary.to(device)
+        self.added = None if self.added is None else self.added.to(device)
+        self.clamped, self.values, self.rows = (x.to(device) for x in (self.clamped, self.values, self.rows))
+        self.site = str(place)
+        self._reads_input = place.layer == 0
+        self._module = blocks_of(backbone)[1][max(place.layer, 1) - 1]
+        if place.place != "resid":
+            attention, mlp = halves_of(backbone, place.layer)
+            self._module = mlp if place.place == "mlp" else attention
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the model stays as it is."""
+        return self.added is None and not len(self.clamped)
+
+    def change(self, x: Tensor) -> Tensor:
+        """The site's output [..., d] in its dtype, changed; computed in float32."""
+        if self.is_nothing:
+            return x
+        exact = x.float().reshape(-1, x.shape[-1])
+        moved = torch.zeros_like(exact)
+        if len(self.clamped):
+            features = self.dictionary.encode(exact)[:, self.clamped]
+            moved = (self.values - features) @ self.rows
+        if self.added is not None:
+            moved = moved + self.added
+        return (exact + moved).reshape(x.shape).to(x.dtype)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, every forward pass of the model's modules is changed. May be entered again and again."""
+        if self.is_nothing:
+            yield
+            return
+        if self._reads_input:
+            hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
+        else:
+            hook = self._module.register_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _before(self, _: nn.Module, given: Any, named: Any) -> Any:
+        if given:
+            return (self.change(given[0]), *given[1:]), named
+        return given, named | {"hidden_states": self.change(named["hidden_states"])}
+
+    def _after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        changed = self.change(first_tensor(output))
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def load_steering(model: Any, folder: str | Path, change: Change, site: str | None = None) -> Steering:
+    """A change with the dictionary in a folder, at the site that its ``cfg.json`` names unless another is given.
+
+    Raises:
+        UsageError: no site is known, or see ``Steering``; a dictionary of differences has features that can be added
+            but not taken out.
+        DataError: there is no dictionary.
+    """
+    dictionary, metadata = load_dictionary(folder), read_metadata(folder)
+    place = site or metadata.get("site")
+    if not isinstance(place, str):
+        raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
+    if change.values and metadata.get("source") in _UNREADABLE:
+        raise UsageError(
+            f"{folder}: its features are of the {metadata['source']} of two models' activations; they can be added but "
+            "not taken out of one model"
+        )
+    return Steering(model, dictionary, place, change)

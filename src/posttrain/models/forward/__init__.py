@@ -1,0 +1,1 @@
+"""The forward pass: packed rows in, log-probabilities, states and scores out."""

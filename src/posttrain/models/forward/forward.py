@@ -1,0 +1,394 @@
+"""From a batch to per-token log-probabilities and scores: packed, prompts shared, head in chunks.
+
+Log-probabilities and entropies are fp32 whatever the weights are, at the temperature that they are asked for,
+and only at trained positions; ``[tokens, V]`` never exists whole when it would be large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.models.forward.linear import fast_linear
+from posttrain.models.forward.packing import Packing, Reads, install_packed_attention, pack, packed_attention
+from posttrain.models.heads import ScalarHead, log_softmax, score_logits
+from posttrain.types import Batch, Outputs
+
+# Logits of at most this many elements (64 MiB in fp32) exist at a time.
+MAX_LOGIT_ELEMENTS = 1 << 24
+
+Entropy = Literal["none", "detached", "differentiable"]
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers causal LM inside ``model`` (itself, or the base of a peft model)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What the model computed for the M trained tokens, in row-major order.
+
+    predicting: what log-probabilities come from, ``[M, d]`` hidden states or ``[M, V]`` logits
+    (None where they are not wanted); project: from a part of it to logits; reading ``[M, d]``: the
+    hidden states that a scalar head reads (None without one); targets ``int64 [M]``; where ``bool
+    [B, T]``. The first ``num_targets`` of M are real.
+    """
+
+    predicting: Tensor | None
+    project: Callable[[Tensor], Tensor]
+    reading: Tensor | None
+    targets: Tensor
+    num_targets: int
+    where: Tensor
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[M, ...]`` back to ``[B, T, ...]`` at the trained positions, 0 elsewhere."""
+        inner = values.shape[1:]
+        out = torch.zeros((*self.where.shape, *inner), dtype=values.dtype, device=self.where.device)
+        mask = self.where.view(*self.where.shape, *(1 for _ in inner))
+        return out.masked_scatter(mask, values[: self.num_targets])
+
+
+class Forward:
+    """The trainer's forward pass over one model, with or without a scalar head.
+
+    ``path``: ``packed`` where the model's modules agree with it on a probe batch, else ``padded``
+    (the model's own padded forward, whole logits). The choice is by measurement, not by name.
+
+    Args:
+        model: a causal LM, plain or peft.
+        temperature: log-probabilities are of the logits divided by it.
+        head: fills ``Outputs.scores`` from the hidden states under the LM head; it is moved to the
+            model's device.
+        reads: for the trained token t the head reads the state before it (``before``: the value of
+            the state in which t was chosen) or t's own (``at``: rewards and step labels).
+        scores_only: the LM head is not computed (reward models, separate critics).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        temperature: float = 1.0,
+        head: ScalarHead | None = None,
+        reads: Reads = "before",
+        scores_only: bool = False,
+    ) -> None:
+        assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
+        self.model = model
+        self.temperature = temperature
+        self.head = None if head is None else head.to(self.device)
+        self.reads: Reads = reads
+        self.scores_only = scores_only
+        install_packed_attention(causal_lm(model))
+        self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
+        self.last_packing: Packing | None = None
+        self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
+
+    @property
+    def device(self) -> torch.device:
+        """Where the LM head is, and so the outputs."""
+        device: torch.device = causal_lm(self.model).get_output_embeddings().weight.device
+        return device
+
+    def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
+        """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
+
+        With ``scores_only`` they are 0 everywhere, without entropy. ``with_candidates``: also of the
+        tokens in the stream ``teacher_ids`` (``int64 [B, T, K]``), from the same distributions.
+
+        Backward must run before the next call, inside ``backward_context`` when activations are
+        recomputed. The batch may be on the CPU (best: it is planned there); outputs are on the model's
+        device.
+        """
+        return self.run(batch, self.plan(batch), entropy, with_candidates)
+
+    def plan(self, batch: Batch) -> Packing | None:
+        """How the batch is packed, on the model's device; None where it takes the padded path."""
+        return pack(batch, reads=self.reads).to(self.device) if self.packs(batch) else None
+
+    def packs(self, batch: Batch) -> bool:
+        """Whether the batch is packed: not where a row is longer than the model's sliding attention window,
+        which packing does not know."""
+        window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
+        return self.path == "packed" and (window is None or self._columns(batch) <= window)
+
+    def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
+        """``__call__`` with a given plan, so that two models may share it."""
+        assert not (with_candidates and self.scores_only), "a model that only scores has no distributions"
+        states = self._states(batch, packing, predicts=not self.scores_only)
+        scores = None if states.reading is None else self._scores(states)
+        if states.predicting is None:
+            return Outputs(logprobs=torch.zeros(batch.mask.shape, device=states.where.device), scores=scores)
+        candidates = batch.stream("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
+        logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates)
+        return Outputs(
+            logprobs=states.spread(logprobs),
+            entropy=None if entropies is None else states.spread(entropies),
+            scores=scores,
+            candidate_logprobs=None if of_candidates is None else states.spread(of_candidates),
+        )
+
+    def read_scores(self, batch: Batch) -> Tensor:
+        """The head's scores alone, ``[B, T]`` or ``[B, T, C]``; the LM head is not computed."""
+        return self._scores(self._states(batch, self.plan(batch), predicts=False))
+
+    @torch.no_grad()
+    def top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest tokens at each trained position and their log-probabilities, likeliest first.
+
+        ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V.
+        """
+        states = self._states(batch, self.plan(batch), predicts=True)
+
+        def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            table = log_softmax(states.project(part), self.temperature)
+            values, ids = table.topk(min(k, table.shape[-1]), dim=-1)
+            return ids, values
+
+        ids, logprobs = self._in_chunks(best, states, ())
+        return states.spread(ids), states.spread(logprobs)
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Where backward runs: gradient checkpointing recomputes attention and needs the packing."""
+        if self.last_packing is None:
+            yield
+        else:
+            with packed_attention(self.last_packing), fast_linear():
+                yield
+
+    def _columns(self, batch: Batch) -> int:
+        """How many columns of the batch are computed: the last one predicts nothing, so only ``at`` needs it."""
+        return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
+
+    def _states(self, batch: Batch, packing: Packing | None, *, predicts: bool) -> States:
+        self.last_packing = packing
+        if packing is None:
+            columns = self._columns(batch)
+            self.last_slots = batch.num_rows * columns
+            self.last_tokens = int(batch.lengths.clamp(max=columns).sum())
+            return self._padded(batch.to(self.device), columns, predicts)
+        self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
+        return self._packed(packing, predicts)
+
+    def _packed(self, packing: Packing, predicts: bool) -> States:
+        base = causal_lm(self.model)
+        with packed_attention(packing), fast_linear():
+            hidden = base.get_decoder()(
+                input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
+            ).last_hidden_state[0]
+        predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
+        reading = None
+        if self.head is not None:
+            reading = predicting if packing.readers is None else hidden.index_select(0, packing.readers)
+        return States(
+            predicting=predicting if predicts else None,
+            project=_with_fast_linear(base.get_output_embeddings()),
+            reading=reading,
+            targets=packing.targets,
+            num_targets=packing.num_targets,
+            where=packing.where,
+        )
+
+    def _padded(self, batch: Batch, columns: int, predicts: bool) -> States:
+        places = torch.arange(columns, device=batch.tokens.device)
+        inputs = {
+            "input_ids": batch.tokens[:, :columns],
+            "attention_mask": (places[None, :] < batch.lengths[:, None]).long(),
+            "position_ids": places[None, :].expand(batch.num_rows, -1),
+            "use_cache": False,
+        }
+        decoder = causal_lm(self.model).get_decoder()
+        found: list[Tensor] = []
+        predicting = None
+        if predicts:
+            # Logits are the model's own, which may scale or cap what the LM head gives.
+            hook = decoder.register_forward_hook(lambda _, __, output: found.append(output.last_hidden_state))
+            try:
+                logits = self.model(**inputs).logits
+            finally:
+                hook.remove()
+            predicting = logits[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
+        else:
+            found.append(decoder(**inputs).last_hidden_state)
+        reading = None
+        if self.head is not None:
+            hidden = found[-1]
+            at = self.reads == "at"
+            reading = hidden[batch.mask] if at else hidden[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
+        targets = batch.tokens[batch.mask]
+        return States(predicting, lambda logits: logits, reading, targets, len(targets), batch.mask)
+
+    def _scores(self, states: States) -> Tensor:
+        assert self.head is not None, "scores need a head"
+        assert states.reading is not None
+        scores: Tensor = self.head(states.reading)
+        return states.spread(scores)
+
+    def _predictions(
+        self, states: States, entropy: Entropy, candidates: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``."""
+        extra: tuple[Tensor, ...] = ()
+        if candidates is not None:  # M is rounded up
+            missing = len(states.targets) - len(candidates)
+            extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
+
+        def run(part: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            found = score_logits(states.project(part), given[0], self.temperature, entropy, *given[1:])
+            return tuple(x for x in found if x is not None)
+
+        found = list(self._in_chunks(run, states, (states.targets, *extra)))
+        of_candidates = None if candidates is None else found.pop()
+        return found[0], None if entropy == "none" else found[1], of_candidates
+
+    def _in_chunks(
+        self,
+        run: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]],
+        states: States,
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """``run`` over parts of the trained tokens, few enough that the logits of a part are small.
+
+        Parts are recomputed in backward, unless one suffices.
+        """
+        rows = states.predicting
+        assert rows is not None
+        chunk = max(1, MAX_LOGIT_ELEMENTS // causal_lm(self.model).get_output_embeddings().weight.shape[0])
+        if len(rows) <= chunk:
+            return run(rows, given)
+        pieces: list[tuple[Tensor, ...]] = []
+        for start in range(0, len(rows), chunk):
+            here = slice(start, start + chunk)
+            pieces.append(checkpoint(run, rows[here], tuple(x[here] for x in given), use_reentrant=False))
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+    @torch.no_grad()
+    def _packed_agrees(self) -> bool:
+        """Compare the log-probabilities of both paths on a small ragged batch with a shared prompt."""
+        base = causal_lm(self.model)
+        batch = _probe_batch(base.config.get_text_config().vocab_size)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            expected = self._probed(batch, "padded")
+            try:
+                got = self._probed(batch, "packed")
+            except (TypeError, ValueError, AttributeError, RuntimeError):
+                return False  # modules with another calling convention; the padded path serves them
+        finally:
+            self.model.train(was_training)
+        exact = base.get_output_embeddings().weight.dtype == torch.float32
+        return bool(torch.allclose(got, expected, atol=2e-4 if exact else 0.3))
+
+    def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
+        self.path = path
+        states = self._states(batch, self.plan(batch), predicts=True)
+        return states.spread(self._predictions(states, "none")[0])
+
+
+class ActorCritic:
+    """A policy and a separate critic as one forward pass: the policy's outputs with the critic's scores.
+
+    Both read the same batch under one plan; where either model cannot pack it, both take the padded
+    path, so that recomputed activations find what they were computed with.
+    """
+
+    def __init__(self, policy: Forward, critic: Forward) -> None:
+        assert critic.scores_only, "a critic gives values, not log-probabilities"
+        assert critic.reads == "before", "a critic values the state before a token"
+        assert policy.head is None, "the policy has no scores of its own beside a critic's"
+        self.policy, self.critic = policy, critic
+
+    @property
+    def model(self) -> Any:
+        """The policy's model."""
+        return self.policy.model
+
+    @property
+    def temperature(self) -> float:
+        """The policy's temperature."""
+        return self.policy.temperature
+
+    @property
+    def path(self) -> Literal["packed", "padded"]:
+        """``packed`` where both models are."""
+        return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
+
+    @property
+    def last_slots(self) -> int:
+        """Positions that the last pass computed over, in both models."""
+        return self.policy.last_slots + self.critic.last_slots
+
+    @property
+    def last_tokens(self) -> int:
+        """Those of ``last_slots`` that hold a token."""
+        return self.policy.last_tokens + self.critic.last_tokens
+
+    def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
+        """As ``Forward.__call__``."""
+        packing = self.policy.plan(batch) if self.critic.packs(batch) else None
+        outputs = self.policy.run(batch, packing, entropy, with_candidates)
+        return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
+
+    def backward_context(self) -> Any:
+        """As ``Forward.backward_context``; the plan is the same for both models."""
+        return self.policy.backward_context()
+
+
+@torch.no_grad()
+def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Values of states without gradient: before each trained token, and after the last token of each row.
+
+    Each row gets one token more, whose "before" is the state after the row's last one; which token
+    does not matter, as nothing attends to it.
+
+    Returns:
+        (values ``[B, T]``, 0 where the mask is False; final values ``[B]``), for a head with one
+        output that reads ``before``.
+    """
+    reader = forward.critic if isinstance(forward, ActorCritic) else forward
+    assert reader.reads == "before", "a head that reads at a token gives no value of the state before it"
+    columns = torch.arange(batch.tokens.shape[1] + 1, device=batch.lengths.device)
+    added = columns[None, :] == batch.lengths[:, None]
+    longer = replace(
+        batch,
+        tokens=F.pad(batch.tokens, (0, 1)),
+        mask=F.pad(batch.mask, (0, 1)) | added,
+        lengths=batch.lengths + 1,
+        streams={},
+        weights=None,
+    )
+    scores = reader.read_scores(longer)
+    assert scores.ndim == 2, "a value is one number per token"
+    final = scores.gather(1, batch.lengths.to(scores.device)[:, None])[:, 0]
+    return scores[:, :-1].masked_fill(~batch.mask.to(scores.device), 0.0), final
+
+
+def _with_fast_linear(head: Any) -> Callable[[Tensor], Tensor]:
+    def project(part: Tensor) -> Tensor:
+        with fast_linear():
+            logits: Tensor = head(part)
+        return logits
+
+    return project
+
+
+def _probe_batch(vocabulary: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (4, 9), generator=generator)
+    tokens[1, :4] = tokens[0, :4]
+    lengths = torch.tensor([9, 6, 7, 4])
+    columns = torch.arange(9)
+    mask = (columns[None, :] < lengths[:, None]) & (columns[None, :] >= torch.tensor([4, 4, 1, 3])[:, None])
+    return Batch(
+        tokens=tokens, lengths=lengths, mask=mask, group=torch.tensor([0, 0, 1, 2]), prefix=torch.tensor([4, 4, 0, 3])
+    )

@@ -1,0 +1,62 @@
+"""The reference: the model as it was when training began, without a second copy where possible."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from posttrain.models.forward.forward import Forward
+from posttrain.models.lora import has_adapter, reference_mode
+
+
+class Reference:
+    """The model as this object finds it, which is before training began.
+
+    So it is also where a run is resumed (checkpoints are restored later). With a fresh adapter it is
+    the base with the adapter off, with an adapter that was loaded a copy of the adapter alone;
+    otherwise one frozen copy of the model in memory.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._live = forward
+        self._frozen: Forward | None = None
+        self._initial: list[tuple[Parameter, Tensor]] = []
+        if not has_adapter(forward.model):
+            frozen = copy.deepcopy(forward.model).eval().requires_grad_(False)
+            self._frozen = Forward(frozen, forward.temperature)
+            return
+        ups = [p for n, p in forward.model.named_parameters() if ".lora_B." in n]
+        if not ups or any(bool(p.any()) for p in ups):  # B = 0: the adapter changes nothing yet
+            trained = [p for p in forward.model.parameters() if p.requires_grad]
+            self._initial = [(p, p.detach().clone()) for p in trained]
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """Tells this reference from others: a hash of the sums of its weights (of all, an adapter's included)."""
+        with self.open() as reference:
+            sums = [float(p.sum(dtype=torch.float64)) for p in reference.model.parameters()]
+        return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+    @contextmanager
+    def open(self) -> Iterator[Forward]:
+        """The reference's forward pass, inside the block."""
+        if self._frozen is not None:
+            yield self._frozen
+        elif self._initial:
+            current = [p.data for p, _ in self._initial]
+            try:
+                for parameter, value in self._initial:
+                    parameter.data = value
+                yield self._live
+            finally:
+                for (parameter, _), value in zip(self._initial, current, strict=True):
+                    parameter.data = value
+        else:
+            with reference_mode(self._live.model):
+                yield self._live

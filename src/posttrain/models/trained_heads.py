@@ -1,0 +1,96 @@
+"""Heads and critics that stand beside a model: built for what an objective reads, stored with it, restored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from posttrain.errors import CheckpointError, RecipeError
+from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.heads import ScalarHead, hidden_size
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import Entry
+
+
+def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
+    """The trainer's forward pass, with the head that the objective reads, and what is trained beside the model."""
+    kind = entry.traits.get("head")
+    if kind is None:
+        return policy, {}
+    model, temperature = policy.model, policy.temperature
+    assert recipe.head is not None, "resolved"
+    option = entry.traits.get("head_outputs")
+    classes = int(recipe.objective.options[option]) if option is not None else 1
+    head = ScalarHead(
+        hidden_size(model),
+        outputs=1 if classes <= 2 else classes,
+        init_std=recipe.head.init_std,
+        seed=recipe.train.seed,
+    ).to(next(model.parameters()).device)
+    if kind == "score":
+        if recipe.head.trunk == "shared":
+            raise RecipeError("head.trunk: a reward head always stands on the model that is trained; leave it out")
+        return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
+    if recipe.head.trunk == "shared":
+        return Forward(model, temperature, head=head), {"head": head}
+    frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
+    trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared
+    base = causal_lm(trunk)
+    if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
+        base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
+    critic = Forward(trunk, head=head, scores_only=True)
+    return ActorCritic(policy, critic), {"head": head, "critic": trunk}
+
+
+def companion_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
+    """The trained parameters of heads and critics as ``<module>.<parameter>``, in the modules' own memory.
+
+    Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
+    A parameter with several names (tied weights) is there once, under its first name.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{module_name}.{name}"] = parameter.detach()
+    return found
+
+
+def restore_companions(modules: Mapping[str, Module], tensors: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint's ``companions`` into live modules of the same shape, bit for bit, in place.
+
+    Raises:
+        CheckpointError: they are not what ``companion_tensors(modules)`` would save (names, shapes,
+            types); nothing was copied.
+    """
+    copy_tensors(tensors, companion_tensors(modules), Path("companions.safetensors"))
+
+
+@torch.no_grad()
+def copy_tensors(stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path) -> None:
+    filled = {live[name].data_ptr() for name in stored if name in live}
+    missing = [name for name in live if name not in stored and live[name].data_ptr() not in filled]
+    wrong = [f"{name} is not in the checkpoint" for name in missing]
+    for name, tensor in stored.items():
+        if name not in live:
+            wrong.append(f"{name} is not in the model")
+        elif (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):
+            theirs, ours = (f"{t.dtype} {list(t.shape)}" for t in (tensor, live[name]))
+            wrong.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
+    if wrong:
+        raise CheckpointError(
+            f"{place}: this checkpoint is of another model: "
+            + "; ".join(wrong[:5])
+            + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            + ". Resume with the recipe that wrote it (recipe.yaml in the run's directory)"
+        )
+    for name, tensor in stored.items():
+        live[name].copy_(tensor)

@@ -1,0 +1,1 @@
+"""Every page and picture, and nothing but pages."""

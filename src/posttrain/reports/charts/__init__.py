@@ -1,0 +1,1 @@
+"""Every picture: one style, one kind of panel."""

@@ -1,0 +1,199 @@
+"""The table of a comparison, as Markdown and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.evals.seeds import Summary, student_t_quantile
+from posttrain.markdown import paragraph, plain
+from posttrain.sweeps.comparison import Baseline, Comparison, MethodResult
+
+NOTHING = "–"  # what was not recorded
+
+
+def show_share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def show_gain(value: float) -> str:
+    return f"{value * 100:+.1f}"
+
+
+def show_count(value: float) -> str:
+    """``950``, ``12.3k``, ``4.56M``."""
+    if value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def show_seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A fact as a column. ``has_interval``: the mean is shown with its interval."""
+
+    key: str
+    label: str
+    show: Callable[[float], str]
+    is_optional: bool = False
+    has_interval: bool = False
+
+
+COLUMNS = (
+    Column("accuracy", "right", show_share, has_interval=True),
+    Column("mean_accuracy", "over the run", show_share, has_interval=True),
+    Column("gain", "gain, points", show_gain),
+    Column("reward", "reward", lambda v: f"{v:.3f}"),
+    Column("train_seconds", "training", show_seconds),
+    Column("sampled_tokens", "sampled", show_count),
+    Column("trained_tokens", "trained on", show_count),
+    Column("kl_from_start", "KL from start", lambda v: f"{v:.3f}"),
+    Column("entropy", "entropy", lambda v: f"{v:.3f}"),
+    Column("num_tokens", "length", lambda v: f"{v:.1f}"),
+    Column("margin_last", "margin", lambda v: f"{v:.3f}", is_optional=True),
+    Column("pair_accuracy_last", "pairs right", show_share, is_optional=True),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text: ``header``, then one line per method (best first) and the start model's."""
+
+    header: list[str]
+    lines: list[list[str]]
+    notes: list[str]
+
+
+def make_table(comparison: Comparison) -> Table:
+    """The table with the notes that belong below it."""
+    columns = [c for c in COLUMNS if not c.is_optional or any(c.key in row.summaries for row in comparison.rows)]
+    lines = [_method_line(row, columns) for row in comparison.rows]
+    if comparison.baseline is not None:
+        lines.append(_baseline_line(comparison.baseline, columns))
+    return Table(["method", "seeds", *(column.label for column in columns)], lines, make_notes(comparison))
+
+
+def _method_line(row: MethodResult, columns: Sequence[Column]) -> list[str]:
+    done, asked = len(row.finished), len(row.cells)
+    seeds = str(done) if done == asked else f"{done} of {asked}"
+    if not done:
+        state = "failed" if any(cell.state == "failed" for cell in row.cells) else "unfinished"
+        return [row.name, seeds, state, *([NOTHING] * (len(columns) - 1))]
+    return [row.name, seeds, *(show_summary(row.summaries.get(c.key), c) for c in columns)]
+
+
+def show_summary(summary: Summary | None, column: Column) -> str:
+    """A mean, with the half-width of its interval where the column has one and there are several seeds."""
+    if summary is None:
+        return NOTHING
+    text = column.show(summary.mean)
+    if not column.has_interval or summary.half_width is None:
+        return text
+    return f"{text} ± {summary.half_width * 100:.1f}"
+
+
+def _baseline_line(baseline: Baseline, columns: Sequence[Column]) -> list[str]:
+    shown = []
+    for column in columns:
+        value = baseline.results.get(column.key)
+        text = NOTHING if value is None else column.show(value)
+        if column.key == "accuracy":
+            text += f" [{baseline.low:.1%}, {baseline.high:.1%}]"
+        shown.append(text)
+    return ["start", NOTHING, *shown]
+
+
+def make_notes(comparison: Comparison) -> list[str]:
+    """How the numbers were made, and what went wrong."""
+    notes = [
+        "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of "
+        "the learning curve, so that who learns faster stands higher."
+    ]
+    counts = sorted({len(row.finished) for row in comparison.rows if len(row.finished) > 1})
+    if counts:
+        quantiles = ", ".join(f"{student_t_quantile(n - 1):.3f} for {n} seeds" for n in counts)
+        notes.append(
+            f"± is the half-width, in points, of the 95 % Student-t interval of the mean over seeds (t = {quantiles}). "
+            "It covers sampling and training, not the choice of the problems, which are the same in every evaluation."
+        )
+    if any(len(row.finished) == 1 for row in comparison.rows):
+        notes.append("A method with one finished seed has no interval.")
+    if comparison.baseline is not None:
+        notes.append(_baseline_note(comparison.baseline))
+    notes.append(
+        "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in "
+        f"nats per answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded."
+    )
+    for row in comparison.rows:
+        for cell in row.cells:
+            if cell.state == "failed":
+                notes.append(f"{row.name}, seed {cell.seed}: failed after {cell.step} steps: {cell.problem}")
+            elif cell.state == "unfinished":
+                notes.append(f"{row.name}, seed {cell.seed}: unfinished after {cell.step} steps")
+    return notes
+
+
+def _baseline_note(baseline: Baseline) -> str:
+    n = baseline.results["n"]
+    note = f"start: {baseline.label}, before the first update, with Wilson's 95 % interval for {n:.0f} problems."
+    if baseline.varies is not None:
+        low, high = baseline.varies
+        note += f" The cells measured it between {low:.1%} and {high:.1%}; the first is shown."
+    return note
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """``table.md``."""
+    table = make_table(comparison)
+    parts = [f"# {plain(comparison.title)}\n"]
+    if comparison.description:
+        parts.append(f"{paragraph(comparison.description)}\n")
+    rows = [table.header, ["---", *(["---:"] * (len(table.header) - 1))], *table.lines]
+    parts.append("\n".join(f"| {' | '.join(plain(text) for text in line)} |" for line in rows) + "\n")
+    parts.append("\n".join(f"- {plain(note)}" for note in table.notes) + "\n")
+    parts.append("## The same for all\n")
+    parts.append("\n".join(f"- {name}: {plain(value)}" for name, value in comparison.common) + "\n")
+    parts.append("## What differs\n")
+    parts.append("\n".join(plain(line) for line in describe_differences(comparison, "- ")) + "\n")
+    parts.append(f"## Make it again\n\n```\n{comparison.command}\n```\n")
+    return "\n".join(parts)
+
+
+def describe_differences(comparison: Comparison, bullet: str = "") -> list[str]:
+    """One line per method that has more of its own than its method, and one for all others."""
+    lines = []
+    for name, changes in comparison.differs.items():
+        if changes:
+            lines.append(f"{bullet}{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
+    rest = [f"{name} ({comparison.sources[name]})" for name, changes in comparison.differs.items() if not changes]
+    if rest:
+        what = "objective, advantage, aggregation, selection and what belongs to them"
+        lines.append(f"{bullet}in the method alone ({what}): {', '.join(rest)}")
+    return lines
+
+
+def to_data(comparison: Comparison) -> dict[str, Any]:
+    """``results.json``: everything, unrounded."""
+    baseline = comparison.baseline
+    return {
+        "title": comparison.title,
+        "description": comparison.description,
+        "command": comparison.command,
+        "common": dict(comparison.common),
+        "differs": comparison.differs,
+        "start": asdict(baseline) if baseline is not None else None,
+        "methods": {row.name: _row_data(row, comparison.sources[row.name]) for row in comparison.rows},
+        "notes": make_notes(comparison),
+    }
+
+
+def _row_data(row: MethodResult, source: str) -> dict[str, Any]:
+    return {
+        "source": source,
+        "summaries": {key: asdict(summary) for key, summary in row.summaries.items()},
+        "cells": [asdict(cell) for cell in row.cells],
+    }

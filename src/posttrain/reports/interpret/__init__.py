@@ -1,0 +1,1 @@
+"""Pages of features and of differences between models."""

@@ -1,0 +1,262 @@
+"""Results of reward models as tables, and ``summary.md``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.evals.ranking import COMBINE
+from posttrain.evals.statistics import paired_bootstrap
+from posttrain.evals.tables import (
+    NOTHING,
+    TextTable,
+    kind_tables,
+    show_interval,
+    show_number,
+    show_share,
+    to_markdown,
+)
+from posttrain.markdown import plain
+from posttrain.reports.evaluation import quoted, settings_list
+from posttrain.reward_models.evaluation import RewardEvaluation
+
+NUM_ITEMS_SHOWN = 3
+Results = Mapping[str, float]
+Show = Callable[[Results, str], str]
+
+
+def show_decimals(results: Results, name: str) -> str:
+    """A number with three decimals."""
+    return f"{results[name]:.3f}" if name in results else NOTHING
+
+
+def show_area_interval(results: Results, name: str) -> str:
+    """The 95 % interval of an area under the curve."""
+    return f"{results[f'{name}_low']:.3f} – {results[f'{name}_high']:.3f}" if f"{name}_low" in results else NOTHING
+
+
+def show_points(results: Results, name: str) -> str:
+    """A difference of shares in percentage points, with its interval."""
+    if name not in results:
+        return NOTHING
+    value, low, high = (100 * results[key] for key in (name, f"{name}_low", f"{name}_high"))
+    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table of a view: what it is about, what is counted as n, and its columns (label, result, how it is shown).
+
+    A column for which no model has a number is left out, and so is a table without columns.
+    """
+
+    about: str
+    count: str
+    columns: Sequence[tuple[str, str, Show]]
+
+
+PARTS: Mapping[str, Sequence[Part]] = {
+    "pairs": (
+        Part(
+            "pairs",
+            "n",
+            (
+                ("right", "accuracy", show_share),
+                ("95 % interval", "accuracy", show_interval),
+                ("the longer one", "longer_accuracy", show_share),
+                ("points over length", "gain_over_length", show_points),
+                ("log loss", "log_loss", show_decimals),
+                ("calibration error", "calibration_error", show_decimals),
+            ),
+        ),
+    ),
+    "judged answers": (
+        Part(
+            "judged answers",
+            "n",
+            (
+                ("right", "accuracy", show_share),
+                ("95 % interval", "accuracy", show_interval),
+                ("AUC", "auc", show_decimals),
+                ("95 % interval", "auc", show_area_interval),
+                ("log loss", "log_loss", show_decimals),
+                ("calibration error", "calibration_error", show_decimals),
+            ),
+        ),
+        Part(
+            "choosing among the answers to a problem",
+            "num_problems",
+            (
+                ("top 1", "top_one", show_share),
+                ("95 % interval", "top_one", show_interval),
+                ("any one", "random_one", show_share),
+                ("majority", "majority", show_share),
+                ("weighted", "weighted_majority", show_share),
+                ("best there is", "oracle", show_share),
+            ),
+        ),
+    ),
+    "labelled steps": (
+        Part(
+            "labelled steps",
+            "n",
+            (
+                ("first error", "accuracy", show_share),
+                ("95 % interval", "accuracy", show_interval),
+                ("F1", "error_f1", show_share),
+                ("erroneous", "accuracy_erroneous", show_share),
+                ("correct", "accuracy_correct", show_share),
+                ("steps", "step_accuracy", show_share),
+                ("AUC", "step_auc", show_decimals),
+                ("calibration error", "calibration_error", show_decimals),
+            ),
+        ),
+    ),
+}
+# What the numbers mean, under the tables.
+NOTES: Mapping[str, str] = {
+    "pairs": "right: the chosen answer has the higher score, ties one half. The longer one: what always taking the "
+    "longer text would get; points over length: against the better of the longer and the shorter.",
+    "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
+    "problem is right; beside it any one of them, the majority of the final answers, the majority weighted by score, "
+    "and the best there is (some answer is right).",
+    "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
+    "neither. F1: the harmonic mean of that over solutions with an error and without.",
+}
+
+
+def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
+    """The tables of each task and what was measured on it, one line for each model."""
+    tables = []
+    for name, view in dict.fromkeys((found.name, found.view) for _, found in rows):
+        own = [(label, found.results) for label, found in rows if (found.name, found.view) == (name, view)]
+        for part in PARTS[view]:
+            columns = [column for column in part.columns if any(column[1] in results for _, results in own)]
+            lines = [
+                [label, show_number(results, part.count), *(show(results, key) for _, key, show in columns)]
+                for label, results in own
+            ]
+            if columns:
+                header = ["model", "n", *(label for label, _, _ in columns)]
+                tables.append(TextTable(f"{name}, {part.about}", header, lines))
+    return tables
+
+
+def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
+    """Of every task on which several models were measured alike: each model's accuracy less that of the first.
+
+    Over the items that both have scored, by the paired bootstrap (``evals/statistics.py``).
+    """
+    tables = []
+    for name, view in dict.fromkeys((found.name, found.view) for _, found in rows):
+        (first, base), *others = [row for row in rows if (row[1].name, row[1].view) == (name, view)]
+        lines = []
+        for label, found in others:
+            pairs = shared_verdicts(base.items, found.items)
+            if pairs:
+                gap = paired_bootstrap([a for a, _ in pairs], [b for _, b in pairs])
+                points = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+                lines.append([label, f"{gap.n}", points, f"{gap.p:.2g}"])
+        if lines:
+            header = ["model", "n", "points (95 % interval)", "p"]
+            tables.append(TextTable(f"{name}, {view}: beside {first}", header, lines))
+    return tables
+
+
+def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """What both say of each problem that both have scored: the mean of ``right`` over its items that both have."""
+    known = {item["id"]: item for item in a if item["right"] is not None}
+    of_problem: dict[str, list[tuple[float, float]]] = {}
+    for item in b:
+        other = known.get(item["id"])
+        if other is not None and item["right"] is not None:
+            both = float(other["right"]), float(item["right"])
+            of_problem.setdefault(item.get("problem", item["id"]), []).append(both)
+    return [
+        (statistics.fmean(x for x, _ in found), statistics.fmean(y for _, y in found)) for found in of_problem.values()
+    ]
+
+
+def ways_table(results: Results) -> TextTable | None:
+    """What each way to combine the probabilities of steps is worth; None where solutions are not judged."""
+    columns = [("AUC", "auc", show_decimals), ("95 % interval", "auc", show_area_interval)]
+    if "top_one_min" in results:
+        columns += [("top 1", "top_one", show_share), ("95 % interval", "top_one", show_interval)]
+    ways = [way for way in COMBINE if f"auc_{way}" in results]
+    lines = [[way, *(show(results, f"{name}_{way}") for _, name, show in columns)] for way in ways]
+    if not lines:
+        return None
+    return TextTable("One score of the steps' probabilities", ["way", *(label for label, _, _ in columns)], lines)
+
+
+def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
+    """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
+    ways = ways_table(found.results)
+    calibration = TextTable(
+        "Calibration",
+        ["predicted", "n", "mean prediction", "came true"],
+        [[f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in found.bins],
+    )
+    shown = {name for part in PARTS[found.view] for _, name, _ in part.columns} | {"num_problems"}
+    further = [
+        [name, show_number(found.results, name)]
+        for name in found.results
+        if name not in shown | {"n"} and not name.endswith(("_low", "_high"))
+    ]
+    tables = [
+        *score_tables([(label, found)]),
+        *([ways] if ways else []),
+        *kind_tables(found.kinds),
+        *([calibration] if found.bins else []),
+        TextTable("Further results", ["result", "value"], further),
+    ]
+    parts = [
+        f"# {plain(found.name)}: {plain(label)}\n",
+        f"{NOTES[found.view]}\n",
+        *(to_markdown(table) for table in tables),
+    ]
+    if picture is not None:
+        parts.append(f"![predicted against what came true]({picture})\n")
+    if found.dropped:
+        parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in found.dropped.items()) + "\n")
+    parts += [settings_list(settings), _first_items(found)]
+    return "\n".join(parts)
+
+
+def _first_items(found: RewardEvaluation) -> str:
+    """The first items in full; nothing is picked."""
+    parts = [f"## The first {min(NUM_ITEMS_SHOWN, len(found.items))} items\n"]
+    for item in found.items[:NUM_ITEMS_SHOWN]:
+        parts.append(f"### {plain(item['id'])}\n")
+        parts += [f"{heading}\n\n{quoted(text)}\n" for heading, text in _SHOWN[found.view](item)]
+    return "\n".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "no score" if value is None else f"{value:.3f}"
+
+
+def _shown_pair(item: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(f"{side}: {_number(item[f'{side}_score'])}", item[side]) for side in ("chosen", "rejected")]
+
+
+def _shown_answer(item: Mapping[str, Any]) -> list[tuple[str, str]]:
+    text = item["text"] if item["answer"] is None else f"{item['text']}\nanswer: {item['answer']}"
+    return [(f"label {item['label']:g}, score {_number(item['score'])}", text)]
+
+
+def _shown_steps(item: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = [
+        f"{p:.2f}  label {'–' if label is None else label}  {step.strip()}"
+        for step, p, label in zip(item["steps"], item["probabilities"], item["labels"], strict=True)
+    ]
+    return [("P(good), label and text of each step", "\n".join(lines))]
+
+
+_SHOWN: Mapping[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
+    "pairs": _shown_pair,
+    "judged answers": _shown_answer,
+    "labelled steps": _shown_steps,
+}

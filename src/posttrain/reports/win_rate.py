@@ -1,0 +1,49 @@
+"""Two models against one another as a table, and ``summary.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.evals.tables import NOTHING, TextTable, show_interval, show_share, to_markdown
+from posttrain.markdown import plain
+from posttrain.reports.evaluation import quoted, settings_list
+
+NUM_ITEMS_SHOWN = 3
+Results = Mapping[str, float]
+
+
+def contest_table(name: str, a: str, b: str, results: Results) -> TextTable:
+    """What was found, line by line; lines without a number are left out."""
+    shares = (
+        (f"{a} wins", "win_rate"),
+        (f"{a} wins, lengths alike (n = {results.get('n_similar', 0):.0f})", "win_rate_similar"),
+        (f"right: {a}", "accuracy_a"),
+        (f"right: {b}", "accuracy_b"),
+    )
+    lines = [[label, show_share(results, key), show_interval(results, key)] for label, key in shares if key in results]
+    parts = [show_share(results, key) for key in ("wins", "ties", "losses")]
+    lines.insert(1, ["better / equally good / worse", " / ".join(parts), NOTHING])
+    for label, side in ((a, "a"), (b, "b")):
+        lines.append([f"characters: {label}", f"{results[f'characters_{side}']:.0f}", NOTHING])
+    for label, key in ((f"KL({a} ‖ {b})", "kl_ab"), (f"KL({b} ‖ {a})", "kl_ba")):
+        if key in results:
+            interval = f"{results[f'{key}_low']:.3g} – {results[f'{key}_high']:.3g}"
+            lines.append([f"{label}, nats per answer", f"{results[key]:.3g}", interval])
+            lines.append([f"{label}, nats per token", f"{results[f'{key}_per_token']:.3g}", NOTHING])
+    return TextTable(f"{name}: {a} against {b}, n = {results['n']:.0f}", ["", "value", "95 % interval"], lines)
+
+
+def write_contest_page(
+    table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+) -> str:
+    """The page, as Markdown, with the first items in full; nothing is picked."""
+    parts = [f"# {plain(table.title)}\n", to_markdown(table), "".join(f"- {plain(note)}\n" for note in notes)]
+    parts += [settings_list(settings), f"## The first {min(NUM_ITEMS_SHOWN, len(items))} items\n"]
+    for item in items[:NUM_ITEMS_SHOWN]:
+        parts.append(f"### {plain(item['id'])}\n\n{quoted(item['question'])}\n")
+        for side in ("a", "b"):
+            answer = item[side][0]
+            score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
+            parts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
+    return "\n".join(part for part in parts if part)

@@ -1,0 +1,1 @@
+"""A trained reward model: loaded, asked, measured."""

@@ -1,0 +1,143 @@
+"""The reward that a trained reward model gives: the step from preferences to policies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.consent import STORED_RECIPE
+from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import held_out_indices
+from posttrain.evals.ranking import Combine
+from posttrain.graders.grading import Measured
+from posttrain.recipes.recipe import Recipe, Word, parse_yaml, recipe_text, stored_recipe
+from posttrain.registry import find, register
+from posttrain.reward_models.scoring import RewardModel, load_reward_model
+from posttrain.tasks.base import Task
+from posttrain.types import Example
+
+Bits = Literal[4, 8]
+
+NUM_CALIBRATED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``(score − mean) / std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
+def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", bits: Bits | None = None, **_: Any) -> None:
+    """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
+    open_run(run, bits)
+    if normalize:
+        held_out_scale(run, combine, bits)
+
+
+@register("reward", batched=True, model_option="run", prepare=prepare)
+def reward_model(
+    example: Sequence[Example],
+    text: Sequence[str],
+    finish: Sequence[str],
+    *,
+    run: str,
+    normalize: bool = False,
+    combine: Combine = "min",
+    clip: Annotated[float, Field(gt=0)] | None = None,
+    bits: Bits | None = None,
+) -> list[Measured]:
+    """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
+
+    ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
+    model the steps' probabilities combined. An answer that was cut off is scored as one, without an end token. An
+    answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
+    counted as ``unscored``.
+
+    Args:
+        run: the folder of its run; the best checkpoint is used.
+        normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
+            in its own held-out data (at most 256 examples), computed once: scores of preference models have no
+            zero of their own.
+        combine: of a process model, how the probabilities of steps become one score.
+        clip: scores (normalized, if they are) beyond ± this are cut off there.
+        bits: score with the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
+
+    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+    """
+    model = replace(open_run(run, bits), combine=combine)
+    scale = held_out_scale(run, combine, bits) if normalize else Scale()
+    found = model.score(example, text, finish)
+    known = [score for score in found if score is not None]
+    lowest = min(known, default=0.0)
+    limit = math.inf if clip is None else clip
+    return [
+        Measured(max(-limit, min(limit, scale(lowest if score is None else score))), {"unscored": float(score is None)})
+        for score in found
+    ]
+
+
+@cache
+def open_run(run: str, bits: Bits | None = None) -> RewardModel:
+    """The reward model of a run's folder, or its quantized copy, loaded once in a process.
+
+    Raises:
+        UsageError: no such run, it trained no reward model, or it has no copy in so many bits.
+        CheckpointError: its checkpoint does not verify.
+    """
+    folder = Path(run)
+    if not (folder / "recipe.yaml").is_file():
+        raise UsageError(
+            f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
+            "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
+        )
+    recipe = _recipe_of(folder)
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name, bits=bits)
+
+
+@cache
+def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scale:
+    """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+
+    Of at most 256 examples, which are those that every evaluation of that size uses.
+
+    Raises:
+        RecipeError: fewer than two answers there, or all have the same score.
+    """
+    model = replace(open_run(run, bits), combine=combine)
+    recipe = _recipe_of(Path(run))
+    words = recipe.eval.tasks or [_held_out(recipe.task)]
+    task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
+    pairs = [(example, response) for example in examples for response in example.responses]
+    scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
+    if len(scores) < 2 or statistics.pstdev(scores) == 0:
+        raise RecipeError(
+            f"reward_model: {run} has no {NUM_CALIBRATED} held-out answers with different scores to normalize by; "
+            "leave normalize out"
+        )
+    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+
+
+def _recipe_of(run: Path) -> Recipe:
+    place = str(run / STORED_RECIPE)
+    return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)
+
+
+def _held_out(word: Word) -> Word:
+    split = find("task", word.name, "task").traits.get("held_out", "validation")
+    return Word(name=word.name, **(word.options | {"split": split}))

@@ -1,0 +1,309 @@
+"""A trained reward model as something that can be asked: scores of answers, probabilities of steps.
+
+Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end
+token of an answer, at the last token of each step. So a score here is the number that training saw.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.errors import CheckpointError, RunFailure, UsageError
+from posttrain.evals.calibration import sigmoid
+from posttrain.evals.ranking import COMBINE, Combine
+from posttrain.models.forward.forward import Forward
+from posttrain.models.load import QUANTIZED_FOLDERS, context_length, load_model
+from posttrain.models.trained_heads import forward_with_head, restore_companions
+from posttrain.recipes.recipe import Recipe
+from posttrain.render import Piece, Template, encode_prompt, end_id
+from posttrain.render.encoding import encode_pieces
+from posttrain.render.rows import Row, Shape, rows_of
+from posttrain.render.template import build_template
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
+from posttrain.store.manifest import Unverified, verify
+from posttrain.types import Example, Response, Sample, collate
+
+Kind = Literal["preference", "outcome", "process"]
+KINDS: tuple[Kind, ...] = ("preference", "outcome", "process")
+COMPANIONS = "companions.safetensors"
+TOKENS_PER_MICRO = 1 << 14
+# A step ends with the white space behind a sentence; what follows belongs to the next.
+_SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model with the template that it was trained with.
+
+    ``kind`` is what its scores mean: ``preference`` (only differences between answers to one prompt mean
+    something: σ(r_1 − r_2) is the probability that the first is better), ``outcome`` (log-odds that the answer is
+    right), or ``process`` (of each step the probability that it is good). ``max_tokens``: a row that is longer
+    (prompt, answer and end token) is not scored. ``combine``: how the probabilities of steps become one score of an
+    answer; Lightman et al. (2023, appendix F) compare the minimum and the product.
+    """
+
+    label: str
+    kind: Kind
+    forward: Forward
+    tokenizer: Any
+    template: Template
+    max_tokens: int
+    step: int | None = None
+    combine: Combine = "min"
+    tokens_per_micro: int = TOKENS_PER_MICRO
+
+    @property
+    def unscored(self) -> str:
+        """Why a score is None, in words."""
+        long = f"longer than the model's {self.max_tokens} tokens"
+        return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
+
+    def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
+        """One number for each text as the answer to its example's messages; higher is better.
+
+        ``texts`` are what a policy wrote, with or without the template's opening (``Rollout.text`` has it). The
+        template's own tags in it are tags, as in the answers that were trained on; nothing else in it can become a
+        special token. A process model is asked about the reasoning alone, cut into steps (``split_steps``).
+
+        Args:
+            finishes: how each text ended: ``stop``, or ``length`` of one that was cut off. That one gets no end token
+                and is scored where it stops: it is not shown to the model as an answer that was meant to end there.
+
+        Returns:
+            The head's score (``preference``, ``outcome``) or the steps' probabilities combined (``process``). None for
+            a text that cannot be scored: longer than ``max_tokens``, without any step, or cut off before any token.
+        """
+        if self.kind == "process":
+            steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
+            return [self.combined(found) for found in self.score_steps(examples, steps)]
+        rows: list[Row | str] = []
+        for example, text, finish in zip(examples, texts, finishes, strict=True):
+            prompt = encode_prompt(self.tokenizer, self.template, example.messages)
+            answer = encode_pieces(self.tokenizer, written_pieces(self.template, text))
+            if finish != "length":
+                answer = [*answer, end_id(self.tokenizer, self.template)]
+            rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
+        return [found if found is None else float(found[-1]) for found in self.read(rows)]
+
+    def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
+        """Like ``score``, of given answers, in the rows that training makes of them.
+
+        Their text is data: no tag or marker in it is one. A process model scores the response's own steps
+        where it has some.
+        """
+        if self.kind == "process":
+            steps = [response.steps or split_steps(response.text) for response in responses]
+            return [self.combined(found) for found in self.score_steps(examples, steps)]
+        rows = self._rows(examples, [replace(r, score=0.0) for r in responses], "judged")
+        return [found if found is None else float(found[-1]) for found in self.read(rows)]
+
+    def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
+        """Of each solution, given as its steps, the probability that each step is good.
+
+        With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
+        error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
+
+        Raises:
+            UsageError: the model judges no steps.
+        """
+        if self.kind != "process":
+            raise UsageError(f"{self.label}: a reward model of the kind {self.kind!r} scores whole answers, not steps")
+        given = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
+        return [None if s is None else _good(s) for s in self.read(self._rows(examples, given, "steps"))]
+
+    def combined(self, probabilities: Sequence[float] | None) -> float | None:
+        """One score of a solution from the probabilities of its steps."""
+        return None if probabilities is None else float(COMBINE[self.combine](probabilities))
+
+    def probability(self, score: float) -> float | None:
+        """The probability of being right that a score states, where it states one."""
+        if self.kind == "preference":
+            return None
+        return score if self.kind == "process" else sigmoid(score)
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
+        """The head's scores at the step ends of each row, or at its last token where it has none: fp32 ``[N]``, or
+        ``[N, C]`` for C classes; None for a row that is too long, or is none.
+
+        Rows with the same prompt share its computation. What else is in a batch changes a score by rounding only.
+
+        Raises:
+            RunFailure: a score that is no finite number.
+        """
+        found: list[Tensor | None] = [None] * len(rows)
+        for piece in _pieces(rows, self.max_tokens, self.tokens_per_micro):
+            prompts: dict[tuple[int, ...], int] = {}
+            samples, counts = [], []
+            for index in piece:
+                row = cast(Row, rows[index])
+                ends = row.step_labels or {len(row.ids) - 1: 0}
+                group = prompts.setdefault(tuple(row.ids[: row.prompt_length]), len(prompts))
+                mask = [t in ends for t in range(len(row.ids))]
+                samples.append(Sample(row.ids, mask, group=group, prefix=row.prompt_length))
+                counts.append(len(ends))
+            batch = collate(samples)
+            scores = self.forward.read_scores(batch)[batch.mask.to(self.forward.device)].float().cpu()
+            if not bool(scores.isfinite().all()):
+                raise RunFailure(f"{self.label}: the reward model gave a score that is no finite number")
+            for index, part in zip(piece, scores.split(counts), strict=True):
+                found[index] = part
+        return found
+
+    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
+        """The row that training makes of each response, or the reason why it makes none."""
+        rows: list[Row | str] = []
+        for example, response in zip(examples, responses, strict=True):
+            asked = replace(example, responses=(response,))
+            (unit,) = rows_of(self.tokenizer, self.template, asked, shape)
+            rows.append(unit if isinstance(unit, str) else unit[0])
+        return rows
+
+
+def load_reward_model(
+    recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
+) -> RewardModel:
+    """The reward model that a resolved recipe has trained, from the folder of its run's checkpoints.
+
+    Args:
+        checkpoints: the run's ``checkpoints`` folder.
+        label: what it is called in messages.
+        step: of which step; the best one by default, else the newest.
+        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint; its head is the same.
+
+    Raises:
+        UsageError: the recipe trains no reward model, or there is no such checkpoint.
+        CheckpointError: the checkpoint does not verify, or holds no head, or another one.
+    """
+    entry = registry.find("objective", recipe.objective.name, "objective")
+    kind = entry.traits.get("scores")
+    if entry.traits.get("head") != "score":
+        raise UsageError(
+            f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
+            f"reward model, such as one of {', '.join(_scoring_objectives())}"
+        )
+    if kind not in KINDS:
+        raise UsageError(
+            f"{label}: objective {recipe.objective.name!r} does not say what its scores mean; register it with "
+            f"scores= one of {', '.join(KINDS)}"
+        )
+    folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
+    changes: dict[str, Any] = {"name": str(folder), "init": None, "adapter": None}
+    if bits is not None:
+        if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
+            raise UsageError(
+                f"{label}: no copy in {bits} bits beside the weights of step {chosen}; make it with: "
+                f"posttrain quantize {label} --bits {bits}"
+            )
+        changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
+    section = recipe.model.model_copy(update=changes)
+    loaded = load_model(section, seed=recipe.train.seed)
+    forward, companions = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
+    assert isinstance(forward, Forward), "a reward head stands on one model"
+    restore_companions(companions, load_file(folder / COMPANIONS))
+    template = build_template(recipe.prompt.template)
+    return RewardModel(
+        label, kind, forward, loaded.tokenizer, template, context_length(loaded.model.config), step=chosen
+    )
+
+
+def scores_answers(recipe: Recipe) -> bool:
+    """Whether what a recipe trains is a reward model."""
+    return recipe.trains_scorer
+
+
+def written_pieces(template: Template, text: str) -> list[Piece]:
+    """What a policy wrote, without the template's opening: its tags trusted, all else untrusted."""
+    body = text.removeprefix(template.opening)
+    if not template.tags:
+        return [Piece(body, trusted=False)]
+    parts = re.split(rf"(</?(?:{'|'.join(map(re.escape, template.tags))})>)", body)
+    return [Piece(part, trusted=bool(index % 2)) for index, part in enumerate(parts)]
+
+
+def reasoning_of(template: Template, text: str) -> str:
+    """The part of a policy's text that is reasoned in steps: up to where the reasoning's tag is closed, if it is."""
+    body = text.removeprefix(template.opening)
+    if not template.tags:
+        return body
+    return body.partition(f"</{template.tags[0]}>")[0].removeprefix(f"<{template.tags[0]}>")
+
+
+def split_steps(text: str) -> list[str]:
+    """A solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
+
+    The first of these that cuts the text is used. White space stands at the beginning of the step that it leads to,
+    as in given steps; pieces of white space alone go to the step before them.
+    """
+    for pattern in (r"(?<=\S)(?=\s*\n\s*\n)", r"(?<=\S)(?=[ \t]*\n)", _SENTENCE):
+        parts = [part for part in re.split(pattern, text.rstrip()) if part.strip()]
+        if len(parts) > 1:
+            break
+    return parts
+
+
+def _good(scores: Tensor) -> list[float]:
+    """P(good) of each step: ``[N]`` log-odds, or ``[N, C]`` logits with the lowest class as the error."""
+    wide = scores.double()
+    good = wide.sigmoid() if wide.ndim == 1 else wide.softmax(dim=-1)[:, 1:].sum(dim=-1)
+    return [float(p) for p in good.clamp(0.0, 1.0)]
+
+
+def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> Iterator[list[int]]:
+    """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
+
+    A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
+    """
+    lengths = {i: len(row.ids) for i, row in enumerate(rows) if isinstance(row, Row) and len(row.ids) <= max_tokens}
+    families: dict[tuple[int, ...], list[int]] = {}
+    for index in lengths:
+        row = cast(Row, rows[index])
+        families.setdefault(tuple(row.ids[: row.prompt_length]), []).append(index)
+    ordered = sorted(families.values(), key=lambda family: max(lengths[i] for i in family))
+    piece: list[int] = []
+    longest = 0
+    for index in (i for family in ordered for i in family):
+        longest = max(longest, lengths[index])
+        if piece and longest * (len(piece) + 1) > budget:
+            yield piece
+            piece, longest = [], lengths[index]
+        piece.append(index)
+    if piece:
+        yield piece
+
+
+def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, int]:
+    steps = checkpoint_steps(root)
+    if not steps:
+        raise UsageError(f"{label}: the run has no checkpoint yet")
+    best = best_step(root)
+    chosen = step if step is not None else best if best is not None else steps[-1]
+    if chosen not in steps:
+        raise UsageError(f"{label}: there is no checkpoint of step {chosen}; there are: {', '.join(map(str, steps))}")
+    folder = step_folder(root, chosen)
+    try:
+        files = verify(folder, chosen)
+    except Unverified as reason:
+        others = ", ".join(str(s) for s in steps if s != chosen) or "none"
+        raise CheckpointError(
+            f"{folder}: this checkpoint does not verify against its manifest: {reason}. Other steps there: {others}"
+        ) from None
+    if COMPANIONS not in files:
+        raise CheckpointError(
+            f"{folder}: there is no {COMPANIONS}, where the head of a reward model is kept; name a checkpoint that "
+            "training has written, not an export of the model alone"
+        )
+    return folder, chosen
+
+
+def _scoring_objectives() -> list[str]:
+    return [name for name, entry in registry.entries("objective").items() if entry.traits.get("scores") in KINDS]

@@ -1,0 +1,232 @@
+"""A best-of-n study: which reward model chooses best among n answers, beside a vote, a random pick and an oracle."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.evals.items import Item
+from posttrain.evals.ranking import best_of_n
+from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import Difference, item_interval, paired_bootstrap, pass_at_k
+from posttrain.evals.tables import TextTable
+from posttrain.evals.voting import majority_at_k
+from posttrain.sweeps.study_curves import powers_of_two
+from posttrain.sweeps.study_results import show_summary, summary_data
+
+MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
+POINTS = 100.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How often the answer that somebody chooses among n is right, for each n.
+
+    ``values[n]``: per problem, the mean over seeds. ``seeds[n]``: per seed, the mean over problems.
+    ``low``, ``high``: 95 % over problems.
+    """
+
+    name: str
+    ns: list[int]
+    values: dict[int, list[float]]
+    seeds: dict[int, list[float]]
+    low: dict[int, float]
+    high: dict[int, float]
+
+    def mean(self, n: int) -> float:
+        return statistics.fmean(self.values[n])
+
+    def over_seeds(self, n: int) -> Summary:
+        found = summarize_seeds(self.seeds[n])
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two who choose, ``b`` minus ``a``, at each n: over problems (paired bootstrap) and over seeds."""
+
+    a: str
+    b: str
+    by_n: dict[int, Difference]
+    over_seeds: dict[int, Summary]
+
+
+def check_alike(evaluations: Mapping[str, Sequence[Sequence[Item]]], place: str) -> None:
+    """Refuse reward models that chose among different answers.
+
+    Args:
+        evaluations: by reward model, the items of each seed.
+        place: where they are, for the message.
+
+    Raises:
+        DataError: they differ.
+    """
+    names = list(evaluations)
+    for name in names[1:]:
+        for seed, (own, other) in enumerate(zip(evaluations[name], evaluations[names[0]], strict=True)):
+            texts = [[(item.id, [sample.text for sample in item.samples]) for item in items] for items in (own, other)]
+            if texts[0] != texts[1]:
+                raise DataError(
+                    place,
+                    f"seed {seed}: {name} and {names[0]} had different answers to choose from; delete it and repeat",
+                )
+
+
+def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
+    """Every reward model, then majority, a random pick and the oracle, on the same answers.
+
+    A problem whose prompt did not fit has no answers, and counts as wrong for everybody.
+    """
+    first = next(iter(evaluations.values()))
+    samples = min(len(item.samples) for items in first for item in items if item.samples)
+    ns = powers_of_two(samples)
+    found = []
+    for name, seeds in evaluations.items():
+        found.append(_chosen(name, ns, seeds, _by_score))
+    for name, worth in ((MAJORITY, _by_vote), (RANDOM, _at_random), (ORACLE, _by_oracle)):
+        found.append(_chosen(name, ns, first, worth))
+    return found
+
+
+def _by_score(item: Item, n: int) -> float:
+    scores = [-math.inf if sample.score is None else sample.score for sample in item.samples]
+    return best_of_n(scores, [float(sample.is_right) for sample in item.samples], n)
+
+
+def _by_vote(item: Item, n: int) -> float:
+    return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], n)
+
+
+def _at_random(item: Item, n: int) -> float:
+    return item.share
+
+
+def _by_oracle(item: Item, n: int) -> float:
+    return pass_at_k(len(item.samples), item.num_right, n)
+
+
+def _chosen(name: str, ns: Sequence[int], seeds: Sequence[Sequence[Item]], worth: Any) -> Chosen:
+    values: dict[int, list[float]] = {}
+    by_seed: dict[int, list[float]] = {}
+    low, high = {}, {}
+    for n in ns:
+        table = [[worth(item, n) if item.samples else 0.0 for item in items] for items in seeds]
+        values[n] = [statistics.fmean(column) for column in zip(*table, strict=True)]
+        by_seed[n] = [statistics.fmean(row) for row in table]
+        used = 1 if worth is _at_random else n  # of an item's answers, by one choice
+        low[n], high[n] = item_interval(values[n], len(seeds) * max(1, max(ns) // used))
+    return Chosen(name, list(ns), values, by_seed, low, high)
+
+
+def contrast(a: Chosen, b: Chosen) -> Contrast:
+    """``b`` minus ``a`` on the same problems and the same answers."""
+    by_n = {n: paired_bootstrap(a.values[n], b.values[n]) for n in b.ns}
+    over = {}
+    for n in b.ns:
+        summary = summarize_seeds([y - x for x, y in zip(a.seeds[n], b.seeds[n], strict=True)])
+        assert summary is not None
+        over[n] = summary
+    return Contrast(a.name, b.name, by_n, over)
+
+
+def contrasts(found: Sequence[Chosen], num_models: int) -> list[Contrast]:
+    """Each later reward model against the first, and each against majority and a random pick."""
+    models, rest = found[:num_models], {c.name: c for c in found[num_models:]}
+    pairs = [contrast(models[0], other) for other in models[1:]]
+    return pairs + [contrast(rest[name], model) for name in (MAJORITY, RANDOM) for model in models]
+
+
+def tables(found: Sequence[Chosen], differences: Sequence[Contrast]) -> list[TextTable]:
+    """Shares by n, and differences in points at the largest n."""
+    ns = found[0].ns
+    lines = [[c.name, *(f"{c.mean(n):.1%}" for n in ns), f"{c.low[ns[-1]]:.1%} – {c.high[ns[-1]]:.1%}"] for c in found]
+    header = ["chosen by", *(f"n = {n}" for n in ns), f"95 % at {ns[-1]}"]
+    last = ns[-1]
+    rows = []
+    for d in differences:
+        own = d.by_n[last]
+        rows.append(
+            [
+                f"{d.b} less {d.a}",
+                f"{own.difference * POINTS:+.1f}",
+                f"{own.low * POINTS:+.1f} … {own.high * POINTS:+.1f}",
+                f"{own.p:.3f}" if own.p >= 0.001 else "< 0.001",
+                show_summary(_points(d.over_seeds[last]), digits=1),
+            ]
+        )
+    columns = ["difference", "points", "95 % over problems", "p", "over seeds"]
+    return [
+        TextTable("Right answers chosen among n", header, lines),
+        TextTable(f"Differences at n = {last}", columns, rows),
+    ]
+
+
+def _points(summary: Summary) -> Summary:
+    half = None if summary.half_width is None else summary.half_width * POINTS
+    return Summary(summary.mean * POINTS, half, summary.n)
+
+
+def findings(models: Sequence[Chosen], differences: Sequence[Contrast]) -> list[str]:
+    """Where each reward model chooses best, and who chooses better than whom at the largest n: a sentence each."""
+    told = [_course(model) for model in models]
+    for d in differences:
+        n = max(d.by_n)
+        own = d.by_n[n]
+        gap = f"{own.difference * POINTS:+.1f} points [{own.low * POINTS:+.1f}, {own.high * POINTS:+.1f}]"
+        if own.low <= 0 <= own.high:
+            told.append(f"{d.b} and {d.a} cannot be told apart at n = {n}: {gap}")
+        else:
+            way = "better" if own.difference > 0 else "worse"
+            told.append(f"{d.b} chooses {way} than {d.a} at n = {n}: {gap}")
+    return told
+
+
+def _course(model: Chosen) -> str:
+    """The n at which a model is best is chosen by its own values, so that its fall is told a little too large."""
+    last = model.ns[-1]
+    best = max(model.ns, key=lambda n: (model.mean(n), -n))
+    start = f"{model.name} goes from {model.mean(1):.1%} at n = 1"
+    if best == last:
+        return f"{start} to {model.mean(last):.1%} at n = {last}, where it is best"
+    fall = paired_bootstrap(model.values[best], model.values[last])
+    points = f"{fall.difference * POINTS:+.1f} points [{fall.low * POINTS:+.1f}, {fall.high * POINTS:+.1f}]"
+    verb = "over-optimized: it falls" if fall.high < 0 else "then it goes"
+    told = f"is best at n = {best} ({model.mean(best):.1%})" if best > 1 else "is best there"
+    return f"{start}, {told}; {verb} to {model.mean(last):.1%} at n = {last} ({points})"
+
+
+def notes(num_seeds: int, num_problems: int) -> list[str]:
+    """How to read the numbers."""
+    told = [
+        "every column is the mean over all subsets of n of the answers to a problem; ties are shared",
+        f"intervals are over the {num_problems} held-out problems (of differences: a paired bootstrap), of the mean "
+        f"over {num_seeds} seed{'s' if num_seeds > 1 else ''}; thin lines are single seeds",
+        "majority: the most frequent final answer; oracle: any of the n is right, which nobody can choose beyond",
+    ]
+    if num_seeds > 1:
+        told.append("over seeds: 95 % Student-t interval; a seed has its own reward models and its own answers")
+    return told
+
+
+def to_data(found: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[str, Any]:
+    """Everything as plain data, without the single problems."""
+    return {
+        "chosen_by": {
+            c.name: {str(n): {"mean": c.mean(n), "low": c.low[n], "high": c.high[n], "seeds": c.seeds[n]} for n in c.ns}
+            for c in found
+        },
+        "differences": [
+            {
+                "a": d.a,
+                "b": d.b,
+                "by_n": {str(n): asdict(own) for n, own in d.by_n.items()},
+                "over_seeds": {str(n): summary_data(s) for n, s in d.over_seeds.items()},
+            }
+            for d in differences
+        ],
+    }

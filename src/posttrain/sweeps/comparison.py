@@ -1,0 +1,235 @@
+"""What a comparison has found: cells read off their records, and rows over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import wilson_interval
+from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
+
+CellState = Literal["finished", "failed", "unfinished"]
+# Results of the last held-out evaluation that become facts of a cell under their own names.
+EVALUATED = ("accuracy", "reward", "format", "truncated", "num_tokens", "worked", "kl_from_start", "entropy")
+# Training metrics of which the first and the last value are facts: ``margin_first``, ``margin_last``, ...
+COURSES = ("margin", "pair_accuracy")
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One held-out evaluation: after ``step`` updates and ``seconds`` of training. None: not recorded."""
+
+    step: int
+    seconds: float
+    accuracy: float
+    reward: float | None
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One run of a comparison.
+
+    ``facts`` by name: those of ``EVALUATED`` at the end, ``start_accuracy``, ``gain``,
+    ``mean_accuracy`` (over the run: the area under the learning curve by its width),
+    ``train_seconds``, ``evaluation_seconds``, ``sampled_tokens``, ``trained_tokens`` and the courses;
+    what was not recorded is not there. ``start`` holds the evaluation before the first update.
+    """
+
+    method: str
+    seed: int
+    state: CellState
+    step: int = 0
+    problem: str | None = None
+    evaluation: str | None = None
+    start: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    curve: list[CurvePoint] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """A row of the table: the finished cells of a method, summarized over seeds by fact."""
+
+    name: str
+    cells: list[CellResult]
+    summaries: dict[str, Summary]
+
+    @property
+    def finished(self) -> list[CellResult]:
+        return [cell for cell in self.cells if cell.state == "finished"]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The model that all cells start from, before the first update: Wilson interval over the problems.
+
+    ``varies``: lowest and highest accuracy, where the cells did not measure the same.
+    """
+
+    label: str
+    results: dict[str, float]
+    low: float
+    high: float
+    varies: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that is told about a comparison. ``common``: (what, value); ``differs``: method -> lines."""
+
+    title: str
+    description: str
+    rows: list[MethodResult]
+    baseline: Baseline | None
+    common: list[tuple[str, str]]
+    differs: dict[str, list[str]]
+    sources: dict[str, str]
+    command: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_cell(
+    rows: Sequence[MetricsRow], method: str, seed: int, state: CellState, problem: str | None = None
+) -> CellResult:
+    """A cell's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
+    points = evaluation_points(rows)
+    name = points[0].name if points else None
+    own = list(
+        {p.step: p for p in points if p.name == name and math.isfinite(p.results.get("accuracy", math.nan))}.values()
+    )
+    facts = {**_costs(rows), **_courses(rows)}
+    start = {k: v for k, v in own[0].results.items() if math.isfinite(v)} if own and own[0].step == 0 else {}
+    if own:
+        last = own[-1].results
+        facts |= {key: last[key] for key in EVALUATED if math.isfinite(last.get(key, math.nan))}
+    if start:
+        facts |= {"start_accuracy": start["accuracy"], "gain": own[-1].results["accuracy"] - start["accuracy"]}
+    if len(own) > 1:
+        facts["mean_accuracy"] = area_under([(p.step, p.results["accuracy"]) for p in own])
+    return CellResult(
+        method=method,
+        seed=seed,
+        state=state,
+        step=max((row.step for row in rows), default=0),
+        problem=problem,
+        evaluation=name,
+        start=start,
+        facts=facts,
+        curve=_curve(rows, own),
+    )
+
+
+def area_under(points: Sequence[tuple[int, float]]) -> float:
+    """The mean height of the line through (step, value) points: how good a run was while it went on."""
+    pairs = list(pairwise(points))
+    area = math.fsum((right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairs)
+    return area / (points[-1][0] - points[0][0])
+
+
+def _costs(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    trained = [row for row in rows if "step_seconds" in row.timing]
+    evaluated = [row.timing["evaluation_seconds"] for row in rows if "evaluation_seconds" in row.timing]
+    facts: dict[str, float] = {}
+    if trained:
+        facts["train_seconds"] = math.fsum(row.timing["step_seconds"] for row in trained)
+    if evaluated:
+        facts["evaluation_seconds"] = math.fsum(evaluated)
+    sampled = [tokens for row in trained if (tokens := _sampled_tokens(row)) is not None]
+    if sampled:
+        facts["sampled_tokens"] = math.fsum(sampled)
+    if any("tokens" in row.metrics for row in trained):
+        facts["trained_tokens"] = math.fsum(row.metrics.get("tokens", 0.0) for row in trained)
+    return facts
+
+
+def _sampled_tokens(row: MetricsRow) -> float | None:
+    """Tokens sampled in a step: recorded as such, or as a rate over the seconds; None for neither."""
+    timing = row.timing
+    if "generated_tokens" in timing:
+        return timing["generated_tokens"]
+    if "generate_tokens_per_second" in timing and "generate_seconds" in timing:
+        return float(round(timing["generate_tokens_per_second"] * timing["generate_seconds"]))
+    return None
+
+
+def _courses(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    facts: dict[str, float] = {}
+    for name in COURSES:
+        values = [row.metrics[name] for row in rows if math.isfinite(row.metrics.get(name, math.nan))]
+        if values:
+            facts |= {f"{name}_first": values[0], f"{name}_last": values[-1]}
+    return facts
+
+
+def _curve(rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]) -> list[CurvePoint]:
+    curve = []
+    for point in points:
+        seconds = math.fsum(row.timing.get("step_seconds", 0.0) for row in rows if row.step <= point.step)
+        results = {key: value for key, value in point.results.items() if math.isfinite(value)}
+        curve.append(
+            CurvePoint(point.step, seconds, results["accuracy"], results.get("reward"), results.get("kl_from_start"))
+        )
+    return curve
+
+
+def rank_methods(cells: Sequence[CellResult], order: Sequence[str]) -> list[MethodResult]:
+    """One row per method, the highest mean accuracy first; those without a finished cell last."""
+    rows = []
+    for name in order:
+        own = [cell for cell in cells if cell.method == name]
+        finished = [cell for cell in own if cell.state == "finished"]
+        keys = dict.fromkeys(key for cell in finished for key in cell.facts)
+        summaries = {key: summarize_seeds([c.facts[key] for c in finished if key in c.facts]) for key in keys}
+        rows.append(MethodResult(name, own, {key: s for key, s in summaries.items() if s is not None}))
+    return sorted(rows, key=lambda row: -row.summaries["accuracy"].mean if "accuracy" in row.summaries else math.inf)
+
+
+def find_baseline(cells: Sequence[CellResult], label: str) -> Baseline | None:
+    """The evaluation before the first update, of the first cell that has one."""
+    measured = [cell.start for cell in cells if "n" in cell.start]
+    if not measured:
+        return None
+    first = measured[0]
+    low, high = wilson_interval(first["accuracy"] * first["n"], int(first["n"]))
+    accuracies = [results["accuracy"] for results in measured]
+    varies = (min(accuracies), max(accuracies)) if len(set(accuracies)) > 1 else None
+    return Baseline(label, first, low, high, varies)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A learning curve over seeds: means, with the lowest and the highest seed, at each step."""
+
+    steps: list[int]
+    seconds: list[float]
+    means: list[float]
+    low: list[float]
+    high: list[float]
+    rewards: list[float | None]
+    kls: list[float | None]
+
+
+def band_over_seeds(cells: Sequence[CellResult]) -> Band:
+    """The mean curve of the finished cells of a method, at the steps that all of them evaluated."""
+    curves = [{point.step: point for point in cell.curve} for cell in cells if cell.state == "finished" and cell.curve]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    columns = [[curve[step] for curve in curves] for step in steps]
+    return Band(
+        steps=steps,
+        seconds=[math.fsum(p.seconds for p in points) / len(points) for points in columns],
+        means=[math.fsum(p.accuracy for p in points) / len(points) for points in columns],
+        low=[min(p.accuracy for p in points) for points in columns],
+        high=[max(p.accuracy for p in points) for points in columns],
+        rewards=[_mean_or_none([p.reward for p in points]) for points in columns],
+        kls=[_mean_or_none([p.kl for p in points]) for points in columns],
+    )
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None

@@ -1,0 +1,83 @@
+"""What a study has found, as data: tables, sentences, notes and facts, whatever its kind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.evals.seeds import Summary
+from posttrain.evals.tables import NOTHING, TextTable, to_markdown
+from posttrain.markdown import paragraph, plain
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """All that is told about a study.
+
+    ``findings``: what the numbers say, a sentence each. ``notes``: what must be known to read them.
+    ``common``: (what, value). ``data``: everything as plain data, for ``results.json``.
+    """
+
+    title: str
+    description: str
+    tables: list[TextTable]
+    findings: list[str]
+    notes: list[str]
+    common: list[tuple[str, str]]
+    data: dict[str, Any]
+    command: str
+    problems: list[str] = field(default_factory=list)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
+    """``0.61 ± 0.12``, or ``61.2 % ± 12.0`` of a share; without interval for one seed."""
+    if summary is None:
+        return NOTHING
+    scale, places = (100.0, 1) if is_share else (1.0, digits)
+    unit = " %" if is_share else ""
+    mean = f"{summary.mean * scale:.{places}f}"
+    return mean + (f" ± {summary.half_width * scale:.{places}f}" if summary.half_width is not None else "") + unit
+
+
+def summary_data(summary: Summary | None) -> dict[str, Any] | None:
+    """A summary as plain data."""
+    return None if summary is None else {"mean": summary.mean, "half_width": summary.half_width, "n": summary.n}
+
+
+def to_page(report: StudyReport) -> str:
+    """``table.md``."""
+    parts = [f"# {plain(report.title)}\n"]
+    parts += [f"{paragraph(report.description)}\n"] if report.description else []
+    parts += ["\n".join(f"- {plain(line)}" for line in (*report.problems, *report.findings)) + "\n"]
+    parts += [to_markdown(table) for table in report.tables]
+    parts += ["\n".join(f"- {plain(note)}" for note in report.notes) + "\n"] if report.notes else []
+    parts += ["\n".join(f"- {what}: {plain(value)}" for what, value in report.common) + "\n"]
+    parts += [f"```bash\n{report.command}\n```\n"]
+    return "\n".join(parts)
+
+
+def to_json(report: StudyReport) -> str:
+    """``results.json``; a number that is not finite is null."""
+    content = {
+        "title": report.title,
+        "description": report.description,
+        "findings": report.findings,
+        "notes": report.notes,
+        "problems": report.problems,
+        "common": dict(report.common),
+        "command": report.command,
+        "environment": dict(report.environment),
+    } | report.data
+    return json.dumps(_finite(content), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Tasks of answers that people or models preferred."""

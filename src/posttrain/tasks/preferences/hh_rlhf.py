@@ -1,0 +1,155 @@
+"""Helpful and harmless dialogues: HH-RLHF (Bai et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.errors import DataError, UsageError
+from posttrain.registry import register
+from posttrain.tasks.base import Task
+from posttrain.tasks.collect import Collected, Dropped, collect
+from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
+from posttrain.tasks.reading import Row, read_file, read_hub_file
+from posttrain.tasks.splits import Split, choose_split, opening_hash, prompt_hash
+from posttrain.tasks.thinking import answer_text
+from posttrain.types import Example, Response
+
+Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
+SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
+
+
+@register("task", held_out="validation", learns_from_test="test_share")
+def hh_rlhf(
+    *,
+    split: Split = "train",
+    subset: Subset = "all",
+    path: str | None = None,
+    test_path: str | None = None,
+    hub: str = "Anthropic/hh-rlhf",
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.02,
+    test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    strip_thinking: bool = False,
+) -> Task:
+    """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
+
+    Bai et al. (2022), "Training a helpful and harmless assistant with reinforcement learning from human feedback".
+    Both keys hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer
+    (chosen 1, rejected 0) and the others are the prompt, for policies to answer. There is no gold answer.
+
+    A turn begins with ``Human:`` or ``Assistant:`` behind a blank line; elsewhere these words are text. Turns of
+    one role that follow one another are one message. Dropped and counted: dialogues that part before their last
+    turn or do not end with the assistant's or begin with it, blank turns, and equal answers.
+
+    Args:
+        split: ``validation`` is a part of the training dialogues chosen by a hash of their first human turn, so that
+            a dialogue and one that goes on from it stand on the same side; ``train`` is the rest. ``test`` of a local
+            file is the whole file.
+        subset: one of the four, or all. Kept in meta.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        test_path: the test dialogues of a local ``path``; needed with ``test_share``.
+        hub: name of the data set on the hub (a folder for each subset).
+        validation_share: share of the first turns that is held out.
+        test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
+            test split, which the reward model has not been trained on. These have no responses, so nothing can
+            learn their preferences; but the test split is then no longer unseen. Where one side has too few
+            prompts for the share, the other is thinned by a hash and counted. Test prompts that begin as a held-out
+            dialogue does are left out and counted. Other splits are as without it.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line; or no row that can be used.
+        UsageError: ``test_share`` with a local file and no ``test_path``.
+        MissingExtra: a parquet file, and ``pyarrow`` is not installed.
+    """
+    source = "test" if split == "test" else "train"
+    if test_share > 0 and path is not None and test_path is None:
+        raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
+    found = _read(path, hub, source, subset, split, strip_thinking)
+    place = path or f"hub:{hub}/{source}"
+    examples = choose_split(found.examples, split, validation_share, place, opening_hash)
+    if split == "train" and test_share > 0:
+        test = _read(test_path, hub, "test", subset, "test", strip_thinking)
+        found.dropped.update(test.dropped)
+        held_out = {opening_hash(e) for e in found.examples} - {opening_hash(e) for e in examples}
+        unseen = [e for e in test.examples if opening_hash(e) not in held_out]
+        if len(unseen) < len(test.examples):
+            found.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
+        examples = mix_prompts(examples, unseen, test_share, found)
+    return Task("hh_rlhf", split, examples, dict(found.dropped))
+
+
+def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
+    """All dialogues of a file, or of a split on the hub, that can be used."""
+    rows = read_file(path) if path is not None else _read_hub(hub, source, subset)
+    chosen = (row for row in rows if subset == "all" or _subset_of(row) == subset)
+    found = collect(chosen, lambda row: read_example(row, split, strip_thinking=strip_thinking), path or f"hub:{hub}")
+    if not found.examples and path is not None and subset != "all":
+        raise DataError(path, f"no dialogue of the subset {subset!r} in it")
+    return found
+
+
+def _read_hub(hub: str, source: str, subset: Subset) -> Iterator[Row]:
+    for name in SUBSETS if subset == "all" else (subset,):
+        for row in read_hub_file(hub, f"{name}/{source}.jsonl.gz"):
+            yield Row(row.place, row.line, {**row.data, "subset": name})
+
+
+def _subset_of(row: Row) -> str:
+    if not row.has("subset"):
+        raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
+    return row.text("subset")
+
+
+def read_example(row: Row, split: str, *, strip_thinking: bool = False) -> Example:
+    """One row as a pair.
+
+    Raises:
+        Dropped: the row cannot be used.
+        DataError: a key is missing or of the wrong type.
+    """
+    chosen, rejected = parse_turns(row.text("chosen")), parse_turns(row.text("rejected"))
+    if any(turns[-1].role != "assistant" for turns in (chosen, rejected)):
+        raise Dropped("the dialogue does not end with the assistant's turn")
+    if chosen[:-1] != rejected[:-1]:
+        raise Dropped("'chosen' and 'rejected' part before their last turn")
+    better, worse = merge_turns(chosen), merge_turns(rejected)
+    if better[0].role != "user":
+        raise Dropped("the dialogue begins with the assistant's turn")
+    answers = [answer_text(turns[-1].content, strip_thinking=strip_thinking) for turns in (better, worse)]
+    if answers[0] == answers[1]:
+        raise Dropped("'chosen' and 'rejected' are the same")
+    subset = row.text("subset") if row.has("subset") else None
+    return Example(
+        id="/".join(part for part in ("hh_rlhf", split, subset, str(row.line)) if part is not None),
+        messages=better[:-1],
+        responses=(Response(answers[0], 1.0), Response(answers[1], 0.0)),
+        meta={} if subset is None else {"subset": subset},
+    )
+
+
+def mix_prompts(train: Sequence[Example], test: Sequence[Example], share: float, found: Collected) -> list[Example]:
+    """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
+
+    The side that is too many loses those of the highest hash; they are counted in ``found``. Meta says of which
+    split a prompt is.
+    """
+    wanted = len(train) * share / (1 - share)
+    if wanted <= len(test):
+        num_train, num_test = len(train), round(wanted)
+    else:
+        num_train, num_test = round(len(test) * (1 - share) / share), len(test)
+    for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
+        if n < len(examples):
+            found.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
+    prompts = [replace(e, responses=(), meta={**e.meta, "source": "test"}) for e in _lowest(test, num_test)]
+    return [*(replace(e, meta={**e.meta, "source": "train"}) for e in _lowest(train, num_train)), *prompts]
+
+
+def _lowest(examples: Sequence[Example], n: int) -> list[Example]:
+    """The ``n`` examples whose prompts have the lowest hash, in their own order."""
+    chosen = sorted(range(len(examples)), key=lambda i: (prompt_hash(examples[i]), i))[:n]
+    return [examples[i] for i in sorted(chosen)]

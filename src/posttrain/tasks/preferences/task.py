@@ -1,0 +1,171 @@
+"""Given answers with their worth, from any file: pairs, judged answers, solutions with labelled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.errors import UsageError
+from posttrain.registry import register, suggest
+from posttrain.tasks.base import Task
+from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
+from posttrain.tasks.reading import Row, read_file
+from posttrain.tasks.splits import Split, choose_split, opening_hash
+from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
+from posttrain.types import Example, Message, Response
+
+Layout = Literal["pair", "judged", "steps"]
+# What a row of each layout has beside the prompt; the messages of a judged conversation hold the prompt as well.
+LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
+    "pair": (("chosen", "rejected"),),
+    "judged": (("completion", "label"), ("messages", "label")),
+    "steps": (("completions", "labels"),),
+}
+Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
+
+
+@register("task", held_out="validation")
+def preferences(
+    *,
+    path: str,
+    split: Split = "train",
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    num_classes: NumClasses = 2,
+    neutral: Neutral | None = None,
+    step_separator: str = "\n",
+    strip_thinking: bool = False,
+) -> Task:
+    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file in one of three layouts, told by the first row's keys.
+
+    The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
+    ``instruction`` with or without ``input`` (Alpaca).
+
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
+    their first turns need no prompt: those turns are the prompt. Scores may come with them
+    (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
+    row has them, every row must, and their difference is the pair's margin. Without scores, chosen has 1
+    and rejected 0.
+
+    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
+    or 1: desirable; false or 0: not).
+
+    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
+    are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
+    1 positive (class 2); true and false are then the outer two.
+
+    A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason.
+
+    Args:
+        path: the file.
+        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
+            ``train`` is the rest, so that conversations that begin alike stand on one side; ``test`` is the whole file.
+        validation_share: share of these beginnings that is held out.
+        num_classes: of steps; the same as that of the objective ``process``.
+        neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
+        step_separator: stands between two steps.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line; or no row that can be used.
+        UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
+        MissingExtra: a parquet file, and ``pyarrow`` is not installed.
+    """
+    classes = step_classes(num_classes, neutral)
+    read: Callable[[Row], Parts] | None = None
+
+    def read_example(row: Row) -> Example:
+        nonlocal read
+        if read is None:
+            read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
+        messages, responses = read(row)
+        return Example(f"preferences/{split}/{row.line}", messages, responses=responses)
+
+    found = collect(read_file(path), read_example, path)
+    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
+    return Task("preferences", split, chosen, dict(found.dropped))
+
+
+def choose_reader(
+    first: Row, classes: dict[int, int], separator: str, *, strip_thinking: bool = False
+) -> Callable[[Row], Parts]:
+    """What reads all rows of a file that begins with ``first``."""
+    layout, scores = detect_layout(first), score_keys(first)
+    if layout == "steps" and strip_thinking:
+        raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
+
+    def read(row: Row) -> Parts:
+        if not any(key in row.data for keys in LAYOUTS[layout] for key in keys):
+            raise Dropped("a row of another layout than the first")
+        if layout == "pair":
+            return read_pair(row, scores=scores, strip_thinking=strip_thinking)
+        if layout == "judged":
+            return read_judged(row, strip_thinking=strip_thinking)
+        return read_steps(row, classes=classes, separator=separator)
+
+    return read
+
+
+def detect_layout(row: Row) -> Layout:
+    """The layout whose keys the row has.
+
+    Raises:
+        DataError: none, or more than one.
+    """
+    found = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
+    if len(found) == 1:
+        return found[0]
+    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())
+    known = {*PROMPT_KEYS, *(key for keys in _ways() for key in keys)}
+    near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
+    what = "of no known layout" if not found else f"of more than one layout ({', '.join(found)})"
+    raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
+
+
+def _ways() -> Iterator[tuple[str, str]]:
+    for ways in LAYOUTS.values():
+        yield from ways
+
+
+def read_steps(row: Row, *, classes: dict[int, int], separator: str) -> Parts:
+    """A prompt with one solution in steps, each with its class. The score is 1 where no step is in the lowest class."""
+    messages = read_prompt(row)
+    steps, labels = (_read_list(row, key) for key in ("completions", "labels"))
+    if len(steps) != len(labels):
+        raise row.fail(f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label")
+    texts: list[str] = []
+    found: list[int] = []
+    for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
+        if step is None or is_blank(step):
+            raise Dropped("a blank step")
+        if label is None:
+            raise Dropped("a step without a label")
+        texts.append(row.checked(step, f"completions {number}"))
+        found.append(_class_of(row, label, number, classes))
+    return messages, (stepwise(texts, found, separator),)
+
+
+def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int:
+    if isinstance(label, bool):
+        return classes[1] if label else min(classes.values())
+    if isinstance(label, int | float) and label in classes:
+        return classes[int(label)]
+    hint = ""
+    if label == -1:
+        hint = (
+            ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes), or say by task.neutral what 0 is"
+        )
+    raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
+
+
+def _read_list(row: Row, key: str) -> Sequence[Any]:
+    if not row.has(key):
+        raise Dropped(f"{key!r} is missing")
+    value = row.data[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
+    if not value:
+        raise Dropped(f"{key!r} is empty")
+    return value

@@ -1,0 +1,1 @@
+"""Tasks of solutions whose steps, or whose outcome, someone has judged."""

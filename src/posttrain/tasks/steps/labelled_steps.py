@@ -1,0 +1,83 @@
+"""Solutions in steps with a class for each step, as process supervision needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from posttrain.errors import UsageError
+from posttrain.tasks.collect import Dropped
+from posttrain.tasks.preferences.rows import is_blank, require
+from posttrain.tasks.reading import Row
+from posttrain.types import Response
+
+NumClasses = Literal[2, 3]
+Neutral = Literal["good", "bad"]
+
+
+def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
+    """From a rating in the data (−1, 0, 1; or 0 and 1) to a class.
+
+    Raises:
+        UsageError: ``neutral`` with three classes.
+    """
+    if num_classes == 3:
+        if neutral is not None:
+            raise UsageError(
+                "task.neutral says what a rating of 0 is where there are two classes; with num_classes 3 leave it out"
+            )
+        return {-1: 0, 0: 1, 1: 2}
+    return {0: 0, 1: 1} if neutral is None else {-1: 0, 0: int(neutral == "good"), 1: 1}
+
+
+def rating_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
+    """From a rating −1, 0 or 1 to a class; of two classes a rating of 0 is good unless ``neutral`` says otherwise.
+
+    Raises:
+        UsageError: ``neutral`` with three classes.
+    """
+    return step_classes(num_classes, (neutral or "good") if num_classes == 2 else neutral)
+
+
+def stepwise(
+    steps: Sequence[str], labels: Sequence[int | None], separator: str, *, score: float | None = None
+) -> Response:
+    """A solution of these steps, with ``separator`` in front of every step but the first.
+
+    A label of None is no label: nothing is learnt at that step. Without a ``score`` it is 1 where no label is the
+    lowest class, and otherwise 0.
+    """
+    assert len(steps) == len(labels), "one label, or None, per step"
+    texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
+    if score is None:
+        score = float(all(label != 0 for label in labels if label is not None))
+    return Response("".join(texts), score, texts, tuple(labels))
+
+
+def classes_of(ratings: Sequence[int | None], classes: Mapping[int, int]) -> list[int | None]:
+    """The class of each rating; None (no rating) stays None."""
+    return [None if rating is None else classes[rating] for rating in ratings]
+
+
+def first_error(ratings: Sequence[int | None], wrong: int = -1) -> int | None:
+    """The 0-based index of the first step rated ``wrong``; None where no step is."""
+    return next((index for index, rating in enumerate(ratings) if rating == wrong), None)
+
+
+def read_step_texts(row: Row, key: str) -> list[str]:
+    """The steps under ``key``: a list, or a text of lines that begin with ``Step 1:``, ``Step 2:``, ...
+
+    Raises:
+        Dropped: missing, empty, or a blank step.
+        DataError: of the wrong type.
+    """
+    require(row, key)
+    given = row.data[key]
+    if isinstance(given, str):
+        given = re.split(r"\n(?=Step \d+:)", given.strip())
+    if not isinstance(given, list):
+        raise row.fail(f"{key!r} must be a list of steps; got {given!r}"[:200])
+    if any(step is None or is_blank(step) for step in given):
+        raise Dropped("a blank step")
+    return [row.checked(step, f"{key} {number}").strip() for number, step in enumerate(given, start=1)]

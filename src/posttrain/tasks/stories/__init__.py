@@ -1,0 +1,1 @@
+"""Made-up story problems, for the embedded tiny model."""

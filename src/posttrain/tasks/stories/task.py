@@ -1,0 +1,237 @@
+"""The ``stories`` task: little word problems that never end, and documents made of them.
+
+Item i is a pure function of (seed, split, i). Splits are disjoint by construction, whatever the
+seeds: a story's *signature* is the list of its equations without the words (summands in order of
+size), and a hash of the signature decides the one split that may hold it. A story that belongs
+elsewhere is drawn again. So no working of the validation or test split, one step or six, is ever
+shown whole in training, in no wording; the facts of a pretraining document obey the same rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.errors import UsageError
+from posttrain.option_types import Seed
+from posttrain.randomness import derive_key
+from posttrain.registry import register
+from posttrain.tasks.base import ExamplesOnDemand, Task
+from posttrain.tasks.stories import text
+from posttrain.tasks.stories.families import (
+    FAMILIES,
+    Equation,
+    Story,
+    draw_cast,
+    draw_operand,
+    draw_operation,
+    is_worked,
+    signature,
+)
+from posttrain.tasks.stories.responses import Responses, UsualResults, count_results, make_responses
+from posttrain.types import Example, Message, Response
+
+Split = Literal["train", "validation", "test"]
+Family = Literal["chain", "compare", "shop", "rate", "share"]
+_NUM_COUNTED = 5000
+_MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
+
+
+@register("task", held_out="validation")
+def stories(
+    *,
+    split: Split = "train",
+    seed: Seed = 0,
+    size: Annotated[int, Field(ge=1)] = 50_000,
+    min_steps: Annotated[int, Field(ge=1, le=6)] = 1,
+    max_steps: Annotated[int, Field(ge=1, le=6)] = 4,
+    max_value: Annotated[int, Field(ge=30, le=9999)] = 99,
+    families: list[Family] | None = None,
+    worked: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    style: Literal["question", "document"] = "question",
+    responses: Responses = "none",
+) -> Task:
+    """Little word problems with 1 to 6 steps, drawn on demand and the same for everyone.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``; no two share a working, whatever the seeds.
+        seed: another seed, other stories.
+        size: number of items (they cost nothing until they are read).
+        min_steps, max_steps: steps of a story, uniform between them.
+        max_value: the largest number in a story, its working or its answer.
+        families: chain, compare, shop, rate, share; all of them by default.
+        worked: share of items whose ``solution`` shows the steps; the others have none, so that a
+            demonstration made of them answers at once.
+        style: ``question`` for a conversation, ``document`` for pretraining text in ``solution``.
+            Documents are worked stories (40 %), stories answered at once (15 %), bare facts
+            (25 %) and scraps with turn markers and tags (20 %), which warm those tokens up
+            without showing the format that a recipe's prompt asks for.
+        responses: given answers to learn from: a ``pair`` of the right working and one with a slip in one
+            step, carried on so that only arithmetic tells them apart; both ``judged`` one by one; or both
+            with each of their ``steps`` labelled (1 before the slip, 0 from it on).
+
+    Raises:
+        UsageError: ``min_steps`` is larger than ``max_steps``, documents with responses, or no story fits the options.
+    """
+    if min_steps > max_steps:
+        raise UsageError(f"task stories: min_steps ({min_steps}) is larger than max_steps ({max_steps})")
+    if style == "document" and responses != "none":
+        raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
+    options = StoryOptions(
+        split=split,
+        seed=seed,
+        min_steps=min_steps,
+        max_steps=max_steps,
+        max_value=max_value,
+        families=tuple(families or FAMILIES),
+        worked=worked,
+        style=style,
+        responses=responses,
+    )
+    return Task(name="stories", split=split, examples=StoryList(options, size), dropped={}, worked=is_worked)
+
+
+@dataclass(frozen=True, slots=True)
+class StoryOptions:
+    """The options of ``stories`` that an item depends on."""
+
+    split: Split
+    seed: int = 0
+    min_steps: int = 1
+    max_steps: int = 4
+    max_value: int = 99
+    families: tuple[str, ...] = tuple(FAMILIES)
+    worked: float = 1.0
+    style: str = "question"
+    responses: Responses = "none"
+
+
+class StoryList(ExamplesOnDemand):
+    """A sequence whose item i is made when it is asked for."""
+
+    def __init__(self, options: StoryOptions, size: int) -> None:
+        super().__init__(size)
+        self.options = options
+
+    def make(self, item: int) -> Example:
+        return (
+            make_document(self.options, item) if self.options.style == "document" else make_question(self.options, item)
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def split_of(key: str) -> Split:
+    """The one split that may hold a signature: 80 % train, 10 % validation, 10 % test."""
+    bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] * 10 // 256
+    return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
+
+
+def draw_story(rng: Random, options: StoryOptions) -> Story:
+    """A story of the split, by rejection.
+
+    The number of steps and the family are drawn once and kept, so that rejection does not favour
+    short stories; only a family that cannot make such a story is left for another.
+    """
+    steps = rng.randint(options.min_steps, options.max_steps)
+    for draw in range(_MAX_DRAWS):
+        if draw % 200 == 0:
+            family = FAMILIES[rng.choice(options.families)]
+        story = family(rng, steps, options.max_value)
+        if story is not None and split_of(story.signature) == options.split:
+            return story
+    raise UsageError(
+        f"task stories: no story with {steps} steps of {', '.join(options.families)} was found with numbers up to "
+        f"{options.max_value}; raise max_value or lower max_steps"
+    )
+
+
+@lru_cache(maxsize=8)
+def usual_results(options: StoryOptions) -> UsualResults:
+    """What the steps of such stories give, from ``_NUM_COUNTED`` stories that are no items."""
+    rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
+    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
+
+
+def make_question(options: StoryOptions, index: int) -> Example:
+    """Item ``index`` as a question with a gold answer."""
+    name = f"stories/{options.split}"
+    story = draw_story(Random(derive_key(options.seed, name, index)), options)
+    shown = Random(derive_key(options.seed, f"{name}/worked", index)).random() < options.worked
+    responses: tuple[Response, ...] = ()
+    if options.responses != "none":
+        rng = Random(derive_key(options.seed, f"{name}/responses", index))
+        responses = make_responses(story, options.responses, options.max_value, usual_results(options), rng)
+    return Example(
+        id=f"{name}/{index}",
+        messages=(Message("user", story.text),),
+        answer=str(story.answer),
+        solution=story.working if shown else None,
+        responses=responses,
+        meta={"steps": len(story.equations), "level": len(story.equations), "family": story.family},
+    )
+
+
+def make_document(options: StoryOptions, index: int) -> Example:
+    """Item ``index`` as a text to read; there is no question and no answer to grade."""
+    name = f"stories/{options.split}/document"
+    rng = Random(derive_key(options.seed, name, index))
+    kind = rng.choices(("worked", "told", "facts", "scraps"), weights=(40, 15, 25, 20))[0]
+    if kind in ("worked", "told"):
+        story = draw_story(rng, options)
+        closing = rng.choice(text.CLOSINGS).format(n=story.answer)
+        lead_in = rng.choice(text.LEAD_INS)
+        written = f"{story.text} {lead_in}{story.working} {closing}" if kind == "worked" else f"{story.text} {closing}"
+    elif kind == "facts":
+        written = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(2, 10)))
+    else:
+        written = draw_scrap(rng, options)
+    return Example(id=f"{name}/{index}", messages=(), answer=None, solution=written, meta={"kind": kind})
+
+
+def draw_fact(rng: Random, options: StoryOptions) -> Equation:
+    """One true equation whose signature belongs to the split."""
+    while True:
+        value = rng.randint(2, options.max_value)
+        if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
+            factor, times = rng.randint(2, 12), rng.randint(2, 9)
+            whole = factor * times
+            fact = Equation(factor, "*", times) if rng.random() < 0.5 else Equation(whole, "/", times)
+        else:
+            sign, operand = draw_operation(rng, value, options.max_value)
+            fact = Equation(value, sign, operand or draw_operand(rng, sign, value, options.max_value))
+        inside = fact.holds and max(fact.left, fact.right, fact.result) <= options.max_value
+        if inside and fact.right > 1 and split_of(signature((fact,))) == options.split:
+            return fact
+
+
+def draw_scrap(rng: Random, options: StoryOptions) -> str:
+    """A scrap with turn markers or tags, in arrangements other than those that recipes ask for.
+
+    Tags stand around workings, facts and musings, or around an answer, never both in one text;
+    turns hold small talk. A model that has read them knows the tokens, and has still to learn
+    what to do after a question.
+    """
+    cast = draw_cast(rng)
+    kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
+    tag = rng.choice(("think", "think", "reasoning"))
+    if kind == "thought":
+        story = draw_story(rng, options)
+        closing = rng.choice(text.CLOSINGS).format(n=story.answer)
+        return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
+    if kind == "answered":
+        story = draw_story(rng, options)
+        return f"{story.text} <answer> {story.answer} </answer>"
+    if kind == "noted":
+        facts = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
+        return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
+    if kind == "mused":
+        return f"<{tag}> {cast.fill(rng.choice(text.MUSINGS))} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
+    remark, reply = (cast.fill(part) for part in rng.choice(text.REMARKS))
+    if kind == "said":
+        return f"User: {remark}\nAssistant: {reply}"
+    return f"<|im_start|>user\n{remark}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"

@@ -1,0 +1,1 @@
+"""Tasks whose answers a grader can check."""

@@ -1,0 +1,92 @@
+"""Instruction following that programs can verify: IFEval (Zhou et al. 2023)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from posttrain.errors import DataError, RecipeError, UnknownWord
+from posttrain.graders.ifeval.content import READ_LANGUAGE
+from posttrain.graders.ifeval.grader import read_arguments
+from posttrain.graders.ifeval.language import known_languages
+from posttrain.registry import register
+from posttrain.tasks.base import Task
+from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.types import Example, Message
+
+
+@register("task", held_out="test")
+def ifeval(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "google/IFEval") -> Task:
+    """Prompts with instructions about the form of the response, such as a number of words; for evaluation only.
+
+    Keys: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs`` (the arguments of each instruction; those that are
+    null are not given). There are no gold answers: the grader ``ifeval`` checks the response itself. meta holds the
+    key, the two lists, and ``num_instructions``. Rows with an instruction that is unknown, or whose arguments do
+    not fit, are dropped and counted.
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub (where its one split is called ``train``).
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed, or ``langdetect``, which
+            instructions about languages need.
+
+    Source: Zhou et al. 2023 (arXiv 2311.07911).
+    """
+    rows = read_file(path) if path is not None else read_hub(hub, None, "train")
+    examples: list[Example] = []
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        example, problem = read_example(row)
+        if problem is None:
+            examples.append(example)
+        else:
+            dropped[problem] += 1
+    if not examples:
+        raise DataError(path or f"hub:{hub}", "no usable examples in it; give a file with rows")
+    return Task("ifeval", split, examples, dict(dropped))
+
+
+def read_example(row: Row) -> tuple[Example, str | None]:
+    """One row as an example, and why it cannot be graded, if so.
+
+    Raises:
+        DataError: a key is missing or of the wrong type.
+        MissingExtra: an instruction about languages, and ``langdetect`` is not installed.
+    """
+    identifiers, arguments = _read_list(row, "instruction_id_list"), _read_list(row, "kwargs")
+    if len(arguments) != len(identifiers):
+        raise row.fail(f"{len(identifiers)} instructions need as many 'kwargs'; got {len(arguments)}")
+    read: list[Mapping[str, Any]] = []
+    problem = None
+    for identifier, given in zip(identifiers, arguments, strict=True):
+        if not isinstance(identifier, str) or not (given is None or isinstance(given, Mapping)):
+            raise row.fail("'instruction_id_list' holds texts and 'kwargs' mappings")
+        try:
+            read.append(read_arguments(identifier, given))
+        except (UnknownWord, RecipeError) as error:
+            problem = problem or str(error)
+            continue
+        if identifier in READ_LANGUAGE and read[-1].get("language", "en") not in known_languages():
+            problem = problem or f"no detector for the language {read[-1]['language']!r}"
+    meta = {
+        "key": row.data.get("key"),
+        "num_instructions": len(identifiers),
+        "instruction_id_list": tuple(identifiers),
+        "kwargs": tuple(read),
+    }
+    prompt = Message("user", row.text("prompt"))
+    return Example(id=f"ifeval/test/{row.line}", messages=(prompt,), meta=meta, grader="ifeval"), problem
+
+
+def _read_list(row: Row, key: str) -> list[Any]:
+    if key not in row.data:
+        row.text(key)  # raises with the keys that there are
+    value = row.data[key]
+    if not isinstance(value, list | tuple) or not value:
+        raise row.fail(f"{key!r} must be a list with one entry for each instruction; got {value!r}")
+    return list(value)

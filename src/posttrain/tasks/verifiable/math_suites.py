@@ -1,0 +1,296 @@
+"""The mathematics suites that models are compared on. All are test sets, for evaluation only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import isfinite
+from typing import Any, Literal
+
+from posttrain.errors import DataError
+from posttrain.graders.answers import last_boxed
+from posttrain.option_types import shorten
+from posttrain.registry import register
+from posttrain.tasks.base import Task
+from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.verifiable import math
+from posttrain.types import Example, Message
+
+# Under these keys a suite may state what kind of problem a row is; kept in meta under the names on the right.
+_META = {
+    "subject": "subject",
+    "subfield": "subject",
+    "Type": "type",
+    "type": "type",
+    "level": "level",
+    "difficulty": "difficulty",
+    "answer_type": "answer_type",
+    "year": "year",
+}
+_MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
+
+
+@register("task", held_out="test")
+def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
+    """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
+
+    Keys as in the task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+
+    Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
+    """
+
+    def read(row: Row) -> Example:
+        return math.read_example(row, split, "math500")
+
+    return _read_suite("math500", _rows(path, hub, "test"), path or f"hub:{hub}", read)
+
+
+@register("task", held_out="test")
+def aime24(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "HuggingFaceH4/aime_2024",
+    hub_split: str = "train",
+) -> Task:
+    """The 30 problems of AIME 2024; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+        hub_split: what its split is called there.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+    """
+    return _problems("aime24", path, hub, hub_split, grader="numeric")
+
+
+@register("task", held_out="test")
+def aime25(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "math-ai/aime25",
+    hub_split: str = "test",
+) -> Task:
+    """The 30 problems of AIME 2025; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+    Keys, options and errors are those of ``aime24``.
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+        hub_split: what its split is called there.
+    """
+    return _problems("aime25", path, hub, hub_split, grader="numeric")
+
+
+@register("task", held_out="test")
+def amc(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "AI-MO/aimo-validation-amc",
+    hub_split: str = "train",
+) -> Task:
+    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+    others call AMC 23 set ``hub: math-ai/amc23`` and ``hub_split: test``.
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+        hub_split: what its split is called there.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+    """
+    return _problems("amc", path, hub, hub_split)
+
+
+@register("task", held_out="test")
+def minerva_math(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "math-ai/minervamath",
+    hub_split: str = "test",
+) -> Task:
+    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+    Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+    (``meta["answers"]``).
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+        hub_split: what its split is called there.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+
+    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
+    """
+    return _problems("minerva_math", path, hub, hub_split)
+
+
+@register("task", held_out="test")
+def olympiad_bench(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "math-ai/olympiadbench",
+    hub_split: str = "test",
+) -> Task:
+    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+    text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+    meta, the first as ``subject``).
+
+    Args:
+        split: there is nothing but a test split.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub.
+        hub_split: what its split is called there.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+
+    Source: He et al. 2024 (arXiv 2402.14008).
+    """
+    return _problems("olympiad_bench", path, hub, hub_split)
+
+
+@register("task", held_out="test")
+def svamp(
+    *,
+    split: Literal["test"] = "test",
+    path: str | None = None,
+    hub: str = "ChilleD/SVAMP",
+    hub_split: str = "train+test",
+) -> Task:
+    """SVAMP: 1,000 word problems of one step, varied to catch those who do not read; graded by ``numeric``.
+
+    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
+
+    Args:
+        split: there is nothing but a test split: all 1,000 problems.
+        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+        hub: name of the data set on the hub, where the problems were parted into 700 and 300.
+        hub_split: what its split is called there.
+
+    Raises:
+        DataError: a missing or malformed file or row, with its line.
+        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+
+    Source: Patel et al. 2021 (arXiv 2103.07191).
+    """
+
+    def read(row: Row) -> Example:
+        body, question = row.text("Body").strip(), row.text("Question").strip()
+        joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
+        return _example("svamp", row, joined, read_golds(row, ("Answer",)), "numeric")
+
+    return _read_suite("svamp", _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+
+
+def _rows(path: str | None, hub: str, hub_split: str) -> Iterable[Row]:
+    return read_file(path) if path is not None else read_hub(hub, None, hub_split)
+
+
+def _problems(name: str, path: str | None, hub: str, hub_split: str, grader: str = "math") -> Task:
+    """A suite in the common layout: a problem and its answer or answers."""
+
+    def read(row: Row) -> Example:
+        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
+        golds = read_golds(row, ("answer", "final_answer"))
+        return _example(name, row, row.text(key).strip(), golds, grader)
+
+    return _read_suite(name, _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+
+
+def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row], Example]) -> Task:
+    examples: list[Example] = []
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        example = read(row)
+        if example.answer is None:
+            dropped["no answer"] += 1
+        else:
+            examples.append(example)
+    if not examples:
+        raise DataError(place, "no usable examples in it; give a file with rows")
+    return Task(name, "test", examples, dict(dropped))
+
+
+def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -> Example:
+    meta: dict[str, Any] = {}
+    for key, kept in _META.items():
+        if row.has(key) and kept not in meta:
+            value = row.data[key]
+            if not isinstance(value, str | int | float) or isinstance(value, bool) or value != value:
+                raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+            meta[kept] = _MISSPELLED.get(value, value) if isinstance(value, str) else value
+    if len(golds) > 1:
+        if grader != "math":
+            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+        meta["answers"], grader = tuple(golds), "any_answer"
+    return Example(
+        id=f"{name}/test/{row.line}",
+        messages=(Message("user", problem),),
+        answer=golds[0] if golds else None,
+        solution=row.text("solution").strip()
+        if row.has("solution") and isinstance(row.data["solution"], str)
+        else None,
+        meta=meta,
+        grader=grader,
+    )
+
+
+def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
+    """The gold answers under the first of ``keys`` that is there: one, or a list of alternatives without repetitions.
+
+    A whole number that is stored as 145.0 is 145. Without any of the keys it is the last box of ``solution``.
+
+    Raises:
+        DataError: something that is neither text nor a number, or blank.
+    """
+    key = next((key for key in keys if row.has(key)), None)
+    if key is None:
+        boxed = last_boxed(row.text("solution")) if row.has("solution") else None
+        if boxed is None and not any(name in row.data for name in keys):
+            row.text(keys[0])  # raises with the keys that there are
+        return [boxed] if boxed else []
+    value = row.data[key]
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return list(dict.fromkeys(_read_gold(row, key, item) for item in values))
+
+
+def _read_gold(row: Row, key: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not isfinite(value):
+            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
+        return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
+    return row.checked(value, key).strip()

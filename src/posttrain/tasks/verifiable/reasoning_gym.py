@@ -1,0 +1,225 @@
+"""Any data set of reasoning-gym (Stojanovski et al. 2025): procedural puzzles with scorers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from posttrain.errors import MissingExtra, UnknownWord, UsageError
+from posttrain.graders.sandbox.workers import Limits
+from posttrain.graders.scored import WorkerScorer
+from posttrain.option_types import Seed
+from posttrain.randomness import derive_key
+from posttrain.registry import register, suggest
+from posttrain.tasks.base import ExamplesOnDemand, Task
+from posttrain.tasks.splits import Split
+from posttrain.tasks.verifiable.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
+from posttrain.tasks.verifiable.reasoning_gym_probes import SAMPLE, Asked, Payment, pays, probe
+from posttrain.types import Example, Message
+
+_MAX_DRAWS = 500  # of one item: one in five belongs to the smallest split
+PROBED_SEED = 20_250_601
+
+
+def refuse_audited(
+    *,
+    dataset: str,
+    options: Mapping[str, Any] | None = None,
+    accept_code_scorer: bool | None = None,
+    accept_exploitable: bool | None = None,
+    **_: Any,
+) -> None:
+    """Refuse what the recorded audit tells against, without importing reasoning-gym.
+
+    Raises:
+        UsageError: the scorer evaluates what a model writes, or pays for answers that answer nothing.
+    """
+    if dataset in EVALUATES_ANSWERS and not accept_code_scorer:
+        raise UsageError(
+            f"task reasoning_gym: the scorer of {dataset} evaluates the answer as code: what a model writes would run, "
+            "in a worker process with limits, which is no sandbox. Use another data set, or set "
+            "task.accept_code_scorer: true"
+        )
+    if dataset in PAID and not options and not accept_exploitable:
+        _refuse_payment(dataset, PAID[dataset])
+
+
+def _refuse_payment(dataset: str, best: Payment) -> None:
+    if pays(best):
+        raise UsageError(
+            f"task reasoning_gym: the scorer of {dataset} calls answers right that answer nothing, and a run would "
+            f"learn them: {best}. Use another data set, or set task.accept_exploitable: true"
+        )
+
+
+@register("task", held_out="validation", refuse=refuse_audited)
+def reasoning_gym(
+    *,
+    dataset: str,
+    split: Split = "train",
+    seed: Seed = 0,
+    size: Annotated[int, Field(ge=1)] = 1000,
+    options: dict[str, Any] | None = None,
+    accept_code_scorer: bool | None = None,
+    accept_exploitable: bool | None = None,
+) -> Task:
+    """Questions of one reasoning-gym data set, made on demand.
+
+    Item i of a split is a function of (seed, split, i). No question stands in two splits, whatever
+    the seeds: a hash of its text decides the one split that may hold it (60 % train, 20 %
+    validation, 20 % test), and a question that belongs elsewhere is drawn again. Many questions have several
+    right answers, and some data sets give no gold answer at all: the data set's own scorer is in
+    ``meta["score"]``, for the reward ``task_score``; the entry is in ``meta["entry"]``. Scorers run in worker
+    processes that can be killed, since some hang or fail on what a model may write.
+
+    Before a data set is used, constants, copies, listings and hedges are scored on 40 questions. It is refused if one
+    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on
+    record for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and
+    versions.
+
+    Args:
+        dataset: its name in reasoning-gym (``chain_sum``, ``countdown``, ...).
+        split: ``train``, ``validation`` or ``test``.
+        seed: another seed, other questions.
+        size: number of questions.
+        options: the data set's own settings (``min_terms``, ...).
+        accept_code_scorer: use a data set whose scorer evaluates the answer as code (``eval``); none: refuse it.
+        accept_exploitable: use a data set whose scorer calls answers right that answer nothing; none: refuse it.
+
+    Raises:
+        MissingExtra: ``reasoning-gym`` is not installed.
+        UnknownWord: no data set of that name.
+        UsageError: an option that the data set does not have or does not accept; a scorer that evaluates answers or
+            can be cheated; later, for an item, too few distinct questions to fill the split.
+    """
+    given = dict(options or {})
+    accepted = {"accept_code_scorer": accept_code_scorer, "accept_exploitable": accept_exploitable}
+    create_dataset = _load_factory(dataset, given)
+
+    def make_round(number: int) -> Round:
+        """The data set that draw ``number`` of every item comes from."""
+        drawn_seed = derive_key(seed, "reasoning_gym", number) % 2**31  # NumPy takes seeds below 2**32
+        settings = {"seed": drawn_seed, "size": size, **given}
+        return settings, create_dataset(dataset, **settings)
+
+    try:
+        first = make_round(0)
+    except (AssertionError, AttributeError, ValueError, TypeError) as error:
+        raise UsageError(f"task reasoning_gym: {dataset} does not accept {given}: {error}") from error
+    refuse_audited(dataset=dataset, options=given, **accepted)
+    if not accept_exploitable and (given or dataset not in PAID or version("reasoning_gym") != VERSION):
+        _refuse_payment(dataset, probe_dataset(dataset, json.dumps(given, sort_keys=True))[0])
+    return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
+
+
+def _load_factory(dataset: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """What makes data sets, once it is sure that there is this one and that it has these options."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError:
+        raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
+    if dataset not in DATASETS:
+        raise UnknownWord(
+            f"task reasoning_gym: there is no data set named {dataset!r}.{suggest(dataset, DATASETS)} "
+            f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
+        )
+    known = [f.name for f in dataclasses.fields(DATASETS[dataset][1]) if f.name not in ("seed", "size")]
+    for key in given:
+        if key not in known:
+            raise UsageError(
+                f"task reasoning_gym: {dataset} has no option {key!r}.{suggest(key, known)} Known: {', '.join(known)}"
+            )
+    made: Callable[..., Any] = create_dataset
+    return made
+
+
+@cache  # training and evaluation ask for the same
+def probe_dataset(dataset: str, options: str = "{}") -> tuple[Payment, ...]:
+    """What the scorer pays for answers that answer nothing, best first (see ``probe``); ``options`` as JSON."""
+    return tuple(probe(sample_dataset(dataset, json.loads(options))))
+
+
+def sample_dataset(dataset: str, options: Mapping[str, Any]) -> list[Asked]:
+    """The questions on which a data set is tried before it is used, always the same."""
+    from reasoning_gym.factory import create_dataset
+
+    settings = {"seed": PROBED_SEED, "size": SAMPLE, **options}
+    made = create_dataset(dataset, **settings)
+    asked = []
+    for entry in (made[i] for i in range(SAMPLE)):
+        scorer = make_scorer(dataset, settings, entry)
+        asked.append(Asked(str(entry["question"]), _read_gold(entry), scorer))
+    return asked
+
+
+def make_scorer(dataset: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> WorkerScorer:
+    """The data set's own scorer of one entry.
+
+    Args:
+        dataset: its name.
+        settings: what the data set was made with: ``seed``, ``size`` and options.
+        entry: the question with all that belongs to it.
+    """
+    from posttrain.tasks.verifiable.reasoning_gym_scoring import TARGET, encode
+
+    limits = Limits(compiles=dataset in EVALUATES_ANSWERS | EVALUATES_QUESTIONS)
+    return WorkerScorer(TARGET, [dataset, encode(settings), encode(entry)], limits)
+
+
+def _read_gold(entry: Mapping[str, Any]) -> str | None:
+    return None if entry["answer"] is None else str(entry["answer"])
+
+
+def split_of(question: str) -> Split:
+    """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
+    bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
+    return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
+
+
+Round = tuple[Mapping[str, Any], Any]  # the settings of a data set, and the data set
+
+
+class GymExamples(ExamplesOnDemand):
+    """A sequence whose item i is made when it is asked for.
+
+    Item i is entry i of the first of an endless row of equally large data sets (``make_round``)
+    whose entry i belongs to the split.
+    """
+
+    def __init__(self, name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]) -> None:
+        super().__init__(size)
+        self.name, self.split = name, split
+        self.make_round = make_round
+        self.rounds = [first]
+        self.round_of: dict[int, int] = {}  # what earlier look-ups found, so that an item is searched for once
+
+    def make(self, item: int) -> Example:
+        settings, entry = self._find(item)
+        return Example(
+            id=f"reasoning_gym/{self.name}/{self.split}/{item}",
+            messages=(Message("user", str(entry["question"])),),
+            answer=_read_gold(entry),
+            meta={"dataset": self.name, "entry": entry, "score": make_scorer(self.name, settings, entry)},
+            grader="scored",
+        )
+
+    def _find(self, item: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        for number in range(self.round_of.get(item, 0), _MAX_DRAWS):
+            if number == len(self.rounds):
+                self.rounds.append(self.make_round(number))
+            settings, made = self.rounds[number]
+            entry = made[item]
+            if split_of(str(entry["question"])) == self.split:
+                self.round_of[item] = number
+                return settings, entry
+        raise UsageError(
+            f"task reasoning_gym: {self.name} asks too few distinct questions with these options to fill "
+            f"a {self.split} split of its own; give options that vary more"
+        )

@@ -1,0 +1,121 @@
+"""Evaluation by the objective itself, on held-out units of given data: pairs, judged answers, labelled steps.
+
+A reward model writes no answers that could be graded, and pairs need no gold answer: what such a
+run has learnt is whether it tells good from bad where it has not been told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
+from posttrain.evals.generation import Evaluation, held_out_indices, task_label
+from posttrain.evals.statistics import wilson_interval
+from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.recipes.recipe import TrainSection
+from posttrain.render.rows import Shape
+from posttrain.tasks.base import Task
+from posttrain.train.sources.dataset import SupervisedSource
+from posttrain.train.step import Level, Objective, accumulate
+from posttrain.types import Batch
+
+# Which of an objective's metrics is "the" accuracy; the first that it reports.
+ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Units of a source over held-out examples.
+
+    ``num_dropped``: units of these examples that could not be used (too long, no responses, a tie).
+    """
+
+    source: SupervisedSource
+    units: Sequence[int]
+    num_dropped: int = 0
+
+    def batch(self) -> Batch:
+        """All of them, with what depends on the weights of this very moment."""
+        return self.source.batch_of(self.units)
+
+
+def choose_held_out(
+    read: Callable[[Task], SupervisedSource], tasks: Sequence[Task], shape: Shape, n: int, *, only_scores: bool
+) -> dict[str, HeldOut]:
+    """By a task's label, what the objective is evaluated on; tasks that are not here are evaluated by generation.
+
+    These are the tasks whose examples carry responses, where the data are anything but demonstrations.
+    The units are of the ``n`` examples that every evaluation of the task uses; if these have more than ``n`` units, a
+    fixed sample of them, so that one problem with many solutions does not stand for all.
+
+    Args:
+        read: the recipe's source over a task.
+        only_scores: the model gives scores and no text, so that nothing can be evaluated by generation.
+
+    Raises:
+        RecipeError: a task to evaluate a reward model on has no responses.
+        UsageError: a task is empty, or none of its units can be used.
+    """
+    chosen: dict[str, HeldOut] = {}
+    if shape == "demonstration":
+        return chosen
+    for task in tasks:
+        if len(task.examples) == 0:
+            raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+        examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+        if any(example.responses for example in examples):
+            source = read(replace(task, examples=examples, dropped={}))
+            chosen[task_label(task)] = HeldOut(
+                source, held_out_indices(len(source.units), n), sum(source.dropped.values())
+            )
+        elif only_scores:
+            raise RecipeError(
+                f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
+                "graded; name a task with responses, or switch evaluation off with eval.every: 0"
+            )
+    return chosen
+
+
+def evaluate_objective(
+    held_out: HeldOut,
+    task: Task,
+    forward: Forward | ActorCritic,
+    objective: Objective,
+    aggregate: Callable[[Tensor], Tensor],
+    options: TrainSection,
+    *,
+    level: Level,
+) -> Evaluation:
+    """Loss and metrics of the objective on held-out units; no gradients, no dropout, no rollouts.
+
+    ``accuracy`` is the objective's own (``ACCURACIES``), with its Wilson interval over the n units. For steps
+    that is cautious in width: a solution counts once, however many steps it has, as they hang together.
+
+    Raises:
+        UsageError: the objective reports no accuracy.
+        NonFiniteLoss: a loss that is NaN or infinite.
+    """
+    started = time.perf_counter()
+    loss, metrics = accumulate(
+        forward, objective, aggregate, held_out.batch(), options, level=level, entropy="none", learns=False
+    )
+    metrics.pop("padding_share")
+    name = next((name for name in ACCURACIES if name in metrics), None)
+    if name is None:
+        raise UsageError(
+            f"eval: the objective reports none of {', '.join(ACCURACIES)}, so there is nothing to evaluate by; add one "
+            "to its metrics, or switch evaluation off with eval.every: 0"
+        )
+    if not (math.isfinite(loss) and math.isfinite(metrics[name])):
+        raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
+    n = len(held_out.units)
+    low, high = wilson_interval(metrics[name] * n, n)
+    results = {"n": float(n), "accuracy": metrics[name], "accuracy_low": low, "accuracy_high": high, "loss": loss}
+    results |= metrics | {"rows_dropped": float(held_out.num_dropped)}
+    results["seconds"] = time.perf_counter() - started
+    return Evaluation(task_label(task), results, [])

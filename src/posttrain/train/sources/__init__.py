@@ -1,0 +1,1 @@
+"""Where batches come from: a data set or rollouts; each a function of the step."""

@@ -1,0 +1,184 @@
+"""Sources: what one optimizer step trains on, as a function of the step.
+
+A source owns no state that would have to be saved: rows and random numbers are functions of
+(seed, step). The source of rollouts (``rollout_source``) keeps the batch that it is in the middle of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from posttrain.errors import RecipeError, UsageError
+from posttrain.randomness import draw_indices
+from posttrain.recipes.recipe import Recipe
+from posttrain.render import Template
+from posttrain.render.rows import Row, Shape, rows_of
+from posttrain.store.durable import replace_file
+from posttrain.tasks.base import Task, num_repeated
+from posttrain.train.streams import Annotator
+from posttrain.types import Batch, Rollout, Sample, collate
+
+REFERENCE_CHUNK = 256
+
+
+@dataclass(slots=True)
+class Draw:
+    """What a source gives for one step.
+
+    ``batch`` is None where nothing is to be trained on. ``fresh``: the batch was made for this step
+    (and not kept from an earlier one). ``rollouts`` are those to record, ``metrics`` facts about them,
+    ``timing`` seconds by phase.
+    """
+
+    batch: Batch | None
+    fresh: bool = True
+    rollouts: list[Rollout] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+class SupervisedSource:
+    """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
+
+    ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
+    steps. Reference log-probabilities, where the objective reads them, are computed once for the whole
+    data set and kept in ``cache`` with a hash of the rows and of the reference.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        template: Template,
+        tokenizer: Any,
+        context_tokens: int,
+        *,
+        shape: Shape = "demonstration",
+        annotate: Annotator | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        assert recipe.data is not None
+        self.seed, self.batch, self.shape, self.annotate = recipe.train.seed, recipe.data.batch, shape, annotate
+        self.train_all = recipe.data.train_on == "all"
+        if self.train_all and shape != "demonstration":
+            raise RecipeError(
+                f"data.train_on: 'all' is for demonstrations; objective {recipe.objective.name!r} judges answers, so "
+                "leave it out"
+            )
+        self.rows_per_unit = 2 if shape == "pair" else 1
+        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.units: list[tuple[Row, ...]] = []
+        limit = min(recipe.data.max_tokens, context_tokens)
+        named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
+        prompt_limit = recipe.prompt.max_prompt_tokens or limit
+        for example in task.examples:
+            for unit in rows_of(tokenizer, template, example, shape):
+                if isinstance(unit, str):
+                    reason = unit
+                elif any(len(row.ids) > limit for row in unit):
+                    reason = f"longer than {named}={limit}"
+                elif unit[0].prompt_length > prompt_limit:
+                    reason = f"prompt longer than {prompt_limit} tokens"
+                else:
+                    self.units.append(unit)
+                    continue
+                self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if not self.units:
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
+        self.num_examples = len(self.units)
+        self._reference: list[Tensor] | None = None
+        if annotate is not None and "ref_logprobs" in annotate.needs:
+            self._reference = self._reference_logprobs(annotate, cache)
+
+    def __call__(self, step: int) -> Draw:
+        """The rows of update number ``step`` (1-based)."""
+        return Draw(
+            self.batch_of(draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.units)))
+        )
+
+    def batch_of(self, chosen: Sequence[int]) -> Batch:
+        """The given units, with the streams that the objective reads."""
+        batch = self._collated(chosen)
+        if self.annotate is not None:
+            if self._reference is not None:
+                rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
+                batch.streams["ref_logprobs"] = torch.zeros(batch.mask.shape).masked_scatter(
+                    batch.mask, torch.cat([self._reference[row] for row in rows])
+                )
+            batch = self.annotate.before_step(batch)
+            batch = self.annotate.ask_teacher(batch)
+        return batch
+
+    def pending(self, step: int) -> dict[str, Tensor] | None:
+        """Nothing: the next batch follows from the step."""
+        return None
+
+    def state(self) -> dict[str, float]:
+        """Nothing beside the step."""
+        return {}
+
+    def restore(self, pending: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+        """Nothing to restore."""
+        assert pending is None
+        assert not state
+
+    def _collated(self, indices: Sequence[int]) -> Batch:
+        samples = [
+            self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
+        ]
+        return collate(samples, rows_per_unit=self.rows_per_unit)
+
+    def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
+        n = len(row.ids)
+        if self.shape == "steps":
+            mask = [t in row.step_labels for t in range(n)]
+            streams: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
+        else:
+            start = 1 if self.train_all else row.prompt_length
+            mask = [False] * start + [True] * (n - start)
+            streams = {"labels": row.score, "margins": unit[0].score - unit[-1].score}
+        if self.shape == "demonstration":
+            streams = {}
+        # a prompt that is trained on itself cannot be shared
+        prefix = 0 if self.train_all else row.prompt_length
+        return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
+
+    def _reference_logprobs(self, annotate: Annotator, cache: Path | None) -> list[Tensor]:
+        """Of each row, those of its trained tokens."""
+        assert annotate.reference is not None, "the setup makes a reference for whoever needs one"
+        digest = hashlib.sha256(f"{annotate.reference.fingerprint()} {self.shape} {self.train_all}".encode())
+        for unit in self.units:
+            for row in unit:
+                digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
+        key = f"rows-{digest.hexdigest()[:32]}"
+        known = None if cache is None else _read_cache(cache, key)
+        if known is not None:
+            return known
+        pieces: list[Tensor] = []
+        for start in range(0, len(self.units), REFERENCE_CHUNK):
+            batch = self._collated(range(start, min(start + REFERENCE_CHUNK, len(self.units))))
+            scored = annotate.reference_logprobs(batch)
+            pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
+        if cache is not None:
+            counts = torch.tensor([len(piece) for piece in pieces])
+            replace_file(cache, serialize({"logprobs": torch.cat(pieces), key: counts}))
+        return pieces
+
+
+def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
+    """What was kept under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    try:
+        stored = load_file(cache) if cache.is_file() else {}
+    except SafetensorError:
+        return None
+    return list(stored["logprobs"].split(stored[key].tolist())) if key in stored else None

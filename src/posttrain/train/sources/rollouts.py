@@ -1,0 +1,298 @@
+"""The source of reinforcement learning: samples with the current weights, grades, selects, assigns credit.
+
+One rollout batch serves several updates. With a batch as large as the run it is the source of
+preference learning and of rejection sampling from the model's own answers, too: everything that the
+data say, reference log-probabilities included, is then computed once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.selection import Units, choose_units
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.rollout import Grader, collect, encode_prompts
+from posttrain.errors import UsageError
+from posttrain.randomness import draw_indices, permutation
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import suggest
+from posttrain.render import stop_ids
+from posttrain.tasks.base import Task, num_repeated
+from posttrain.train.credit import Credit
+from posttrain.train.feedback import Feedback
+from posttrain.train.rollout_metrics import describe_rollouts
+from posttrain.train.sources.dataset import Draw
+from posttrain.train.streams import Annotator
+from posttrain.types import Batch, Rollout, Sample, collate
+
+
+class RolloutSource:
+    """Samples and grades completions with the current weights; one batch serves U updates.
+
+    U = ``train.epochs`` × ``train.minibatches``; prompts are split into minibatches by an order
+    that is a function of (seed, rollout batch, epoch). ``select`` is a selection word, whose units have
+    ``rows_per_unit`` rows.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        grader: Grader,
+        tokenizer: Any,
+        engine: Engine,
+        context_tokens: int,
+        *,
+        select: Callable[[Tensor], Units],
+        rows_per_unit: int,
+        credit: Credit,
+        annotate: Annotator,
+        feedback: Feedback | None = None,
+    ) -> None:
+        assert recipe.rollout is not None
+        self.options, self.seed = recipe.rollout, recipe.train.seed
+        self.minibatches = recipe.train.minibatches
+        self.updates = recipe.train.epochs * recipe.train.minibatches
+        if self.options.prompts % self.minibatches:
+            raise UsageError(
+                f"train.minibatches={self.minibatches} does not divide rollout.prompts={self.options.prompts}"
+            )
+        self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
+        self.select, self.rows_per_unit = select, rows_per_unit
+        self.credit, self.annotate, self.feedback = credit, annotate, feedback
+        limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
+        self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
+        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        if too_long:
+            self.dropped[f"prompt longer than {limit} tokens"] = too_long
+        if not self.kept:
+            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {self.dropped}")
+        self.num_examples = len(self.kept)
+        self.sampling = Sampling(
+            max_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
+            top_k=self.options.top_k,
+            top_p=self.options.top_p,
+            stop_ids=stop_ids(tokenizer, grader.template),
+        )
+        parts = [name for name, _, _ in grader.rewards]
+        if self.options.uniform_by not in ("reward", *parts):
+            raise UsageError(
+                f"rollout.uniform_by: there is no reward part {self.options.uniform_by!r}."
+                f"{suggest(self.options.uniform_by, parts)} Known: reward, {', '.join(parts)}"
+            )
+        self._batch: Batch | None = None
+
+    def __call__(self, step: int) -> Draw:
+        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due.
+
+        A draw without a batch means that nothing was selected for this step: it updates nothing.
+        """
+        cycle, update = divmod(step - 1, self.updates)
+        if update == 0:
+            draw = self._collect(step, cycle)
+            self._batch = draw.batch
+        else:
+            draw = Draw(self._batch, fresh=False)
+        if self.minibatches > 1 and draw.batch is not None:
+            draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
+        if draw.batch is not None:
+            started = time.perf_counter()
+            draw.batch = self.annotate.before_step(draw.batch)
+            if draw.timing:
+                draw.timing["annotate_seconds"] += time.perf_counter() - started
+        return draw
+
+    def pending(self, step: int) -> dict[str, Tensor] | None:
+        """The rollout batch that updates after ``step`` still train on, as tensors to save."""
+        if step % self.updates == 0 or self._batch is None:
+            return None
+        b = self._batch
+        fixed = {"tokens": b.tokens, "lengths": b.lengths, "mask": b.mask, "group": b.group, "prefix": b.prefix}
+        return fixed | {f"stream.{name}": x for name, x in b.streams.items()}
+
+    def state(self) -> dict[str, float]:
+        """Numbers that a resumed run needs beside the step."""
+        return {"kl_weight": self.credit.kl_weight}
+
+    def restore(self, pending: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+        """Take back what ``pending`` and ``state`` gave."""
+        self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
+        if pending is None:
+            return
+        streams = {name.removeprefix("stream."): x for name, x in pending.items() if name.startswith("stream.")}
+        self._batch = Batch(
+            tokens=pending["tokens"],
+            lengths=pending["lengths"],
+            mask=pending["mask"],
+            group=pending["group"],
+            prefix=pending["prefix"],
+            streams=streams,
+            rows_per_unit=self.rows_per_unit,
+        )
+
+    def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
+        """The rows of one part of the prompts; prompts from which nothing was selected are in no part."""
+        groups = sorted(set(batch.group.tolist()))
+        order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
+        bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
+        chosen = {groups[int(i)] for i in order[bounds[0] : bounds[1]]}
+        rows = [b for b, group in enumerate(batch.group.tolist()) if group in chosen]
+        return batch.select(rows) if rows else None
+
+    def _collect(self, step: int, cycle: int) -> Draw:
+        started = time.perf_counter()
+        sampled, chosen, accepted, grading = self._draw_groups(step, cycle)
+        generating = time.perf_counter() - started - grading
+        scored = time.perf_counter()
+        rewards = torch.tensor([[r.reward for r in g] for g in chosen], dtype=torch.float64)
+        units = choose_units(self.select, rewards, self.rows_per_unit)
+        if not self.credit.needs_batch:
+            _record_advantages(chosen, self.credit.from_rewards(rewards))
+        batch = self._batch_of(chosen, units) if units else None
+        grading += time.perf_counter() - scored
+        scored = time.perf_counter()
+        metrics = describe_rollouts(sampled, self.grader.format_part)
+        if batch is not None:
+            metrics |= self._annotate(batch, chosen, units, rewards)
+        metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, accepted)
+        timing = {
+            "generate_seconds": generating,
+            "score_seconds": grading,
+            "annotate_seconds": time.perf_counter() - scored,
+            "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
+        }
+        return Draw(batch, True, [r for g in sampled for r in g], metrics, timing)
+
+    def _draw_groups(self, step: int, cycle: int) -> tuple[list[list[Rollout]], list[list[Rollout]], float, float]:
+        """(all sampled groups, those of the batch, share accepted, seconds of grading)."""
+        options = self.options
+        sampled: list[list[Rollout]] = []
+        chosen: list[list[Rollout]] = []
+        grading, num_fitting = 0.0, 0
+        rounds = options.max_rounds if options.drop_uniform_groups else 1
+        for attempt in range(rounds):
+            # the first draw is that of every method; further ones follow an order of their own
+            start = (cycle if attempt == 0 else cycle * (rounds - 1) + attempt - 1) * options.prompts
+            groups, seconds = self._sample(start, step, attempt)
+            grading += seconds
+            sampled += groups
+            fitting = [g for g in groups if self._fits(g)]
+            num_fitting += len(fitting)
+            chosen += fitting[: options.prompts - len(chosen)]
+            if len(chosen) == options.prompts:
+                break
+        accepted = num_fitting / len(sampled)
+        if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
+            rest = [g for g in sampled if not self._fits(g)]
+            chosen += rest[: options.prompts - len(chosen)]
+        return sampled, chosen, accepted, grading
+
+    def _fits(self, group: Sequence[Rollout]) -> bool:
+        """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        if not self.options.drop_uniform_groups:
+            return True
+        part = self.options.uniform_by
+        seen = {r.reward if part == "reward" else r.parts[part] for r in group}
+        rewards = torch.tensor([[r.reward for r in group]], dtype=torch.float64)
+        return len(seen) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
+
+    def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
+        order = "prompts" if attempt == 0 else "further prompts"
+        places = draw_indices(self.seed, order, start, self.options.prompts, len(self.kept))
+        groups, seconds = collect(
+            self.engine,
+            self.tokenizer,
+            self.grader,
+            [self.task.examples[self.kept[p]] for p in places],
+            [self.prompts[p] for p in places],
+            self.options.group,
+            self.sampling,
+            key=(self.seed, f"rollout {attempt}", step),
+            step=step,
+            prompt_indices=[self.kept[p] for p in places],
+        )
+        for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
+            for rollout in group:
+                rollout.epoch = position // len(self.kept)
+        return groups, seconds
+
+    def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
+        needs = self.annotate.needs
+        samples = []
+        for unit in units:
+            rewards = [groups[n][g].reward for n, g in unit]
+            row_streams = {"margins": rewards[0] - rewards[-1]}
+            for (n, g), reward in zip(unit, rewards, strict=True):
+                rollout = groups[n][g]
+                row_streams |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
+                sample = _sample_of(rollout, n)
+                if rollout.advantage is not None:
+                    before = [0.0] * len(rollout.prompt_ids)
+                    sample.streams["advantages"] = before + [rollout.advantage] * len(rollout.completion.ids)
+                sample.streams |= {name: x for name, x in row_streams.items() if name in needs}
+                samples.append(sample)
+        return collate(samples, rows_per_unit=self.rows_per_unit)
+
+    def _annotate(
+        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Tensor
+    ) -> dict[str, float]:
+        teacher_batch = None
+        if self.feedback is not None:
+            rows = [(n, g) for unit in units for n, g in unit]
+            teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
+            batch.streams["has_feedback"] = has_feedback
+        self.annotate(batch, teacher_batch)
+        if not self.credit.needs_batch:
+            return {}
+        flat = [r for g in groups for r in g]
+        truncated = torch.tensor([r.completion.finish == "length" for r in flat])
+        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.annotate)
+        counts = batch.mask.sum(dim=1).clamp(min=1)
+        means = (advantages.sum(dim=1) / counts).view_as(rewards)
+        _record_advantages(groups, means)
+        return metrics
+
+
+def _sample_of(rollout: Rollout, group: int) -> Sample:
+    prompt, answer = list(rollout.prompt_ids), list(rollout.completion.ids)
+    return Sample(
+        ids=prompt + answer,
+        mask=[False] * len(prompt) + [True] * len(answer),
+        group=group,
+        prefix=len(prompt),
+        streams={"sampler_logprobs": [0.0] * len(prompt) + list(rollout.completion.logprobs)},
+    )
+
+
+def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Tensor | None) -> None:
+    """Write each completion's advantage (their mean over the tokens, where they differ) to its record."""
+    if advantages is None:
+        return
+    for group, row in zip(groups, advantages.tolist(), strict=True):
+        for rollout, value in zip(group, row, strict=True):
+            rollout.advantage = value
+
+
+def _describe_choice(
+    groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
+) -> dict[str, float]:
+    """Facts about what was chosen to be trained on."""
+    facts = {"selected": sum(len(unit) for unit in units) / sum(len(g) for g in groups)}
+    advantages = [r.advantage for g in groups for r in g if r.advantage is not None]
+    if advantages:
+        spread = torch.tensor(advantages)
+        facts |= {
+            "advantage_mean": float(spread.mean()),
+            "advantage_std": float(spread.std(correction=0)),
+            "advantage_min": float(spread.min()),
+            "advantage_max": float(spread.max()),
+        }
+    if is_filtered:
+        facts["accepted_groups"] = accepted
+    return facts

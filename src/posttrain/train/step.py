@@ -1,0 +1,245 @@
+"""One optimizer step: the loop owns the sum, so that nothing downstream divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
+from posttrain.errors import NonFiniteLoss, UsageError
+from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+from posttrain.models.forward.micro import split_rows
+from posttrain.recipes.recipe import TrainSection
+from posttrain.types import Batch, Loss, Outputs
+
+Objective = Callable[[Outputs, Batch], Loss]
+Level = Literal["token", "row", "pair"]
+
+
+@dataclass(slots=True)
+class MeanOverBatch:
+    """Means over all trained tokens (or units) of an optimizer batch, in float64, across micro-batches."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
+        """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
+        values = values.detach()
+        kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+        total = kept.to(torch.float64).sum()
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def means(self) -> dict[str, float]:
+        """All means; the one place that waits for the device."""
+        return _derive({name: float(total) / self.counts[name] for name, total in self.sums.items()})
+
+
+def _derive(means: dict[str, float]) -> dict[str, float]:
+    """Metrics that are functions of several means: they are no means themselves.
+
+    ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave,
+    E[w]² / E[w²]. ``value_explained_variance``: 1 − Var(R − V) / Var(R). ``desirable_reward`` and
+    ``undesirable_reward``: means over the rows of either kind, with ``margin`` between them.
+    ``final_accuracy``: of outcome scores at the last token.
+    """
+    if "desirable_reward_part" in means:
+        share, right = means["desirable"], means.pop("desirable_reward_part")
+        wrong = means.pop("undesirable_reward_part")
+        if 0.0 < share < 1.0:
+            means["desirable_reward"], means["undesirable_reward"] = right / share, wrong / (1.0 - share)
+            means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
+    if "final_token_right" in means:
+        means["final_accuracy"] = means.pop("final_token_right") / means.pop("final_token")
+    if "weight_squared" in means:
+        means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
+    if "value_error_squared" in means:
+        error = means.pop("value_error_squared") - means.pop("value_error") ** 2
+        spread = means.pop("returns_squared") - means.pop("returns") ** 2
+        if spread > 0:
+            means["value_explained_variance"] = 1.0 - error / spread
+    return means
+
+
+def learning_rate(options: TrainSection, step: int) -> float:
+    """The learning rate of update number ``step`` (1-based): linear warm-up, then the schedule.
+
+    ``linear`` and ``cosine`` fall from ``lr``, at the first update behind the warm-up, towards ``lr * min_lr_ratio``,
+    which the update after the last one would have: no update is made at a rate of 0.
+    """
+    if step <= options.warmup_steps:
+        return options.lr * step / options.warmup_steps
+    if options.schedule == "constant":
+        return options.lr
+    span = max(1, options.steps - options.warmup_steps)
+    done = min(1.0, (step - 1 - options.warmup_steps) / span)
+    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * shape)
+
+
+def accumulate(
+    forward: Forward | ActorCritic,
+    objective: Objective,
+    aggregate: Callable[[Tensor], Tensor],
+    batch: Batch,
+    options: TrainSection,
+    *,
+    level: Level = "token",
+    entropy: Any = "detached",
+    learns: bool = True,
+) -> tuple[float, dict[str, float]]:
+    """Gradients of ``(values * weights).sum()`` over the whole batch, added to ``.grad``.
+
+    Returns the loss and the means of all metrics. The gradient does not depend on how the batch is
+    split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
+    values of token objectives. Without ``learns`` it only measures: no gradients, no dropout.
+    """
+    batch.weights = _weigh(aggregate, batch.mask if level == "token" else batch.unit_mask, level)
+    device = next(forward.model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    means = MeanOverBatch()
+    slots = used = 0
+    for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
+        planned = batch.select(rows)
+        part = planned.to(device)
+        with _learning(forward, options) if learns else torch.no_grad():
+            outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
+            result = _apply(objective, outputs, part, level)
+            assert part.weights is not None
+            loss = (_kept(result.values, part, level) * part.weights.to(result.values.dtype)).sum()
+            if learns:
+                with forward.backward_context():
+                    loss.backward()
+        total += loss.detach().to(torch.float64)
+        _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+        slots += forward.last_slots
+        used += forward.last_tokens
+    return float(total), means.means() | {"padding_share": 1.0 - used / slots}
+
+
+def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
+    """The weights of the whole optimizer batch: one per token, or one per unit, of which ``mask`` has a row each."""
+    weights: Tensor = registry.call("aggregate", aggregate, mask)
+    expected = mask.shape if level == "token" else mask.shape[:1]
+    if getattr(weights, "shape", None) != expected:
+        raise UsageError(
+            f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
+            f"{tuple(mask.shape)}; it must give one weight per {level}"
+        )
+    return weights
+
+
+def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
+    """The values that count: of trained tokens, with the mismatch correction where there is one."""
+    if level != "token":
+        return values
+    values = torch.where(part.mask, values, torch.zeros_like(values))
+    if "correction" in part.streams:
+        values = values * part.streams["correction"].to(values.dtype)
+    return values
+
+
+def _measure(
+    means: MeanOverBatch, result: Loss, outputs: Outputs, part: Batch, level: Level, num_tokens: float
+) -> None:
+    """Add the metrics of one micro-batch: the objective's own, and those that every method has."""
+    over_tokens = (part.mask, num_tokens)
+    over = over_tokens if level == "token" else (None, float(part.num_rows // part.rows_per_unit))
+    for name, values in result.metrics.items():
+        means.add(name, values, *over)
+    if outputs.entropy is not None and "entropy" not in result.metrics:
+        means.add("entropy", outputs.entropy, *over_tokens)
+    if "sampler_logprobs" in part.streams and outputs.entropy is not None:
+        # samples are from the sampler μ: this estimates KL(μ‖π)
+        log_weight = log_ratio(outputs.logprobs.detach(), part.streams["sampler_logprobs"], part.mask)
+        means.add("kl_sampler", kl_k3(-log_weight), *over_tokens)
+        means.add("weight", log_weight.exp(), *over_tokens)
+        means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
+    if "correction" in part.streams:
+        means.add("correction", part.streams["correction"], *over_tokens)
+
+
+@contextmanager
+def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
+    """What holds where gradients are computed, and nowhere else."""
+    models = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
+    recomputing = gradient_checkpointing(models if options.gradient_checkpointing else [])
+    with adapter_dropout(forward.model), recomputing:
+        yield
+
+
+@contextmanager
+def adapter_dropout(model: Any) -> Iterator[None]:
+    """LoRA's dropout (``model.adapter.dropout``) is active inside the block, and nowhere else.
+
+    Sampling and scoring see the model without it.
+    """
+    layers = [m for n, m in model.named_modules() if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
+    try:
+        for layer in layers:
+            layer.train()
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
+    result = registry.call("objective", objective, outputs, batch)
+    if not isinstance(result, Loss):
+        raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
+    expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
+    if tuple(result.values.shape) != expected:
+        raise UsageError(
+            f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
+            f"{tuple(batch.mask.shape)}. It must give one value per {level} and leave the sum to the loop"
+        )
+    return result
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    lr: float,
+    max_grad_norm: float | None,
+    loss: float,
+    step: int,
+    apart: Sequence[Tensor] = (),
+) -> float:
+    """Clip by global norm, step, clear gradients. Returns the gradient norm before clipping.
+
+    ``apart``: parameters that share nothing with the others (a critic of its own). They are clipped by
+    their own norm, so that errors of the critic do not shorten the steps of the policy.
+
+    Raises:
+        NonFiniteLoss: loss or norm is not finite; the weights are as before.
+    """
+    norm, norm_apart = (
+        float(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
+        for group in (parameters, apart)
+    )
+    if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
+        optimizer.zero_grad(set_to_none=True)
+        critic = f", of the critic {norm_apart}" if apart else ""
+        raise NonFiniteLoss(
+            f"update {step}: loss {loss}, gradient norm {norm}{critic}. The weights were not changed. "
+            "Usual causes: a learning rate that is too high, or a reward of enormous size"
+        )
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, torch.tensor(norm))
+        if apart:
+            torch.nn.utils.clip_grads_with_norm_(apart, max_grad_norm, torch.tensor(norm_apart))
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,95 @@
+"""Advantages: values by hand and the identities between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posttrain.algorithms.advantages import batch_normalized, centered, leave_one_out, mean_scaled, normalized, raw
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def test_by_hand():
+    assert raw(REWARDS).tolist() == REWARDS.tolist()
+    assert centered(REWARDS)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert leave_one_out(REWARDS)[2].tolist() == pytest.approx([4.0, -4 / 3, -4 / 3, -4 / 3])
+    std = (4 * 0.25 / 3) ** 0.5  # ddof = 1
+    assert normalized(REWARDS, epsilon=0.0)[0].tolist() == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std])
+    assert normalized(REWARDS, epsilon=0.1)[0, 0].item() == pytest.approx(0.5 / (std + 0.1))
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for n in range(6):
+        for g in range(5):
+            others = [rewards[n, j].item() for j in range(5) if j != g]
+            assert leave_one_out(rewards)[n, g].item() == pytest.approx(
+                rewards[n, g].item() - sum(others) / 4, abs=1e-12
+            )
+    assert torch.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-14)
+
+
+def test_equal_rewards_give_zero():
+    for word in (centered, leave_one_out, normalized):
+        assert word(REWARDS)[1].tolist() == [0.0] * 4
+    assert normalized(REWARDS, epsilon=0.0)[1].tolist() == [0.0] * 4
+
+
+def test_normalized_ignores_scale_and_shift_of_rewards():
+    assert torch.allclose(normalized(REWARDS * 7 + 3, epsilon=0.0), normalized(REWARDS, epsilon=0.0), atol=1e-12)
+
+
+def test_mean_scaled_by_hand():
+    assert mean_scaled(REWARDS)[2].tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert mean_scaled(REWARDS[:1] * 0).tolist() == [[0.0] * 4]
+    with pytest.raises(ValueError, match="not negative"):
+        mean_scaled(-REWARDS)
+
+
+def test_mean_scaled_is_the_published_estimator():
+    """Weights 1/K − 1/G for the K right ones of G and −1/G for the others (MaxRL, eq. 10), times G."""
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    weights = mean_scaled(rewards)[0] / 5
+    assert weights.tolist() == pytest.approx([1 / 2 - 1 / 5, -1 / 5, 1 / 2 - 1 / 5, -1 / 5, -1 / 5], abs=1e-15)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_mean_scaled_has_the_gradient_of_the_truncated_likelihood(group: int):
+    """Exactly, over all outcomes of a group of Bernoulli(p): Σ_{k<G} (1 − p)^(k − 1)."""
+    p = 0.3
+    expectation = 0.0
+    for right in range(group + 1):
+        rewards = torch.tensor([[1.0] * right + [0.0] * (group - right)], dtype=torch.float64)
+        score = rewards / p - (1 - rewards) / (1 - p)  # d log Bernoulli(p) / dp
+        probability = math.comb(group, right) * p**right * (1 - p) ** (group - right)
+        expectation += probability * float((mean_scaled(rewards) * score).mean())
+    assert expectation == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, group)), abs=1e-12)
+
+
+def test_mean_scaled_approaches_the_gradient_of_the_log_likelihood():
+    """With a large group, the mean of weight times score is d log p / dp."""
+    p, group = 0.3, 400
+    drawn = (torch.rand(200, group, generator=torch.Generator().manual_seed(0)) < p).double()
+    weight = mean_scaled(drawn)
+    score = torch.where(drawn > 0, 1 / p, -1 / (1 - p)).double()  # d log Bernoulli(p) / dp
+    estimate = float((weight * score).mean())
+    assert estimate == pytest.approx(1 / p, rel=0.03)  # d log p / dp
+
+
+def test_batch_normalized_by_hand():
+    flat = REWARDS.flatten()
+    expected = (REWARDS - flat.mean()) / flat.std(correction=0)
+    assert torch.allclose(batch_normalized(REWARDS, epsilon=0.0), expected, atol=1e-12)
+    grouped = centered(REWARDS)
+    expected = grouped / grouped.flatten().std(correction=0)
+    assert torch.allclose(batch_normalized(REWARDS, center="group", epsilon=0.0), expected, atol=1e-12)
+    assert batch_normalized(torch.ones(2, 3, dtype=torch.float64)).abs().max() == 0.0
+
+
+def test_equal_rewards_give_zero_also_where_their_mean_is_rounded():
+    rewards = torch.full((1, 7), 0.7, dtype=torch.float64)
+    assert float((rewards.mean(dim=1) - rewards[0, 0]).abs()) > 0  # the mean of equal numbers is another number
+    assert normalized(rewards, epsilon=0.0).tolist() == [[0.0] * 7]

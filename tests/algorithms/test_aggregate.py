@@ -1,0 +1,41 @@
+"""Aggregations: weights by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.algorithms.aggregation import constant, sequence_mean, token_mean, unit_mean
+
+MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
+
+
+def test_by_hand():
+    assert token_mean(MASK)[0].tolist() == [0.0, 0.25, 0.25, 0.25]
+    assert token_mean(MASK)[1].tolist() == [0.0, 0.25, 0.0, 0.0]
+    assert sequence_mean(MASK)[0].tolist() == pytest.approx([0.0, 1 / 6, 1 / 6, 1 / 6])
+    assert sequence_mean(MASK)[1].tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert constant(MASK, length=10)[0].tolist() == [0.0, 0.05, 0.05, 0.05]
+    assert unit_mean(MASK).tolist() == [0.5, 0.5]
+
+
+def test_means_sum_to_one_and_are_equal_where_lengths_are():
+    assert token_mean(MASK).sum().item() == pytest.approx(1.0, abs=1e-15)
+    assert sequence_mean(MASK).sum().item() == pytest.approx(1.0, abs=1e-15)
+    even = torch.tensor([[False, True, True], [False, True, True]])
+    assert torch.equal(token_mean(even), sequence_mean(even))
+    assert torch.allclose(constant(even, length=2), sequence_mean(even))
+
+
+def test_a_row_without_tokens_has_no_weight_and_does_not_count():
+    mask = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])
+    assert torch.equal(sequence_mean(mask)[:2], sequence_mean(MASK))
+    assert sequence_mean(mask)[2].tolist() == [0.0] * 4
+    with pytest.raises(ValueError, match="without trained tokens"):
+        unit_mean(mask)
+
+
+def test_nothing_to_train_is_refused():
+    for word in (token_mean, sequence_mean, unit_mean):
+        with pytest.raises(ValueError, match="without trained tokens"):
+            word(torch.zeros(2, 3, dtype=torch.bool))

@@ -1,0 +1,159 @@
+"""Policy-gradient objectives: values by hand, identities, float64 references, edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posttrain import registry
+from posttrain.algorithms.objectives import policy_gradient
+from posttrain.algorithms.objectives.policy_gradient import grpo, reinforce
+from posttrain.types import Batch, Outputs
+
+ALL = ("reinforce", "grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
+
+
+def make_batch(mask: torch.Tensor, **streams: torch.Tensor) -> Batch:
+    rows, width = mask.shape
+    return Batch(
+        tokens=torch.zeros(rows, width, dtype=torch.long),
+        lengths=torch.full((rows,), width),
+        mask=mask,
+        group=torch.arange(rows),
+        prefix=torch.zeros(rows, dtype=torch.long),
+        streams=streams,
+    )
+
+
+def one_token(new: float, old: float, advantage: float, **streams: float) -> tuple[Outputs, Batch]:
+    batch = make_batch(
+        torch.tensor([[False, True]]),
+        advantages=torch.tensor([[0.0, advantage]], dtype=torch.float64),
+        old_logprobs=torch.tensor([[0.0, old]], dtype=torch.float64),
+        **{k: torch.tensor([[0.0, v]], dtype=torch.float64) for k, v in streams.items()},
+    )
+    return Outputs(logprobs=torch.tensor([[0.0, new]], dtype=torch.float64, requires_grad=True)), batch
+
+
+def test_reinforce_by_hand():
+    outputs, batch = one_token(math.log(0.25), 0.0, 2.0)
+    values = reinforce(outputs, batch).values
+    assert values[0, 1].item() == pytest.approx(-2.0 * math.log(0.25), abs=1e-15)
+    values.sum().backward()
+    assert outputs.logprobs.grad[0].tolist() == [0.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient", "clipped"),
+    [
+        (1.1, 2.0, -2.2, -2.2, 0.0),  # inside the range: −ρA, and d(−ρA)/dlogπ = −ρA
+        (1.5, 2.0, -2.56, 0.0, 1.0),  # above 1 + 0.28 with A > 0: clipped, no gradient
+        (1.5, -2.0, 3.0, 3.0, 0.0),  # above, A < 0: the minimum is the unclipped term
+        (0.5, 2.0, -1.0, -1.0, 0.0),  # below, A > 0: unclipped
+        (0.5, -2.0, 1.6, 0.0, 1.0),  # below 1 − 0.2 with A < 0: clipped
+    ],
+)
+def test_grpo_clip_by_hand(ratio: float, advantage: float, value: float, gradient: float, clipped: float):
+    outputs, batch = one_token(math.log(ratio), 0.0, advantage)
+    loss = grpo(outputs, batch, clip_low=0.2, clip_high=0.28)
+    assert loss.values[0, 1].item() == pytest.approx(value, abs=1e-12)
+    assert loss.metrics["clip_share"][0, 1].item() == clipped
+    loss.values.sum().backward()
+    assert outputs.logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-12)
+
+
+def test_grpo_kl_by_hand():
+    outputs, batch = one_token(math.log(0.5), math.log(0.5), 0.0, ref_logprobs=math.log(0.25))
+    r = math.log(2.0)  # log π − log π_ref
+    for name, expected in (("k1", r), ("k2", r * r / 2), ("k3", 0.5 - 1 + r)):
+        assert grpo(outputs, batch, kl=0.1, kl_estimator=name).values[0, 1].item() == pytest.approx(
+            0.1 * expected, abs=1e-12
+        )
+
+
+def test_grpo_on_policy_gradient_is_reinforce():
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(5, 7, generator=generator) > 0.3
+    mask[:, 0] = False
+    old = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    gradients = []
+    for objective in (reinforce, grpo):
+        logprobs = old.clone().requires_grad_()
+        batch = make_batch(mask, advantages=advantages, old_logprobs=old)
+        values = objective(Outputs(logprobs=logprobs), batch).values
+        torch.where(mask, values, torch.zeros_like(values)).sum().backward()
+        gradients.append(logprobs.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_grpo_against_a_plain_python_reference():
+    generator = torch.Generator().manual_seed(2)
+    new, old, ref, adv = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    batch = make_batch(mask, advantages=adv, old_logprobs=old, ref_logprobs=ref)
+    got = grpo(Outputs(logprobs=new), batch, clip_low=0.1, clip_high=0.3, kl=0.05).values
+    for b in range(3):
+        for t in range(4):
+            rho = math.exp(new[b, t] - old[b, t])
+            surrogate = min(rho * adv[b, t], min(max(rho, 0.9), 1.3) * adv[b, t])
+            r = new[b, t] - ref[b, t]
+            assert got[b, t].item() == pytest.approx(float(-surrogate + 0.05 * (math.exp(-r) - 1 + r)), abs=1e-12)
+
+
+def test_grpo_gradient_by_finite_differences():
+    outputs, batch = one_token(-1.3, -1.25, 0.7, ref_logprobs=-1.6)
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        return grpo(Outputs(logprobs=logprobs), batch, kl=0.3).values[:, 1:].sum()
+
+    assert torch.autograd.gradcheck(value, (outputs.logprobs.detach().requires_grad_(),), eps=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_entropy_bonus_lowers_the_value_by_the_entropy(name: str):
+    outputs, batch = one_token(-0.5, -0.5, 1.0)
+    outputs.entropy = torch.tensor([[0.0, 1.5]], dtype=torch.float64, requires_grad=True)
+    objective = getattr(policy_gradient, name)
+    plain = objective(outputs, batch).values[0, 1].item()
+    loss = objective(outputs, batch, entropy_bonus=0.2)
+    assert loss.values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
+    assert loss.metrics["entropy"].tolist() == [[0.0, 1.5]]
+    assert not loss.metrics["entropy"].requires_grad
+    assert torch.autograd.grad(loss.values[0, 1], outputs.entropy)[0].tolist() == [[0.0, -0.2]]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_objective_takes_the_same_kl(name: str, estimator: str):
+    """What the option adds is β · k(r), with its own gradient, whatever the objective is."""
+    outputs, batch = one_token(math.log(0.5), math.log(0.4), 1.5, ref_logprobs=math.log(0.25))
+    objective = getattr(policy_gradient, name)
+    plain, with_kl = objective(outputs, batch), objective(outputs, batch, kl=0.1, kl_estimator=estimator)
+    r = math.log(2.0)
+    value = {"k1": r, "k2": r * r / 2, "k3": 0.5 - 1 + r}[estimator]
+    slope = {"k1": 1.0, "k2": r, "k3": 1 - 0.5}[estimator]  # dk/dr
+    assert (with_kl.values - plain.values)[0, 1].item() == pytest.approx(0.1 * value, abs=1e-12)
+    added = torch.autograd.grad((with_kl.values - plain.values)[0, 1], outputs.logprobs)[0][0, 1].item()
+    assert added == pytest.approx(0.1 * slope, abs=1e-12)
+    assert with_kl.metrics["kl_ref"][0, 1].item() == pytest.approx(0.5 - 1 + r, abs=1e-12)
+    assert "kl_ref" not in plain.metrics
+    assert registry.find("objective", name).traits["optional_needs"] == {"kl": "ref_logprobs"}
+
+
+@pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])
+def test_grpo_stays_finite_at_absurd_ratios(new: float, old: float):
+    for advantage in (1.0, -1.0, 0.0):
+        outputs, batch = one_token(new, old, advantage)
+        loss = grpo(outputs, batch)
+        assert math.isfinite(loss.values[0, 1].item())
+        loss.values[0, 1].backward()
+        assert math.isfinite(outputs.logprobs.grad[0, 1].item())
+
+
+def test_a_token_that_both_policies_find_impossible_is_not_hidden():
+    """−inf − (−inf) has no value; it stays NaN, so that the loop refuses the update (both_impossible)."""
+    outputs, batch = one_token(-math.inf, -math.inf, 1.0)
+    assert math.isnan(grpo(outputs, batch).values[0, 1].item())

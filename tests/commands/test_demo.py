@@ -1,0 +1,110 @@
+"""The demo's story, told with two steps of training each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands import demo
+from posttrain.evals.generation import Evaluation
+from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.runs.directory import RunDirectory
+
+LITTLE = [("train.steps", "2"), ("task.size", "60"), ("eval.n", "4"), ("eval.every", "2")]
+SMALL = {
+    "tiny/sft": [*LITTLE, ("eval.max_tokens", "6")],
+    "tiny/grpo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_small(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+        return load_recipe(name, [*SMALL[name], *overrides])
+
+    monkeypatch.setattr(demo, "load_recipe", load_small)
+    monkeypatch.setattr(demo, "NUM_HELD_OUT", 5)
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a demo this small."""
+    monkeypatch.setattr("posttrain.commands.summary.draw_curves", lambda panels, title, path: path)
+
+
+def measured(label: str, accuracy: float, low: float, high: float, worked: float) -> demo.Measured:
+    results = {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
+    return demo.Measured(label, "", Evaluation("stories/test", results, []))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--runs-dir", str(tmp_path), "--seed", "3", "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    order = [
+        "1. The base model",
+        "base: ",
+        "2. Demonstrations",
+        "after SFT: ",
+        "3. Reinforcement",
+        "after GRPO: ",
+        "4. ",
+    ]
+    places = [shown.index(text) for text in order]
+    assert places == sorted(places)
+    assert shown.rstrip().endswith(f"posttrain generate {tmp_path / 'demo-grpo'}")
+    facts = json.loads((tmp_path / "demo-grpo" / "demo.json").read_text())
+    assert (facts["seed"], facts["evaluation"]) == (3, "stories/test")
+    assert list(facts["results"]) == ["base", "after SFT", "after GRPO"]
+    assert all(results["n"] == 5.0 for results in facts["results"].values())
+    report = (tmp_path / "demo-grpo" / "report.html").read_text()
+    assert report.count('class="card transcript"') == 5
+    assert (tmp_path / "demo-grpo" / "curves.png").is_file()
+    recipe = RunDirectory(tmp_path / "demo-grpo").read_recipe()
+    assert recipe["model"]["name"] == str(tmp_path / "demo-sft")  # GRPO starts from what SFT left
+    assert (recipe["train"]["seed"], RunDirectory(tmp_path / "demo-sft").read_recipe()["train"]["seed"]) == (3, 3)
+
+
+@pytest.mark.usefixtures("small", "without_pictures")
+def test_a_second_demo_takes_fresh_names(tmp_path: Path) -> None:
+    arguments = ["demo", "--runs-dir", str(tmp_path), "--quiet"]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-grpo-2", "demo-sft", "demo-sft-2"]
+    first, second = (json.loads((tmp_path / name / "demo.json").read_text()) for name in ("demo-grpo", "demo-grpo-2"))
+    for facts in (first, second):
+        for results in facts["results"].values():
+            results.pop("seconds")
+    assert first["results"] == second["results"]  # the same seed tells the same story
+
+
+@pytest.mark.usefixtures("small", "without_pictures")
+def test_an_unfinished_demo_is_continued(tmp_path: Path) -> None:
+    assert main(["demo", "--runs-dir", str(tmp_path), "--quiet"]) == 0
+    directory = RunDirectory(tmp_path / "demo-grpo")
+    status = directory.read_status()
+    assert status is not None
+    directory.write_status(replace(status, state="interrupted"))
+    assert demo.make_plan(tmp_path, 0).grpo == tmp_path / "demo-grpo"
+    assert demo.make_plan(tmp_path, 1).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
+    assert main(["demo", "--runs-dir", str(tmp_path), "--quiet"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-sft"]
+    assert demo.make_plan(tmp_path, 0).sft == tmp_path / "demo-sft-2"
+
+
+def test_the_outcome_follows_the_figures() -> None:
+    before = measured("after SFT", 0.10, 0.08, 0.13, 0.1)
+    better = measured("after GRPO", 0.97, 0.95, 0.98, 0.99)
+    assert demo.outcome([before, better]) == (
+        "It discovered that working step by step pays: right answers went from 10% to 97%, "
+        "answers that show their working from 10% to 99%."
+    )
+    same = measured("after GRPO", 0.12, 0.09, 0.15, 0.1)
+    assert demo.outcome([before, same]).startswith(
+        "In this run it found nothing that the intervals could tell from chance"
+    )

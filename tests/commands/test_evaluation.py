@@ -1,0 +1,326 @@
+"""`posttrain evaluate`: tables, files, going on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.evaluate import command as app
+from posttrain.commands.evaluate.files import is_evaluation, read_finished
+from posttrain.engines.scripted import ScriptedEngine
+from posttrain.errors import DataError
+from posttrain.evals.items import read_items
+from posttrain.store.rollouts import RolloutStore
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    """Six sums with a level each; the answers are 1 to 6."""
+    path = tmp_path / "test.jsonl"
+    rows = [{"prompt": f"What is {a} + 1?", "answer": str(a + 1), "level": a % 2} for a in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def evaluate(problems: Path, tmp_path: Path) -> Callable[..., int]:
+    """`posttrain evaluate tiny` on the six sums, answered from a script, into ``tmp_path / "out"``."""
+
+    def run(*arguments: str, texts: Sequence[str] = ("The answer is 3.",), models: Sequence[str] = ("tiny",)) -> int:
+        task = ["--task", "jsonl", "--task.path", str(problems), "--task.meta_keys", '["level"]']
+        engine = ["--engine", "scripted", "--engine.texts", json.dumps(list(texts))]
+        out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
+        return main(["evaluate", *models, *task, *engine, *out, *arguments])
+
+    return run
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_files_of_one_evaluation(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("--template", "plain") == 0
+    shown = capsys.readouterr().out
+    assert "jsonl/test, n = 6" in shown
+    assert "16.7%" in shown
+    out = tmp_path / "out"
+    assert f"summary, results and every answer: {out}" in shown
+    content = read(out / "results.json")
+    assert content["evaluation"] == "jsonl/test"
+    assert (content["results"]["n"], content["results"]["accuracy"]) == (6.0, pytest.approx(1 / 6))
+    assert content["settings"]["template"]["name"] == "plain"
+    assert content["settings"]["task"]["path"].endswith("test.jsonl")
+    assert content["settings"]["max_tokens"] == 256
+    assert content["timing"]["generated_tokens"] == sum(s["num_tokens"] for s in _samples(out))
+    assert {"python", "torch", "posttrain"} <= set(content["environment"]["versions"])
+    items = read_items(out / "items.jsonl")
+    assert [item.answer for item in items] == ["1", "2", "3", "4", "5", "6"]
+    assert [item.num_right for item in items] == [0, 0, 1, 0, 0, 0]
+    assert items[2].question == "What is 2 + 1?"
+    rows = RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")
+    assert [row.completion for row in rows] == ["The answer is 3."] * 6
+    assert "# jsonl/test: tiny" in (out / "summary.md").read_text()
+
+
+def _samples(out: Path) -> list[dict[str, Any]]:
+    lines = (out / "items.jsonl").read_text().splitlines()
+    return [sample for line in lines for sample in json.loads(line)["samples"]]
+
+
+def test_the_same_again_replaces_and_says_the_same(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--template", "plain", "--samples", "3", "--quiet")
+    texts = ("It is 3.", "It is 2.", "No idea.")
+    assert evaluate(*arguments, texts=texts) == 0
+    assert capsys.readouterr().out == ""
+    first = (tmp_path / "out" / "items.jsonl").read_text()
+    assert evaluate(*arguments, texts=texts) == 0
+    assert (tmp_path / "out" / "items.jsonl").read_text() == first
+    rows = RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations("jsonl/test")
+    assert len(rows) == 18
+    assert evaluate(*arguments, "--seed", "1", texts=texts) == 0
+    assert (tmp_path / "out" / "items.jsonl").read_text() != first
+
+
+def test_several_answers_to_each(evaluate: Callable[..., int], tmp_path: Path) -> None:
+    assert evaluate("--template", "plain", "--samples", "4", "--k", "1,4", texts=("It is 3.", "It is 2.")) == 0
+    results = read(tmp_path / "out" / "results.json")["results"]
+    items = read_items(tmp_path / "out" / "items.jsonl")
+    assert results["samples"] == 4.0
+    assert results["pass@4"] == sum(item.num_right > 0 for item in items) / 6
+    assert results["accuracy"] == results["pass@1"] == pytest.approx(sum(item.num_right for item in items) / 24)
+    assert 0 < results["accuracy"] < 1
+    assert "pass@2" not in results
+
+
+def test_templates_side_by_side(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("--template", "plain,boxed,r1_zero", texts=("It is 3.",)) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("│ tiny") == 3
+    assert "the template alone moves it from 0.0% (boxed) to 16.7% (plain), which" in shown
+    out = tmp_path / "out"
+    cells = read(out / "results.json")["cells"]
+    assert [(cell["template"], cell["folder"]) for cell in cells] == [
+        ("plain", "plain"),
+        ("boxed", "boxed"),
+        ("r1_zero", "r1_zero"),
+    ]
+    assert [cell["results"]["accuracy"] for cell in cells] == [pytest.approx(1 / 6), 0.0, 0.0]
+    page = (out / "summary.md").read_text()
+    assert "| tiny | plain | 16.7% |" in page
+    assert "(boxed/summary.md)" in page
+    assert read_finished(out / "boxed").results["parse_failures"] == 1.0
+    with pytest.raises(DataError, match=r"these are several evaluations; name one of them: .*plain"):
+        read_finished(out)
+
+
+def test_kinds_of_items(evaluate: Callable[..., int], tmp_path: Path) -> None:
+    assert evaluate("--template", "plain") == 0
+    kinds = read(tmp_path / "out" / "results.json")["kinds"]
+    found = {value: (kind["n"], kind["accuracy"]) for value, kind in kinds["level"].items()}
+    assert found == {"0": (3.0, pytest.approx(1 / 3)), "1": (3.0, 0.0)}
+    assert "## By level" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_a_task_without_gold_has_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "free.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Tell me of {a}."}) + "\n" for a in range(4)))
+    arguments = ["--task", "jsonl", "--task.path", str(path), "--task.answer_key", '""', "--template", "plain"]
+    engine = ["--engine", "scripted", "--engine.texts", '["Well."]', "--out", str(tmp_path / "out")]
+    assert main(["evaluate", "tiny", *arguments, *engine]) == 0
+    assert "nothing was graded, as the items have no gold answer" in capsys.readouterr().out
+    results = read(tmp_path / "out" / "results.json")["results"]
+    assert (results["num_graded"], results["accuracy"], results["accuracy_low"]) == (0.0, None, None)
+
+
+class Interrupting(ScriptedEngine):
+    """Answers so many batches; then somebody presses Ctrl-C."""
+
+    def __init__(self, engine: ScriptedEngine, batches: int) -> None:
+        super().__init__(engine.choices)
+        self.left = batches
+
+    def generate(self, prompts: Any, keys: Any, sampling: Any) -> Any:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().generate(prompts, keys, sampling)
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedEngine]]:
+    """After so many batches of a model's engine (-1: never); returns the engines that were used, in order."""
+    genuine = app.open_sampler
+
+    def after(batches: int) -> list[ScriptedEngine]:
+        used: list[ScriptedEngine] = []
+
+        def open_interrupted(*arguments: Any, **options: Any) -> Any:
+            sampler = genuine(*arguments, **options)
+            used.append(Interrupting(sampler.engine, batches) if batches >= 0 else sampler.engine)
+            return replace(sampler, engine=used[-1])
+
+        monkeypatch.setattr(app, "open_sampler", open_interrupted)
+        return used
+
+    return after
+
+
+def test_an_interrupted_evaluation_goes_on(
+    evaluate: Callable[..., int],
+    interrupt: Callable[[int], list[ScriptedEngine]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--template", "plain", "--samples", "2", "--batch", "4")
+    texts = ("It is 3.", "It is 2.", "No idea.")
+    assert evaluate(*arguments, "--out", str(tmp_path / "whole"), texts=texts) == 0
+    interrupt(2)
+    assert evaluate(*arguments, texts=texts) == 130
+    assert "continue with the same command" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert not (out / "results.json").exists()
+    assert len(RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")) == 8
+    used = interrupt(-1)
+    assert evaluate(*arguments, texts=texts) == 0
+    assert "goes on after 4 items" in capsys.readouterr().out
+    assert [len(prompts) for prompts, _, _ in used[-1].calls] == [2]  # the last two items alone
+    assert (out / "items.jsonl").read_text() == (tmp_path / "whole" / "items.jsonl").read_text()
+    assert len(RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")) == 12
+
+
+def test_other_settings_begin_anew(
+    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
+) -> None:
+    arguments = ("--template", "plain", "--samples", "2", "--batch", "4")
+    interrupt(1)
+    assert evaluate(*arguments) == 130
+    used = interrupt(-1)
+    assert evaluate(*arguments, "--seed", "1") == 0
+    assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
+    assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 12
+
+
+def test_other_data_under_the_same_path_begin_anew(
+    evaluate: Callable[..., int],
+    interrupt: Callable[[int], list[ScriptedEngine]],
+    problems: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ids say which row of a file an example is; the rows may have changed."""
+    arguments = ("--template", "plain", "--batch", "4")
+    interrupt(1)
+    assert evaluate(*arguments) == 130
+    capsys.readouterr()
+    problems.write_text(problems.read_text().replace("+ 1?", "+ 2?"))
+    used = interrupt(-1)
+    assert evaluate(*arguments) == 0
+    assert "differs in data (other questions or gold answers); it is replaced" in capsys.readouterr().out
+    assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
+    assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 6
+
+
+def test_a_table_on_other_data_keeps_no_cell(
+    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], problems: Path
+) -> None:
+    interrupt(1)
+    assert evaluate("--template", "plain,boxed") == 130  # the first is finished
+    problems.write_text(problems.read_text().replace('"answer": "3"', '"answer": "4"'))
+    used = interrupt(-1)
+    assert evaluate("--template", "plain,boxed") == 0
+    assert len(used[-1].calls) == 2
+
+
+def test_an_interrupted_table_keeps_what_is_finished(
+    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
+) -> None:
+    arguments = ("--template", "plain,boxed,r1_zero")
+    interrupt(2)  # one batch for each cell: the third is not finished
+    assert evaluate(*arguments) == 130
+    out = tmp_path / "out"
+    assert [(out / name / "results.json").exists() for name in ("plain", "boxed", "r1_zero")] == [True, True, False]
+    assert not (out / "results.json").exists()
+    used = interrupt(-1)
+    assert evaluate(*arguments) == 0
+    assert len(used[-1].calls) == 1
+    assert len(read(out / "results.json")["cells"]) == 3
+    used = interrupt(-1)
+    assert evaluate(*arguments) == 0  # complete: made anew
+    assert len(used[-1].calls) == 3
+
+
+def test_prompts_are_tried_before_anything_is_sampled(
+    evaluate: Callable[..., int],
+    interrupt: Callable[[int], list[ScriptedEngine]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    genuine = app.encode_prompt
+
+    def refuse_boxed(tokenizer: Any, template: Any, messages: Any) -> list[int]:
+        if template.name == "boxed":
+            raise DataError("x", "no such prompt")
+        return genuine(tokenizer, template, messages)
+
+    monkeypatch.setattr(app, "encode_prompt", refuse_boxed)
+    used = interrupt(-1)
+    assert evaluate("--template", "plain,boxed") == 2
+    assert "no such prompt" in capsys.readouterr().err
+    assert used[-1].calls == []
+
+
+def test_a_reward_model_chooses_among_the_samples(
+    evaluate: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Oracle:
+        def score(self, examples: Any, texts: Any, finishes: Any) -> list[float | None]:
+            return [float(f" {example.answer}." in text) for example, text in zip(examples, texts, strict=True)]
+
+    asked = []
+    monkeypatch.setattr(app, "open_reward_model", lambda name, runs_dir: asked.append(name) or Oracle())
+    assert evaluate(
+        "--template", "plain", "--samples", "4", "--best-of", "the/rm", texts=("It is 3.", "It is 2.")
+    ) == 0  # fmt: skip
+    results = read(tmp_path / "out" / "results.json")["results"]
+    assert asked == ["the/rm"]
+    assert results["best_of@4"] == results["pass@4"] > results["majority@4"]
+    assert {sample["score"] for sample in _samples(tmp_path / "out")} == {0.0, 1.0}
+    assert read(tmp_path / "out" / "results.json")["settings"]["best_of"] == "the/rm"
+
+
+def test_what_a_folder_is(evaluate: Callable[..., int], tmp_path: Path) -> None:
+    assert evaluate("--template", "plain", "--quiet") == 0
+    assert is_evaluation(tmp_path / "out")
+    assert not is_evaluation(tmp_path)
+    with pytest.raises(DataError, match="no evaluation was finished here"):
+        read_finished(tmp_path)
+    (tmp_path / "out" / "results.json").write_text('{"run": "x"}')
+    with pytest.raises(DataError, match=r"not the results of an evaluation \(KeyError: 'results'\)"):
+        read_finished(tmp_path / "out")
+
+
+def test_a_malformed_line_is_named(
+    evaluate: Callable[..., int], problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with problems.open("a") as file:
+        file.write("{not json\n")
+    assert evaluate() == 2
+    assert f"{problems}:7:" in capsys.readouterr().err
+
+
+def test_many_settings_are_not_all_named() -> None:
+    assert app.tell_names(["n", "data"]) == "n, data (other questions or gold answers)"
+    assert app.tell_names(list("abcdef")) == "a, b, c, d and 2 other settings"

@@ -1,0 +1,173 @@
+"""`posttrain evaluate A --against B`: win rate and KL, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.tasks.stories import task as stories
+
+SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_stories() -> Iterator[None]:
+    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stories, "_NUM_COUNTED", 100)
+        stories.usual_results.cache_clear()
+        yield
+    stories.usual_results.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy and a reward model."""
+    root = tmp_path_factory.mktemp("runs")
+    for recipe in ("tiny/sft", "tiny/rm"):
+        name = recipe.partition("/")[2]
+        assert main(["train", recipe, "--runs-dir", str(root), "--run", name, "--train.lr", "3e-3", *SMALL]) == 0
+    return root
+
+
+def against(runs: Path, *arguments: str) -> int:
+    fixed = ["--runs-dir", str(runs), "--n", "6", "--max-tokens", "12"]
+    return main(["evaluate", *arguments, *fixed])
+
+
+def read(folder: Path) -> tuple[dict, list[dict]]:
+    content = json.loads((folder / "results.json").read_text())
+    return content, [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+
+
+def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert against(runs, "sft", "--against", "tiny", "--judge", "rm", "--samples", "2") == 0
+    folder = runs / "sft" / "evaluation" / "against-tiny-stories-test"
+    shown = capsys.readouterr().out
+    assert "stories/test: sft against tiny, n = 6" in shown
+    assert str(folder) in shown.replace("\n", "")
+    content, items = read(folder)
+    results = content["results"]
+    assert (content["a"], content["b"], results["n"], len(items)) == ("sft", "tiny", 6.0, 6)
+    assert results["win_rate"] == pytest.approx(sum(item["win_rate"] for item in items) / 6)
+    assert results["wins"] + results["ties"] + results["losses"] == pytest.approx(1.0)
+    assert all(isinstance(answer["score"], float) for item in items for answer in (*item["a"], *item["b"]))
+    for name in ("ab", "ba"):
+        values = [answer[f"kl_{name}"] for item in items for answer in item[name[0]]]
+        assert len(values) == 12
+        assert results[f"kl_{name}"] == pytest.approx(sum(values) / 12)
+        assert results[f"kl_{name}"] > 1e-4  # the run has moved
+        assert results[f"kl_{name}_low"] < results[f"kl_{name}"] < results[f"kl_{name}_high"]
+    assert content["settings"]["temperature"] == 1.0
+    # the base has no template of its own: it is asked under that of the run
+    assert [word["preamble"] for word in content["settings"]["templates"]] == ["", ""]
+    assert content["notes"] == []
+    page = (folder / "summary.md").read_text()
+    assert "KL(tiny ‖ sft), nats per answer" in page
+    assert items[0]["question"] in page
+
+
+def test_a_model_against_itself_ties_and_has_no_kl(runs: Path, tmp_path: Path) -> None:
+    assert against(runs, "sft", "--against", "sft", "--out", str(tmp_path / "out"), "--quiet") == 0
+    content, items = read(tmp_path / "out")
+    results = content["results"]
+    assert (results["win_rate"], results["ties"]) == (0.5, 1.0)
+    assert results["kl_ab"] == results["kl_ba"] == 0.0
+    assert results["win_rate_similar"] == 0.5
+    assert [answer["text"] for item in items for answer in item["a"]] == [
+        answer["text"] for item in items for answer in item["b"]
+    ]
+
+
+def test_the_other_way_round_everything_is_swapped(runs: Path, tmp_path: Path) -> None:
+    """Each side is sampled and read as before: A's numbers are B's now."""
+    asked = ["--task", "stories", "--judge", "rm", "--quiet"]
+    found = {}
+    for name, order in (("there", ("sft", "tiny")), ("back", ("tiny", "sft"))):
+        assert against(runs, order[0], "--against", order[1], *asked, "--out", str(tmp_path / name)) == 0
+        found[name] = read(tmp_path / name)[0]["results"]
+    there, back = found["there"], found["back"]
+    assert there["win_rate"] + back["win_rate"] == pytest.approx(1.0)
+    assert abs(there["kl_ab"] - there["kl_ba"]) > 1e-4
+    for one, other in (("kl_ab", "kl_ba"), ("kl_ba", "kl_ab"), ("characters_a", "characters_b")):
+        assert there[one] == pytest.approx(back[other], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--temperature", "0"], "no KL: greedy decoding draws from no distribution; give --temperature above 0"),
+        (["--top-k", "5"], "no KL: the answers are drawn from cut distributions; leave --top-k and --top-p out"),
+    ],
+)
+def test_where_there_is_no_kl_the_win_rate_is_still_measured(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], note: str
+) -> None:
+    assert against(runs, "sft", "--against", "tiny", "--out", str(tmp_path / "out"), *arguments) == 0
+    assert note in capsys.readouterr().out
+    content, _ = read(tmp_path / "out")
+    assert "win_rate" in content["results"]
+    assert not any(name.startswith("kl") for name in content["results"])
+    assert content["notes"] == [note]
+
+
+def test_other_templates_and_other_tokenizers_have_no_kl(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], small_tokenizer, tiny_random
+) -> None:
+    plain = ["--task.size", "40", "--prompt.template", "plain", *SMALL[2:]]
+    assert main(["train", "tiny/sft", "--runs-dir", str(runs), "--run", "plain", *plain]) == 0
+    assert against(runs, "sft", "--against", "plain", "--out", str(tmp_path / "a")) == 0
+    assert "no KL: the two models are asked under different templates; give both one" in capsys.readouterr().out
+    other = tmp_path / "other"
+    tiny_random("qwen3").save_pretrained(other)
+    small_tokenizer.save_pretrained(other)
+    assert against(runs, "sft", "--against", str(other), "--out", str(tmp_path / "b")) == 0
+    shown = capsys.readouterr().out
+    assert "no KL: the two models have different tokenizers" in " ".join(shown.split())
+    assert "win_rate" in read(tmp_path / "b")[0]["results"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "tiny", "--against", "tiny"], "--against: one model stands against it, not 2"),
+        (["sft", "--against", "rm"], "this run trained a reward model"),
+        (["sft", "--against", "tiny", "--judge", "sft"], "trained a policy (cross_entropy), which scores nothing"),
+        (["sft", "--against", "tiny", "--judge", "tiny"], "a reward model is named by its run"),
+        (["sft", "--against", "tiny", "--task", "stories,gsm8k"], "--task: one at a time with --against"),
+        (["sft", "--against", "tiny", "--k", "2", "--samples", "2"], "--k: leave it out with --against"),
+        (["sft", "--judge", "rm"], "--judge: it judges between two models"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    runs: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert against(runs, *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_gold_answers_a_judge_is_needed(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"What is {i} plus {i}?", "chosen": f"{2 * i}.", "rejected": f"{2 * i + 1}."} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["sft", "--against", "tiny", "--task", "preferences", "--task.path", str(path)]
+    assert against(runs, *asked) == 2
+    assert "has no gold answers by which one answer could win; give --judge RUN" in capsys.readouterr().err
+    assert against(runs, *asked, "--judge", "rm", "--out", str(tmp_path / "out"), "--quiet") == 0
+    results = read(tmp_path / "out")[0]["results"]
+    assert results["n"] == 4.0
+    assert "accuracy_a" not in results
+
+
+def test_the_files_of_a_run_are_kept(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # before a model is loaded
+    before = sorted(path.name for path in (runs / "sft").iterdir())
+    assert against(runs, "sft", "--against", "tiny", "--out", str(runs / "sft")) == 2
+    assert "that is the folder of a run" in capsys.readouterr().err
+    assert sorted(path.name for path in (runs / "sft").iterdir()) == before

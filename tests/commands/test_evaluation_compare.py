@@ -1,0 +1,109 @@
+"""`posttrain evaluate --compare A B`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.evaluate.compare import differences_table
+from posttrain.evals.items import Item, ItemSample
+from posttrain.evals.paired import compare_items
+from posttrain.models.sources import TINY
+
+ANSWER = ItemSample("1", "1", "right", 10, "stop", 1.0, True, {"correct": 1.0})
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "test.jsonl"
+    rows = [{"prompt": f"What is {a} + 1?", "answer": "3" if a % 3 else "2"} for a in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def evaluate(problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`posttrain evaluate` on twelve sums; every answer is the one given."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, answer: str = "It is 3.") -> int:
+        task = ["--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+        engine = ["--engine", "scripted", "--engine.texts", json.dumps([answer]), "--quiet"]
+        return main(["evaluate", *arguments, *task, *engine])
+
+    return run
+
+
+def test_two_folders(evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate("tiny", "--out", "a", answer="It is 2.") == 0
+    assert evaluate("tiny", "--out", "b", answer="It is 3.") == 0
+    assert main(["evaluate", "--compare", "a", "b"]) == 0
+    shown = capsys.readouterr().out
+    assert "only A right 4 · only B right 8" in shown
+    assert "they also differ in engine" in shown
+    assert "b is better than a by 33.3 points, which may be chance, [-16.7, 83.3]" in shown
+    assert "gold 3 · A says 2 · B says 3" in shown
+    content = json.loads((tmp_path / "evaluations" / "compare-a-b" / "comparison.json").read_text())
+    assert content["n"] == 12
+    assert content["table"] == {"both": 0, "only_a": 4, "only_b": 8, "neither": 0}
+    assert content["differences"]["accuracy"]["difference"] == pytest.approx(1 / 3)
+    assert content["mcnemar_p"] == pytest.approx(2 * (1 + 12 + 66 + 220 + 495) / 4096)
+    assert len(content["gained"]) == len(content["lost"]) == 3
+    assert content["outcome"] in shown
+    assert len(content["cautions"]) == 1  # twelve items are few
+    assert content["cautions"][0] in shown
+
+
+def test_a_row_over_fewer_items_says_so() -> None:
+    short = [Item(f"made/{i}", i, "?", "1", {}, (sample,)) for i, sample in enumerate([ANSWER, ANSWER])]
+    paired = compare_items([short[0], replace(short[1], samples=())], short, labels=("a", "b"), samples=1)
+    labels = [line[0] for line in differences_table(paired).lines]
+    assert labels == ["right", "format", "tokens, of 1 items that both answered"]
+
+
+def test_two_models_are_measured_alike_first(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TINY, tmp_path / "copy")
+    task = ["--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+    assert main(["evaluate", "--compare", "tiny", "copy", *task, "--max-tokens", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("│ tiny") == 1
+    assert "copy and tiny are right equally often, [0.0, 0.0], p = 1, on 12 items" in shown
+    folder = tmp_path / "evaluations" / "tiny+copy-jsonl-test-plain"
+    assert (folder / "comparison.json").is_file()
+    settings = [json.loads((folder / name / "results.json").read_text())["settings"] for name in ("tiny", "copy")]
+    assert [s["max_tokens"] for s in settings] == [6, 6]
+
+
+def test_what_cannot_be_compared(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("tiny", "--out", "a") == 0
+    assert evaluate("tiny", "--out", "short", "--max-tokens", "3") == 0
+    assert evaluate("tiny", "--out", "few", "--n", "5") == 0
+    (tmp_path / "unfinished").mkdir()
+    shutil.copy(tmp_path / "a" / "rollouts.db", tmp_path / "unfinished")
+    for arguments, message in (
+        (["a", "short"], "not measured alike (max_tokens: 256 and 3)"),
+        (["a", "few"], "7 are in A alone and 0 in B alone"),
+        (["a", "tiny"], "a is the folder of an evaluation, tiny is not"),
+        (["a", "unfinished"], "unfinished/results.json: no evaluation was finished here"),
+        (["a", "short", "few"], "not 3"),
+        (["tiny", "nowhere/at/all", "--task", "stories"], "there is no folder 'nowhere/at/all'"),
+    ):
+        assert main(["evaluate", "--compare", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_two_models_need_one_task(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--compare", "tiny", str(TINY), "--task", "stories", "--template", "plain,boxed"]
+    assert main(arguments) == 2
+    assert "--compare takes two models on one task, under one template each" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""The files of an evaluation: what is known again, what is refused, what a hash tells."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from posttrain.commands.evaluate.files import (
+    EvaluationStore,
+    fingerprint,
+    finished_before,
+    read_finished,
+    refuse_other,
+    resume_mark,
+    settings_replaced,
+    told_results,
+    weights_mark,
+)
+from posttrain.errors import DataError, UsageError
+from posttrain.types import Completion, Example, Message, Rollout
+
+EXAMPLES = {i: Example(f"sums/{i}", (Message("user", f"{i} + 1?"),), str(i + 1)) for i in range(4)}
+SETTINGS = {"model": "tiny", "samples": 2}
+
+
+def make_rollouts(*places: tuple[int, int]) -> list[Rollout]:
+    return [
+        Rollout(
+            example=EXAMPLES[index],
+            prompt_ids=(1,),
+            completion=Completion((5,), (-1.0,), "stop"),
+            text=f"answer {sample}",
+            parts={"correct": 0.0, "is_number": 1.0},
+            reward=0.0,
+            step=0,
+            epoch=0,
+            prompt_index=index,
+            rollout_index=sample,
+            outcome="wrong",
+        )
+        for index, sample in places
+    ]
+
+
+def recorded(folder: Path, batches: Sequence[list[Rollout]]) -> None:
+    with EvaluationStore(folder, "sums/test", SETTINGS) as recorder:
+        for batch in batches:
+            recorder.record(batch)
+
+
+def test_items_are_known_once_all_their_samples_are_there(tmp_path: Path) -> None:
+    recorded(tmp_path, [make_rollouts((0, 0), (0, 1)), make_rollouts((2, 1), (2, 0), (3, 0))])
+    again = EvaluationStore(tmp_path, "sums/test", SETTINGS)
+    assert again.continues
+    known = again.known(EXAMPLES, "is_number", 2)
+    assert sorted(known) == [0, 2]
+    assert [sample.text for sample in known[2].samples] == ["answer 0", "answer 1"]
+    assert known[2].question == "2 + 1?"
+    assert sorted(again.known(EXAMPLES, "is_number", 1)) == [3]  # two samples are not one
+    moved = {0: EXAMPLES[1], 2: EXAMPLES[2]}
+    assert sorted(again.known(moved, "is_number", 2)) == [2]  # another example stands there now
+
+
+def test_other_settings_or_a_finished_evaluation_begin_anew(tmp_path: Path) -> None:
+    recorded(tmp_path, [make_rollouts((0, 0), (0, 1))])
+    other = EvaluationStore(tmp_path, "sums/test", SETTINGS | {"samples": 3})
+    assert not other.continues
+    assert other.store.evaluations() == []
+    recorded(tmp_path, [make_rollouts((0, 0), (0, 1))])
+    (tmp_path / "results.json").write_text("{}")
+    (tmp_path / "summary.md").write_text("old")
+    finished = EvaluationStore(tmp_path, "sums/test", SETTINGS)
+    assert not finished.continues
+    assert not (tmp_path / "results.json").exists()  # no old figures beside new answers
+    assert not (tmp_path / "summary.md").exists()
+
+
+def test_a_cell_counts_as_finished_with_the_same_settings_alone(tmp_path: Path) -> None:
+    assert finished_before(tmp_path, SETTINGS) is None
+    (tmp_path / "results.json").write_text(
+        '{"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"samples": 2, "model": "tiny"}}'
+    )
+    assert finished_before(tmp_path, SETTINGS) is not None
+    assert finished_before(tmp_path, SETTINGS | {"samples": 3}) is None
+
+
+def test_runs_and_models_are_not_overwritten(tmp_path: Path) -> None:
+    refuse_other(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="that is the folder of a model"):
+        refuse_other(tmp_path)
+
+
+def test_the_mark_of_weights_follows_the_files(tmp_path: Path) -> None:
+    assert weights_mark("some/hub-name") is None
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    first = weights_mark(str(tmp_path))
+    assert first == weights_mark(str(tmp_path))
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert weights_mark(str(tmp_path)) != first
+    assert fingerprint({"a": 1, "b": (2,)}) == fingerprint({"b": [2], "a": 1})
+
+
+def test_accuracy_is_told_where_there_is_one() -> None:
+    graded = {"n": 2.0, "num_graded": 2.0, "accuracy": 0.0, "accuracy_low": 0.0, "format": 1.0}
+    assert told_results(graded) == graded
+    nothing = told_results(graded | {"num_graded": 0.0})
+    assert (nothing["accuracy"], nothing["accuracy_low"], nothing["format"]) == (None, None, 1.0)
+
+
+def test_the_place_of_a_server_does_not_decide_about_answers(tmp_path: Path) -> None:
+    here, there, other = (
+        SETTINGS | {"engine": {"name": "vllm", "url": url, "checkpoint": model}}
+        for url, model in (("http://a:1", "m"), ("http://b:2", "m"), ("http://a:1", "n"))
+    )
+    assert resume_mark(here) == resume_mark(there) != resume_mark(other)
+    with EvaluationStore(tmp_path, "sums/test", here) as recorder:
+        recorder.record(make_rollouts((0, 0), (0, 1)))
+    assert settings_replaced(tmp_path, there) == []
+    assert settings_replaced(tmp_path, other) == ["engine"]
+    assert EvaluationStore(tmp_path, "sums/test", there).continues
+    assert not EvaluationStore(tmp_path, "sums/test", other).continues
+
+
+def test_what_is_replaced_is_named(tmp_path: Path) -> None:
+    assert settings_replaced(tmp_path / "nothing", SETTINGS) == []
+    recorded(tmp_path, [make_rollouts((0, 0), (0, 1))])
+    assert settings_replaced(tmp_path, SETTINGS) == []
+    assert settings_replaced(tmp_path, {"model": "tiny", "samples": 3, "ks": (1, 3)}) == ["samples", "ks"]
+    finished = '{"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"samples": 2, "ks": [1, 3]}}'
+    (tmp_path / "results.json").write_text(finished)
+    assert settings_replaced(tmp_path, {"samples": 2, "ks": (1, 3)}) == []
+    assert settings_replaced(tmp_path, {"samples": 2, "ks": (1, 2)}) == ["ks"]
+    (tmp_path / "results.json").write_text("[]")  # does not tell
+    assert settings_replaced(tmp_path, SETTINGS) == []
+
+
+def test_other_kinds_of_results_are_named(tmp_path: Path) -> None:
+    kinds = (
+        ({"measured": "pairs"}, r"of a reward model \(pairs\).*`posttrain evaluate RM_A RM_B`"),
+        ({"a": "sft", "b": "tiny"}, r"of --against: sft and tiny.*`posttrain evaluate --compare A B`"),
+    )
+    for own, message in kinds:
+        content = {"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {}} | own
+        (tmp_path / "results.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match=message):
+            read_finished(tmp_path)

@@ -1,0 +1,191 @@
+"""What the command line of `posttrain evaluate` asks for: words, drawings, cells, folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main, parse
+from posttrain.commands.evaluate.plan import Drawing, Plan, drawing_of, make_plan, slug, words_of
+from posttrain.errors import UsageError
+from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import Word, load_recipe
+from posttrain.runs.directory import RunDirectory
+
+
+def words(*arguments: str) -> dict[str, list[Word]]:
+    return words_of(parse(["evaluate", "tiny", *arguments]))
+
+
+def drawing(*arguments: str) -> Drawing:
+    return drawing_of(parse(["evaluate", "tiny", *arguments]))
+
+
+def plan(*arguments: str) -> Plan:
+    return make_plan(parse(["evaluate", *arguments]))
+
+
+def test_words_take_their_options() -> None:
+    found = words("--task", "gsm8k", "--task.path", "x.jsonl", "--template", "boxed", "--task.validation_share", "0.1")
+    assert found["task"] == [Word(name="gsm8k", path="x.jsonl", validation_share=0.1)]
+    assert found["template"] == [Word(name="boxed")]
+    assert found["engine"] == [Word(name="native")]
+    nothing = words()
+    assert (nothing["task"], nothing["template"]) == ([], [])
+
+
+def test_options_alone_are_of_the_models_own_word() -> None:
+    assert words("--task.size", "5")["task"] == [Word(name="", size=5)]
+    assert words("--engine.slots", "5")["engine"] == [Word(name="native", slots=5)]
+
+
+def test_lists_and_repeated_options_are_the_same() -> None:
+    expected = [Word(name="stories"), Word(name="gsm8k")]
+    assert words("--task", "stories,gsm8k")["task"] == expected
+    assert words("--task", "stories", "--task", "gsm8k")["task"] == expected
+    assert words("--task", "stories, gsm8k,stories")["task"] == expected
+
+
+def test_with_several_words_an_option_says_whose_it_is() -> None:
+    found = words("--task", "stories,gsm8k", "--task.stories.size", "5", "--task.gsm8k.path", "a.b.jsonl")
+    assert found["task"] == [Word(name="stories", size=5), Word(name="gsm8k", path="a.b.jsonl")]
+    assert words("--task", "stories", "--task.stories.size", "5")["task"] == [Word(name="stories", size=5)]
+    named = words("--template", "boxed,r1_zero", "--template.r1_zero.preamble", "Go.")["template"]
+    assert named == [Word(name="boxed"), Word(name="r1_zero", preamble="Go.")]
+    own = words("--task", "my.tasks:sums,stories", "--task.my.tasks:sums.size", "3")["task"]
+    assert own == [Word(name="my.tasks:sums", size=3), Word(name="stories")]
+    with pytest.raises(
+        UsageError, match=r"--task\.size: several are named.*--task\.stories\.size, --task\.gsm8k\.size"
+    ):
+        words("--task", "stories,gsm8k", "--task.size", "5")
+
+
+def test_one_answer_is_greedy_and_several_are_drawn() -> None:
+    one = drawing()
+    assert (one.samples, one.temperature, one.ks, one.top_p, one.top_k) == (1, 0.0, (), 1.0, None)
+    several = drawing("--samples", "6", "--top-p", "0.9", "--top-k", "5")
+    assert (several.temperature, several.ks, several.top_p, several.top_k) == (1.0, (1, 2, 4, 6), 0.9, 5)
+    assert drawing("--samples", "8", "--k", "8,1,4,4", "--temperature", "0.6").ks == (1, 4, 8)
+    assert drawing("--temperature", "0.6").temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "4", "--temperature", "0"], "--samples: greedy decoding gives the same answer every time"),
+        (["--top-p", "0.9"], "--top-p: greedy decoding draws nothing"),
+        (["--top-k", "3"], "--top-k: greedy decoding draws nothing"),
+        (["--samples", "4", "--k", "1,8"], "--k 8: that needs at least 8 answers to each item"),
+        (["--best-of", "runs/rm"], "--best-of: there is nothing to choose from"),
+        (["--judge", "runs/rm"], "--judge: it judges between two models"),
+        (["--compare"], "--compare takes two models or two folders of evaluations, not 1"),
+        (["--task", "gsm9k"], "there is no task named 'gsm9k'. Did you mean 'gsm8k'?"),
+        (["--task.sizze", "3"], "task 'stories' has no key 'sizze'. Did you mean 'size'?"),
+        (["--template", "boxd"], "there is no template named 'boxd'. Did you mean 'boxed'?"),
+        (["--template", "plain,boxed", "--template.boxed.preambel", "x"], "'boxed' has no key 'preambel'"),
+        (["--engine", "natve"], "there is no engine named 'natve'. Did you mean 'native'?"),
+        (["--engine.slotz", "3"], "engine 'native' has no key 'slotz'. Did you mean 'slots'?"),
+        (["--task", "gsm8k", "--template", "boxd"], "there is no template named 'boxd'"),  # before the data are read
+        (["--modle.name", "x"], "there is no option --modle.name"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # before a model is loaded
+    assert main(["evaluate", "tiny", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--n", "0"], ["--samples", "x"], ["--k", "0,1"], ["--top-p", "1.5"], ["--device", "gpu"]]
+)
+def test_what_is_no_number_or_choice_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["evaluate", "tiny", *arguments])
+    assert done.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_models_times_tasks_times_templates(tmp_path: Path) -> None:
+    problems = tmp_path / "p.jsonl"
+    problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    found = plan(
+        "tiny", "some/model", "--task", "stories,gsm8k", "--task.gsm8k.path", str(problems), "--template", "plain,boxed"
+    )  # fmt: skip
+    cells = [(cell.source.label, cell.name, cell.template.name) for cell in found.cells]
+    assert cells[:5] == [
+        ("tiny", "stories/test", "plain"),
+        ("tiny", "stories/test", "boxed"),
+        ("tiny", "gsm8k/test", "plain"),
+        ("tiny", "gsm8k/test", "boxed"),
+        ("some/model", "stories/test", "plain"),
+    ]
+    assert len(cells) == len({cell.folder for cell in found.cells}) == 8
+    assert found.is_table
+    assert str(found.folder) == "evaluations/tiny+some-model-stories-test+gsm8k-test-plain+boxed"
+    assert found.cells[4].folder == found.folder / "some-model-stories-test-plain"
+    assert found.cells[0].task is found.cells[4].task  # read once
+
+
+def test_where_files_go(tmp_path: Path) -> None:
+    assert str(plan("tiny").folder) == "evaluations/tiny-stories-test"
+    assert str(plan("tiny", "--template", "boxed").folder) == "evaluations/tiny-stories-test-boxed"
+    assert plan("tiny", "--out", str(tmp_path)).cells[0].folder == tmp_path
+    several = plan("tiny", "--template", "boxed,plain", "--out", str(tmp_path))
+    assert [cell.folder.name for cell in several.cells] == ["boxed", "plain"]
+    assert slug("a/b c*d") == "a-b-c-d"
+    assert slug("../..") == "evaluation"
+
+
+def test_a_runs_own_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("task: stories\n")
+    with pytest.raises(UsageError, match="that is the folder of a run"):
+        plan("tiny", "--out", str(tmp_path))
+
+
+def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path) -> None:
+    for length in (300, 200):
+        recipe = load_recipe("tiny/sft", [("eval.max_tokens", str(length))]).resolve()
+        (tmp_path / f"run{length}").mkdir()
+        RunDirectory(tmp_path / f"run{length}").write_recipe(recipe)
+    models = [str(tmp_path / "run200"), str(tmp_path / "run300")]
+    assert [cell.max_tokens for cell in plan(*models).cells] == [200, 300]
+    assert [cell.max_tokens for cell in plan(*models, "--compare").cells] == [300, 300]
+    assert [cell.max_tokens for cell in plan(*models, "--compare", "--max-tokens", "9").cells] == [9, 9]
+
+
+def test_the_engine_is_one_word_with_options() -> None:
+    found = plan("tiny", "--engine", "native", "--engine.slots", "3", "--dtype", "bfloat16", "--device", "cpu")
+    assert found.engine == Word(name="native", slots=3)
+    assert (found.dtype, found.device) == ("bfloat16", "cpu")
+    settings = found.settings(found.cells[0])
+    assert settings["engine"] == {"name": "native", "slots": 3}
+    assert settings["max_tokens"] == 256
+    assert "best_of" not in settings
+
+
+def test_the_weights_of_the_reward_model_are_marked(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "rm")
+    arguments = ("tiny", "--samples", "2", "--n", "3", "--best-of", str(tmp_path / "rm"))
+    settings = [found.settings(found.cells[0]) for found in (plan(*arguments), plan(*arguments))]
+    assert settings[0] == settings[1]
+    os.utime(next((tmp_path / "rm").glob("*.safetensors")), ns=(1, 1))
+    found = plan(*arguments)
+    changed = found.settings(found.cells[0])
+    assert {name for name in changed if changed[name] != settings[0][name]} == {"best_of_weights"}
+
+
+def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:
+    problems = tmp_path / "p.jsonl"
+    rows = [f'{{"prompt": "{a} + 1?", "answer": "{a + 1}"}}\n' for a in range(5)]
+    marks = []
+    for lines, n in ((rows, 5), (rows, 5), (rows, 4), ([*rows[:4], rows[4].replace('"5"', '"6"')], 5)):
+        problems.write_text("".join(lines))
+        found = plan("tiny", "--task", "jsonl", "--task.path", str(problems), "--n", str(n))
+        marks.append(found.settings(found.cells[0])["data"])
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3

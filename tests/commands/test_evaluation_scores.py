@@ -1,0 +1,196 @@
+"""`posttrain evaluate RUN` of reward models: files, tables, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.evaluate.scorer import open_reward_model
+from posttrain.errors import UsageError
+from posttrain.tasks.stories import task as stories
+
+SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+EVERY_STEP = ["--train.save_every", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_stories() -> Iterator[None]:
+    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stories, "_NUM_COUNTED", 100)
+        stories.usual_results.cache_clear()
+        yield
+    stories.usual_results.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run of each kind of reward model."""
+    root = tmp_path_factory.mktemp("runs")
+    for recipe in ("tiny/rm", "tiny/orm", "tiny/prm"):
+        name = recipe.partition("/")[2]
+        assert main(["train", recipe, "--runs-dir", str(root), "--run", name, *SMALL, *EVERY_STEP]) == 0
+    return root
+
+
+def evaluate(runs: Path, *arguments: str) -> int:
+    return main(["evaluate", *arguments, "--runs-dir", str(runs), "--n", "8"])
+
+
+def read(folder: Path) -> tuple[dict, list[dict]]:
+    content = json.loads((folder / "results.json").read_text())
+    return content, [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "view", "n", "measured"),
+    [
+        ("rm", "pairs", 8, {"accuracy", "gain_over_length", "log_loss", "calibration_error"}),
+        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "majority", "weighted_majority", "oracle"}),
+        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc", "top_one_min", "auc_product"}),
+    ],
+)
+def test_a_reward_model_is_measured_on_its_own_task(
+    runs: Path, capsys: pytest.CaptureFixture[str], name: str, view: str, n: int, measured: set[str]
+) -> None:
+    assert evaluate(runs, name) == 0
+    shown = capsys.readouterr().out
+    folder = runs / name / "evaluation" / "stories-test"
+    assert "stories/test" in shown
+    assert str(folder) in shown.replace("\n", "")
+    content, items = read(folder)
+    assert (content["evaluation"], content["measured"]) == ("stories/test", view)
+    results = content["results"]
+    assert results["n"] == len(items) == n
+    assert measured <= results.keys()
+    assert all(math.isfinite(value) for value in results.values())
+    rights = [item["right"] for item in items]
+    assert results["accuracy"] == pytest.approx(sum(rights) / n)
+    assert results["accuracy_low"] <= results["accuracy"] <= results["accuracy_high"]
+    assert sum(b["n"] for b in content["calibration"]) == (results["num_steps"] if name == "prm" else n)
+    assert content["settings"]["task"]["split"] == "test"
+    assert content["settings"]["step"] == 2
+    assert (folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "summary.md").read_text()
+    assert page.startswith(f"# stories/test: {name}\n")
+    assert "![predicted against what came true](calibration.png)" in page
+    assert items[0]["id"] in page
+
+
+def test_again_it_is_the_same_and_quiet_prints_nothing(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    contents = []
+    for _ in range(2):
+        assert evaluate(runs, "rm", "--out", str(out), "--quiet") == 0
+        content, items = read(out)
+        content["results"].pop("seconds")
+        contents.append((content["results"], items))
+    assert capsys.readouterr().out == ""
+    assert contents[0] == contents[1]
+
+
+def test_several_models_stand_in_one_table(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    given = ["rm", "orm", "--task", "stories", "--task.responses", "judged", "--out", str(out)]
+    assert evaluate(runs, *given) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["orm-stories-test", "rm-stories-test"]
+    assert read(out / "rm-stories-test")[0]["measured"] == "pairs"  # of two answers, a preference
+    assert read(out / "orm-stories-test")[0]["measured"] == "judged answers"
+    shown = capsys.readouterr().out
+    assert shown.count("stories/test, ") == 3
+
+
+def test_models_of_one_name_are_told_apart(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs in two folders may be called alike; each is measured, not one of them twice."""
+    first, last = (str(runs / "rm" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
+    copies = [tmp_path / side / "rm" for side in ("one", "two")]
+    for copy, checkpoint in zip(copies, (first, last), strict=True):
+        shutil.copytree(checkpoint, copy / "checkpoints" / Path(checkpoint).name)
+        shutil.copy(runs / "rm" / "recipe.yaml", copy / "recipe.yaml")
+    out = tmp_path / "out"
+    assert evaluate(runs, *map(str, copies), "--out", str(out)) == 0
+    found = [read(folder) for folder in sorted(out.iterdir())]
+    assert [content["settings"]["step"] for content, _ in found] == [1, 2]
+    assert found[0][1] != found[1][1]
+    assert "beside" in capsys.readouterr().out  # the difference is tested
+
+
+def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> None:
+    first, last = (runs / "rm" / "checkpoints" / f"step-00000{step}" for step in (1, 2))
+    assert [open_reward_model(str(path), runs).step for path in (first, last)] == [1, 2]
+    for name, asked in (("first", first), ("last", last), ("run", runs / "rm")):
+        assert evaluate(runs, str(asked), "--out", str(tmp_path / name), "--quiet") == 0
+    one, other, whole = (read(tmp_path / name) for name in ("first", "last", "run"))
+    assert other[1] == whole[1] != one[1]
+    assert one[0]["settings"]["label"] == "rm@step-000001"
+    assert one[0]["settings"]["step"] == 1
+    exported = tmp_path / "runs" / "x" / "checkpoints"
+    with pytest.raises(UsageError, match="named by its run, or by a checkpoint in its run"):
+        open_reward_model(str(exported), runs)
+    with pytest.raises(UsageError, match="tiny: a reward model is named by its run"):
+        open_reward_model("tiny", runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rm", "--samples", "4"], "--samples: a reward model writes no answers; it scores those that the task gives"),
+        (["rm", "--temperature", "1"], "--temperature: a reward model writes no answers"),
+        (["rm", "--max-tokens", "9"], "--max-tokens: a reward model writes no answers"),
+        (["rm", "--seed", "1"], "--seed: a reward model writes no answers"),
+        (["rm", "--batch", "8"], "--batch: a reward model writes no answers"),
+        (["rm", "--best-of", "orm"], "--best-of: a reward model writes no answers"),
+        (["rm", "--template", "boxed"], "--template: a reward model is asked under the template that it was trained"),
+        (["rm", "--template.preamble", "x"], "--template: a reward model is asked under the template"),
+        (["rm", "--task", "stories", "--task.responses", "none"], "task 'stories' has no given responses"),
+        (["rm", "tiny", "--task", "stories"], "a reward model is not measured in one table with models (tiny)"),
+        (["rm/checkpoints/step-000009"], "step-000009"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    runs: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0].startswith("rm/"):
+        arguments = [str(runs / arguments[0])]
+    assert evaluate(runs, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_head_is_refused(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *SMALL]) == 0
+    head = tmp_path / "rm" / "checkpoints" / "step-000002" / "companions.safetensors"
+    head.unlink()
+    assert evaluate(tmp_path, "rm") == 1
+    assert "companions.safetensors is missing. Other steps there: none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [["rm"], ["rm", "orm"]])
+def test_the_files_of_a_run_are_kept(
+    runs: Path, models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.commands.evaluate.scores.open_reward_model", None)  # before a model is loaded
+    before = sorted(path.name for path in (runs / "rm").iterdir())
+    assert evaluate(runs, *models, "--task", "stories", "--out", str(runs / "rm")) == 2
+    assert "that is the folder of a run" in capsys.readouterr().err
+    assert sorted(path.name for path in (runs / "rm").iterdir()) == before
+
+
+def test_two_folders_of_reward_models_are_no_comparison_of_answers(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        assert evaluate(runs, "rm", "--out", str(tmp_path / name), "--quiet") == 0
+    assert main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a/results.json: these are the results of a reward model (pairs)" in said
+    assert "`posttrain evaluate RM_A RM_B` tests the difference of two reward models" in said

@@ -1,0 +1,179 @@
+"""``posttrain sae features``, and a model steered by features in ``generate`` and in the studio."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.cli import main
+from posttrain.commands.chat.conversation import Controls
+from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
+from posttrain.commands.generate import open_sampler
+from posttrain.commands.interpret.features_options import read_changes
+from posttrain.commands.interpret.steering import read_steering
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.record import record
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.exchange import save_dictionary
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes.recipe import Word
+
+TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
+D, FEATURES = 128, 24
+GENERATE = ["generate", "tiny", "Eva has 3 shells.", "--max-tokens", "6", "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with recorded activations of three sentences and a random dictionary for them."""
+    root = tmp_path_factory.mktemp("features")
+    run = root / "runs" / "sae"
+    documents = [load_tokenizer("tiny").encode(text) for text in TEXTS]
+    store = record("tiny", documents, ["resid.2"], run / "activations", dtype="fp32", outliers=0)
+    metadata = {
+        "model_name": "tiny",
+        "site": "resid.2",
+        "source": "model",
+        "models": [{"name": "model", "model": "tiny", "weights_hash": store.index.sources[0].weights_hash}],
+    }
+    save_dictionary(Dictionary(D, FEATURES, kind="l1", seed=1), run / "dictionary", metadata)
+    (run / "recipe.yaml").write_text("activations: {folder: gone}\ndictionary: l1\n")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sae", "features", "sae", "--contexts", "2", "--top", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert f"page: {Path('runs/sae/features.html')}\njson: {Path('runs/sae/features.json')}" in shown
+    found = json.loads(Path("runs/sae/features.json").read_text())
+    store = ActivationStore.open("runs/sae/activations")
+    values = Dictionary(D, FEATURES, kind="l1", seed=1).encode(store.gather(torch.arange(store.num_rows))).detach()
+    assert f"{FEATURES} features over {store.num_rows} rows" in shown
+    tokenizer = load_tokenizer("tiny")
+    assert [feature["feature"] for feature in found["features"]] == list(range(FEATURES))
+    for feature, column in zip(found["features"], values.T, strict=True):
+        assert feature["density"] == pytest.approx((column > 0).double().mean().item(), rel=1e-4)
+        assert feature["max"] == pytest.approx(column.max().clamp(min=0).item(), rel=1e-4)
+        assert len(feature["promoted"]) == len(feature["suppressed"]) == 3
+        if feature["contexts"]:
+            context, row = feature["contexts"][0], int(column.argmax())
+            assert context["activation"] == pytest.approx(column[row].item(), rel=1e-4)
+            assert context["document"] == int(store.documents(torch.tensor([row]))[0])
+            text = TEXTS[context["document"]]
+            assert "".join(context["tokens"]) == text
+            assert len(context["tokens"]) == len(tokenizer.encode(text))
+    about = found["about"]
+    assert (about["model"], about["site"], about["notices"]) == ("tiny", "resid.2", [])
+    assert "Eva has 3" not in Path("runs/sae/features.html").read_text()  # tokens by their number, each text once
+
+
+def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    write_tensors("other", {"resid.2": torch.randn(30, D)}, about="made up")
+    folder = "runs/sae/dictionary"
+    save_dictionary(Dictionary(D, 5, kind="l1"), "bare")
+    assert main(["sae", "features", "bare"]) == 2
+    assert "give --activations FOLDER" in capsys.readouterr().err
+    assert main(["sae", "features", "bare", "--activations", "other", "--out", "page.html"]) == 0
+    assert "note: no model is known, so tokens are shown by their numbers" in capsys.readouterr().out
+    chosen = ["--features", "3,17", "--no-lens", "--out", "two.html", "--activations", "other", "--quiet"]
+    assert main(["sae", "features", folder, *chosen]) == 0
+    assert capsys.readouterr().out == ""
+    found = json.loads(Path("two.json").read_text())
+    assert [feature["feature"] for feature in found["features"]] == [3, 17]
+    assert found["features"][0]["promoted"] == []
+    write_tensors("pair", {"resid.2": [torch.randn(30, D), torch.randn(30, D)]})
+    for arguments, message in (
+        (["sae", "--activations", "pair"], "--source is needed: pair has base, post, their difference and both"),
+        (["sae", "--activations", "pair", "--source", "both"], "2 x 128 numbers at a token, but the dictionary is for"),
+        (["sae", "--activations", "nowhere"], "nowhere: no recorded activations here"),
+        (["sae", "--features", "24"], "feature 24: this dictionary has 24, from 0 to 23"),
+        (["sae", "--out", "page.txt"], "give a name that ends in .html"),
+        (["sae", "--site", "resid.3"], "there is no site 'resid.3'"),
+        (["sae", "--model", "./nobody"], "--model names another one, --no-lens leaves the logit lens out"),
+        (["seo"], "seo: neither a folder with a dictionary (cfg.json and weights) nor a run in runs"),
+    ):
+        assert main(["sae", "features", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["sae", "features", "sae", "--activations", "pair", "--source", "post", "--quiet"]) == 0
+
+
+def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = {"site": "resid.2", "source": "model", "models": [{"model": "tiny", "weights_hash": "0" * 64}]}
+    save_dictionary(Dictionary(D, 5, kind="l1"), "stranger", metadata)
+    assert main(["sae", "features", "stranger", "--activations", "runs/sae/activations", "--features", "2"]) == 0
+    note = "the dictionary was trained on another model than the one whose rows these are (tiny)"
+    assert f"note: {note}" in capsys.readouterr().out
+    assert f"<li>Mind: {note}.</li>" in Path("stranger/features.html").read_text()
+
+
+def test_generation_is_steered(capsys: pytest.CaptureFixture[str]) -> None:
+    def generate(*options: str) -> str:
+        assert main([*GENERATE, *options]) == 0
+        return capsys.readouterr().out
+
+    plain = generate()
+    assert "steered" not in plain
+    nothing = generate("--sae", "sae", "--steer", "3=0")
+    assert nothing.replace("steered at resid.2: 3 +0\n", "") == plain
+    pushed = generate("--sae", "runs/sae/dictionary", "--steer", "3=60,4=-2", "--ablate", "5")
+    assert pushed.startswith("steered at resid.2: 3 +60, 4 -2, 5 off\n")
+    assert pushed.splitlines()[1:] != plain.splitlines()
+    assert generate("--sae", "sae", "--steer", "3=60", "--steer", "4=-2,5=off") == pushed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steer", "3=1"], "--steer and --ablate need --sae"),
+        (["--sae", "sae"], "--sae needs --steer FEATURE=STRENGTH or --ablate FEATURE"),
+        (["--sae", "nowhere", "--ablate", "1"], "nowhere: neither a folder with a dictionary"),
+        (["--sae", "sae", "--ablate", "99"], "feature 99: this dictionary has 24"),
+    ],
+)
+def test_what_generation_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GENERATE, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changes_as_text() -> None:
+    assert read_changes("12=8, 40=-4.5,7=off") == {12: 8.0, 40: -4.5, 7: None}
+    assert read_changes(" ") == {}
+    for text in ("12", "12=", "=3", "a=1", "12=x", "-1=2", "3=nan", "3=inf"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            read_changes(text)
+
+
+def test_one_side_of_the_studio_is_steered() -> None:
+    def replies(**steering: Any) -> list[list[str]]:
+        stage = Stage(lambda _: open_sampler("tiny", "runs", Word(name="r1_zero", preamble="")), lambda _: None)
+        session = Session()
+        controls = Controls(0.0, max_tokens=6)
+        list(stage.answer(session, TEXTS[0], ["tiny", "tiny"], controls, "", NOBODY, "nothing", **steering))
+        return [[token.text for token in speaker.tokens] for speaker in session.speakers]
+
+    left, right = replies()
+    assert left == right
+
+    def steer(side: int, model: Any) -> Any:
+        return read_steering("3=60", "sae", model, "runs") if side == 0 else None
+
+    steered, plain = replies(steer=steer)
+    assert plain == right
+    assert steered != plain
+    with pytest.raises(UsageError, match="name the dictionary"):
+        read_steering("3=60", " ", None, "runs")
+    with pytest.raises(UsageError, match="steering: FEATURE=STRENGTH is needed"):
+        read_steering("3", "sae", None, "runs")
+    assert read_steering(" ", "", None, "runs") is None

@@ -1,0 +1,316 @@
+"""`posttrain runs` on the command line, over small runs of the embedded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import main, parse
+from posttrain.commands.runs.options import complete_action
+from posttrain.errors import RewardFailure
+from posttrain.runs.directory import RunDirectory, lock_run, run_names
+from posttrain.runs.removal import DELETING
+from posttrain.store.checkpoint_files import checkpoint_steps
+from posttrain.store.metrics import MetricsLog
+from posttrain.train import loop
+
+SFT = """\
+model: {name: tiny}
+task: {name: stories, size: 40, max_steps: 1}
+prompt: {template: {name: r1_zero, preamble: ""}}
+data: {batch: 2, max_tokens: 256}
+objective: cross_entropy
+train: {steps: 3, lr: 1.0e-4, save_every: 1, keep: 9}
+eval: {every: 3, n: 3, max_tokens: 4}
+"""
+COMPARE = "base: {}\nmethods: {plain: {}}\nseeds: 1\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run ``sft``, and ``more``, which was trained from it."""
+    folder = tmp_path_factory.mktemp("trained")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        Path("sft.yaml").write_text(SFT)
+        assert main(["train", "sft.yaml", "--quiet"]) == 0
+        more = ["--model.name", "runs/sft", "--run", "more", "--train.lr", "0.001", "--train.steps", "2"]
+        assert main(["train", "sft.yaml", "--quiet", *more]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of them to change, with a comparison; the working directory."""
+    shutil.copytree(trained, tmp_path / "place", symlinks=True)
+    folder = tmp_path / "place"
+    shutil.copytree(folder / "runs" / "sft", folder / "runs" / "compare-x" / "cells" / "plain-seed0", symlinks=True)
+    (folder / "runs" / "compare-x" / "compare.yaml").write_text(COMPARE)
+    (folder / "runs" / "compare-x" / "table.md").write_text("| method | right |\n| plain | 12 % |\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+class Out:
+    """Runs a command and gives what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        self.capsys.readouterr()
+        assert main(["runs", *words]) == code
+        captured = self.capsys.readouterr()
+        return captured.err if code else captured.out
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self(*words, "--json"))
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str]) -> Out:
+    return Out(capsys)
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_list_shows_families_tags_and_disk_use(place: Path, out: Out) -> None:
+    out("tag", "more", "+good")
+    lines = lines_of(out())
+    assert lines[0] == ["run", "state", "step", "model", "objective", "held-out", "size", "from", "tags"]
+    sft, more = lines[1], lines[2]
+    assert (sft[:5], more[:5]) == (
+        ["sft", "finished", "3/3", "tiny", "cross_entropy"],
+        ["more", "finished", "2/2", "tiny", "cross_entropy"],  # the model that it all began with
+    )
+    assert more[-2:] == ["sft", "good"]
+    assert ["compare-x", "finished", "1", "of", "1", "plain"] in [line[:6] for line in lines]
+    foot = next(line for line in lines if line[:2] == ["2", "runs,"])
+    assert foot[2:4] == ["1", "comparison,"]
+
+
+def test_the_list_as_data_and_filtered(place: Path, out: Out) -> None:
+    data = out.json("list", "--cells", "--sort", "loss")
+    losses = [run["metrics"]["loss"] for run in data["runs"]]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    assert [(link["child"], link["parent"], link["step"]) for link in data["links"]] == [("more", "sft", 3)]
+    assert [item["name"] for item in data["comparisons"]] == ["compare-x"]
+    assert [run["name"] for run in out.json("list", "m*")["runs"]] == ["more"]
+    assert [run["name"] for run in out.json("--model", "runs/sft")["runs"]] == ["more"]
+    assert "none of the 2 runs in runs is like that" in out("--state", "failed")
+    assert "no state 'finshed'" in out("--state", "finshed", code=2)
+    assert "there is no 'los' to sort by. Did you mean 'loss'" in out("--sort", "los", code=2)
+
+
+def test_families_as_trees(place: Path, out: Out) -> None:
+    lines = out("list", "--families", "--cells").splitlines()
+    assert lines[0].startswith("sft  cross_entropy  finished")
+    assert lines[1].startswith("└── more  cross_entropy  finished")
+    assert lines[1].endswith("(start, step 3)")
+    assert lines[2].startswith("compare-x/cells/plain-seed0  cross_entropy")
+
+
+def test_one_run_in_full(place: Path, out: Out) -> None:
+    out("note", "sft", "the loss \x1b[31mfell")
+    lines = out("show", "sft").splitlines()
+    facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
+    assert facts["checkpoints"] == ["1,", "2,", "3", "(best)"]
+    assert facts["used"] == ["by", "more", "(start)"]
+    assert facts["size"][2] == "(checkpoints"
+    assert "the loss \\x1b[31mfell" in "\n".join(lines)  # what somebody wrote does not steer the terminal
+    assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
+    assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
+    assert "there is no run 'mroe'" in out("show", "mroe", code=2)
+
+
+def test_one_comparison(place: Path, out: Out) -> None:
+    shown = out("show", "compare-x")
+    assert "1 of 1 runs" in shown
+    assert "| plain | 12 % |" in shown
+    assert "compare-x/cells/plain-seed0" in shown
+    assert out("show", "compare-x/cells/plain-seed0").startswith("compare-x/cells/plain-seed0\n")
+    assert out.json("show", "compare-x")["num_finished"] == 1
+
+
+def test_runs_beside_one_another(place: Path, out: Out) -> None:
+    lines = lines_of(out("compare", "sft", "more"))
+    assert lines[:4] == [
+        ["recipe", "sft", "more"],
+        ["model.name", "tiny", "runs/sft"],
+        ["train.lr", "0.0001", "0.001"],
+        ["train.steps", "3", "2"],
+    ]
+    assert ["step", "3", "of", "3", "2", "of", "2"] in lines
+    data = out.json("compare", "sft", "m*")
+    assert data["names"] == ["sft", "more"]
+    assert data["recipe"]["train.lr"] == {"sft": 0.0001, "more": 0.001}
+    assert len(data["last"]["stories/validation"]) == 2
+    assert "the recipes are equal in all" in out("compare", "sft", "compare-x/cells/plain-seed0")
+    assert "name two runs or more" in out("compare", "sft", "sft", code=2)
+    assert "compare-x is a comparison, with a table of its own" in out("compare", "sft", "compare-x", code=2)
+
+
+def test_tags_and_notes(place: Path, out: Out) -> None:
+    assert out("tag", "sft", "+good", "-h", code=2).startswith("posttrain: sft has no tag 'h'")
+    assert out("tag", "sft", "good", "+h") == "sft: good h\n"
+    assert out("tag", "sft", "-good", "--runs-dir", "runs") == "sft: h\n"
+    assert out("tag", "sft") == "sft: h\n"
+    assert [run["name"] for run in out.json("--tag", "h")["runs"]] == ["sft"]
+    assert out("note", "sft") == "sft: no remarks\n"
+    assert out("note", "sft", "fine").endswith("fine\n")
+    assert "in a command of its own" in out("note", "sft", "more", "--clear", code=2)
+    assert out("note", "sft", "--clear") == "sft: no remarks\n"
+    assert "compare-x is a comparison; name one of its runs" in out("tag", "compare-x", "+a", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ([], ["list"]),
+        (["--state", "dead"], ["list", "--state", "dead"]),
+        (["--runs-dir", "x"], ["--runs-dir", "x", "list"]),
+        (["--runs-dir=x", "show", "a"], ["--runs-dir=x", "show", "a"]),
+        (["--runs-dir"], ["--runs-dir", "list"]),
+        (["-h"], ["-h"]),
+        (["show", "-h"], ["show", "-h"]),
+        (["tag", "a", "+b", "-c"], ["tag", "--", "a", "+b", "-c"]),
+        (["tag", "a", "-c", "--runs-dir", "x", "d"], ["tag", "--runs-dir", "x", "--", "a", "-c", "d"]),
+        (["tag", "-h"], ["tag", "-h", "--"]),
+    ],
+)
+def test_an_action_is_completed(words: list[str], completed: list[str]) -> None:
+    assert complete_action(words) == completed
+
+
+def test_without_an_action_the_runs_are_listed() -> None:
+    assert parse(["runs"]).action == "list"
+    assert parse(["runs", "--runs-dir", "x", "--reverse"]).runs_dir == "x"
+    assert parse(["runs", "delete", "a", "b", "--runs-dir", "y"]).runs_dir == "y"
+
+
+def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = place / "runs" / "sft" / "checkpoints"
+    said = out("prune", "--all", "--dry-run")
+    assert "sft: 1, 2: " in said
+    assert "would delete 5 checkpoints of 3 runs" in said
+    assert "There is no terminal to ask; give --yes" in out("prune", "sft", code=2)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert out("prune", "sft").endswith("nothing was changed\n")
+    assert checkpoint_steps(folder) == [1, 2, 3]
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert "deleted 2 checkpoints of 1 run" in out("prune", "sft")
+    assert checkpoint_steps(folder) == [3]
+    assert out("prune", "sft") == "there is nothing to prune\n"
+    assert checkpoint_steps(place / "runs" / "compare-x" / "cells" / "plain-seed0" / "checkpoints") == [1, 2, 3]
+    assert "give --all for every run" in out("prune", code=2)
+    assert "give best, last, a number" in out("prune", "sft", "--keep", "worst", code=2)
+
+
+def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
+    with lock_run(place / "runs" / "sft"):
+        assert "a process is working there" in out("prune", "sft", "--yes", code=2)
+        said = out("prune", "--all", "--yes")
+        assert "left out: runs/sft: a process is working there" in said
+        assert "deleted 3 checkpoints of 2 runs" in said
+    assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
+
+
+def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = out("delete", "sft", "--yes", code=2)
+    assert "more: its start is sft, step 3" in said
+    assert "--force" in said
+    assert "There is no terminal to ask" in out("delete", "more", code=2)
+    assert "would delete 1 run" in out("delete", "more", "--dry-run")
+    assert "give the names of runs" in out("delete", "--yes", code=2)
+    assert "nothing in runs fits 'x*'" in out("delete", "x*", "--yes", code=2)
+    with lock_run(place / "runs" / "more"):
+        assert "a process is working there" in out("delete", "more", "--yes", code=2)
+    assert run_names("runs") == ["more", "sft"]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "no")
+    assert out("delete", "sft", "more").endswith("nothing was changed\n")
+    monkeypatch.setattr("builtins.input", lambda question: " Yes ")
+    assert "deleted 1 run" in out("delete", "sft", "--force")
+    assert run_names("runs") == ["more"]
+    assert ["start", "sft,", "step", "3", "(deleted)"] in lines_of(out("show", "more"))
+
+
+def test_deleting_by_state_and_by_tag(place: Path, out: Out) -> None:
+    out("tag", "more", "+old")
+    assert "none of the runs in runs is like that" in out("delete", "--tag", "old", "--state", "failed", code=2)
+    out("delete", "--tag", "old", "--yes")
+    assert run_names("runs") == ["sft"]
+
+
+def test_deleting_a_comparison_with_its_runs(place: Path, out: Out) -> None:
+    assert "compare-x: a comparison with 1 runs" in out("delete", "compare-*", "compare-x/cells/*", "--dry-run")
+    out("delete", "compare-x", "compare-x/cells/plain-seed0", "--yes")
+    assert sorted(os.listdir("runs")) == ["more", "sft"]
+
+
+def test_deletions_that_were_cut_off_are_shown_and_finished(place: Path, out: Out) -> None:
+    os.rename(place / "runs" / "more", place / "runs" / f"{DELETING}more-1")
+    assert "1 deletion cut off" in out()
+    assert "would delete what 1 deletion left" in out("delete", "--dry-run")
+    assert "There is no terminal to ask" in out("delete", code=2)
+    assert "deleted what 1 deletion left" in out("delete", "--yes")
+    assert sorted(os.listdir("runs")) == ["compare-x", "sft"]
+
+
+def test_an_export_is_a_model_like_any_other(place: Path, out: Out, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert "out: the weights after step 2" in out("export", "more", "--to", "out")
+    assert "there is something already" in out("export", "more", "--to", "out", code=2)
+    assert AutoModelForCausalLM.from_pretrained("out").config.model_type == "qwen3"
+    assert main(["generate", "out", "What is 1 plus 1?", "--max-tokens", "2"]) == 0
+    assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records.tar.gz")
+
+
+def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
+    assert out("resume", "sft", "--quiet") == "run:    runs/sft\n"  # it had finished
+    out("resume", "sft", "--steps", "5", "--quiet")
+    rows = MetricsLog("runs/sft/metrics.jsonl").read()
+    assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4, 5]
+    environment = RunDirectory("runs/sft").read_environment()
+    assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
+    assert "is not above the newest checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
+    with lock_run(Path("runs/compare-x")):
+        assert "a process is working there" in out("resume", "compare-x/cells/plain-seed0", code=2)
+
+
+def test_a_run_that_failed_says_how_to_go_on_and_does(
+    place: Path, out: Out, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, calls = loop.accumulate, 0
+
+    def broken(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RewardFailure("the grader is gone")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "accumulate", broken)
+        assert main(["train", "sft.yaml", "--run", "new", "--quiet", "--train.save_every", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "failed after step 2 of 3; the newest checkpoint is of step 2" in said
+    assert "once the cause is mended, continue with: posttrain runs resume new\n" in said
+    assert said.endswith("posttrain: the grader is gone\n")
+    assert checkpoint_steps("runs/new/checkpoints") == [2]
+    assert out("resume", "new", "--quiet") == "run:    runs/new\n"
+    first, second = (MetricsLog(f"runs/{name}/metrics.jsonl").read() for name in ("sft", "new"))
+    assert [row.metrics for row in first] == [row.metrics for row in second]

@@ -1,0 +1,191 @@
+"""``posttrain sae diff`` end to end with little of everything: files, findings, refusals, runs found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.interpret.sae_diff import find_model, find_runs
+from posttrain.interpret.differences.recipe import Compared
+from posttrain.recipes.recipe import load_recipe
+from posttrain.reports.interpret.diff_report import findings, render_diff
+from posttrain.runs.directory import RunDirectory
+
+LITTLE = {
+    "prompts": "24",
+    "samples": "1",
+    "max_tokens": "24",
+    "seeds": "2",
+    "dictionary.features": "64",
+    "dictionary.k": "6",
+    "train.steps": "12",
+    "train.batch": "256",
+    "difference.features": "16",
+    "crosscoder": "batchtopk",
+    "crosscoder.features": "32",
+    "kl_documents": "6",
+    "show": "3",
+    "min_documents": "3",
+    "patching.documents": "4",
+    "patching.counts": "[1, 8]",
+    "causal.measure": "accuracy",
+    "causal.prompts": "4",
+    "causal.counts": "[2]",
+    "causal.features": "2",
+    "causal.doses": "[0.5, 1.0]",
+    "causal.factors": "[2.0]",
+    "causal.draws": "1",
+}
+
+
+def options(**changed: str) -> list[str]:
+    given = LITTLE | changed
+    return [word for key, value in given.items() for word in (f"--changes.{key}", value)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def other(root: Path) -> Path:
+    """The embedded model with its first block disturbed."""
+    import torch
+
+    from posttrain.models.load import load_model
+    from posttrain.recipes.recipe import ModelSection
+
+    loaded = load_model(ModelSection(name="tiny", device="cpu"), seed=0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        weight = loaded.model.model.layers[0].mlp.down_proj.weight
+        weight += 0.1 * torch.randn_like(weight)
+    folder = root.parent / "other"
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(root: Path, other: Path) -> dict[str, Any]:
+    words = ["sae", "diff", "tiny", str(other), "--task", "stories", "--runs-dir", str(root), "--run", "one", "--quiet"]
+    assert main([*words, *options()]) == 0
+    return dict(json.loads((root / "one" / "diff.json").read_text()))
+
+
+def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
+    assert compared["activations"]["site"] == "resid.2"  # the middle of four layers
+    assert compared["documents"]["documents"] == 24
+    assert [d["features"] for d in compared["dictionaries"]] == [64, 64]
+    assert len(compared["features"]) <= 3
+    assert {"difference", "crosscoder", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
+    assert len(compared["patching"]["changed"]) == 2
+    assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
+    doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
+    points = {f"{test} 2 at {dose}" for test, several in doses.items() for dose in several}
+    assert set(compared["causal"]["verdicts"]) == points | {"given, slope", "scaled, slope"}
+    assert [len(rows) for rows in (compared["causal"][test] for test in doses)] == [2, 2, 2]
+    assert not [p for p in (root / "one").iterdir() if p.name == "recipe.yaml"]  # it is no run of a training
+
+
+def test_only_the_first_block_differs_so_its_output_recovers_everything(compared: dict[str, Any]) -> None:
+    """The residual stream after layer 2 holds all that the models differ in."""
+    assert compared["divergence"]["per_token"] > 0.05
+    assert compared["patching"]["everything"] == pytest.approx(1.0, abs=1e-3)
+    assert compared["patching"]["mean_vector"] < 1.0
+
+
+def test_the_page_says_what_was_found_and_needs_nothing_from_outside(compared: dict[str, Any], root: Path) -> None:
+    page = (root / "one" / "report.html").read_text()
+    assert page == render_diff(compared)  # the page follows from diff.json alone
+    assert "What did training change?" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "<script" not in page
+    lines = findings(compared)
+    assert any("separates" in line or "does NOT separate" in line for line in lines)
+    assert page.count("<svg") >= 5
+
+
+def test_the_same_command_keeps_what_is_there_and_another_recipe_is_refused(
+    compared: dict[str, Any], root: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = root / "one" / "dictionaries" / "seed-0" / "sae_weights.safetensors"
+    before = weights.stat().st_mtime_ns
+    words = ["sae", "diff", "tiny", str(other), "--task", "stories", "--runs-dir", str(root), "--run", "one", "--quiet"]
+    assert main([*words, *options()]) == 0
+    again = json.loads((root / "one" / "diff.json").read_text())
+    assert weights.stat().st_mtime_ns == before
+    assert again | {"seconds": 0} == compared | {"seconds": 0}
+    assert main([*words, *options(prompts="25")]) == 2
+    assert "changes.prompts (24 there, 25 now)" in capsys.readouterr().err
+
+
+def test_a_model_beside_itself_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sae", "diff", "tiny", "tiny", "--runs-dir", str(root), "--run", "same"]
+    kept = {key: value for key, value in LITTLE.items() if key.split(".")[0] not in ("causal", "crosscoder")}
+    given = [word for key, value in kept.items() for word in (f"--changes.{key}", value)]
+    assert main([*words, *given, "--changes.causal", "null"]) == 0
+    found = json.loads((root / "same" / "diff.json").read_text())
+    assert [d["counts"]["changed"] for d in found["dictionaries"]] == [0, 0]
+    assert [d["counts"]["significant"] for d in found["dictionaries"]] == [0, 0]
+    assert found["divergence"]["per_token"] < 1e-9
+    assert "no feature is flagged" in capsys.readouterr().out
+
+
+def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["tiny", "tiny", "tiny"], "give BASE and POST, or one recipe"),
+        (["tiny/sft"], "compares no models"),
+        (["tiny", "tiny", "--layer", "9"], "tiny has 4 layers"),
+        (["tiny", "tiny", "--site", "mlp"], "--site: say which layer"),
+        (["tiny", "tiny", "--changes.prompts", "60000"], "has 50000 examples"),
+    ):
+        assert main(["sae", "diff", *words, "--runs-dir", str(root), "--quiet"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_other_commands_know_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny/what-did-rl-change"]) == 2
+    assert "run it with: posttrain sae diff tiny/what-did-rl-change" in capsys.readouterr().err
+    assert main(["recipes"]) == 0
+    assert "tiny/what-did-rl-change" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sae", "diff", "tiny/what-did-rl-change", "--seeds", "5", "--layer", "3", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "seeds: 5" in printed
+    assert "site: resid.3" in printed
+
+
+def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny/sft", [("train.steps", "2"), ("task.size", "64"), ("eval.every", "0")])
+    path = tmp_path / "little.yaml"
+    path.write_text(recipe.to_yaml())
+    said: list[str] = []
+    runs = tmp_path / "runs"
+    first = find_model(Compared(recipe=str(path)), runs, None, True, said.append)
+    assert first == str(runs / "little")
+    assert find_model(Compared(recipe=str(path)), runs, None, True, said.append) == first
+    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
+        "no finished run; training one",
+        "a finished run is there",
+    ]
+    # from the base: another start is another recipe
+    assert find_runs(load_recipe(str(path), [("model.name", json.dumps(first))]).resolve(), runs) == (None, None)
+    status = RunDirectory(first).read_status()
+    assert status is not None
+    RunDirectory(first).write_status(type(status)(**{**_plain(status), "state": "interrupted"}))
+    (runs / "damaged").mkdir()
+    (runs / "damaged" / "recipe.yaml").write_text("- : [")
+    assert find_runs(recipe.resolve(), runs) == (None, Path(first))
+
+
+def _plain(status: Any) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in status.__slots__}

@@ -1,0 +1,172 @@
+"""Models by name, with their templates and engines; `posttrain generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from posttrain import registry
+from posttrain.cli import main
+from posttrain.commands.generate import (
+    ModelSource,
+    choose_task,
+    complete_template,
+    find_source,
+    grader_for,
+    open_sampler,
+)
+from posttrain.errors import UsageError
+from posttrain.recipes.recipe import Word, load_recipe
+from posttrain.types import Message
+
+
+def test_the_test_split_is_measured_unless_another_is_given() -> None:
+    assert choose_task(None, "tiny", None).options["split"] == "test"
+    given = Word(name="gsm8k", path="x.jsonl")
+    assert choose_task(given, "tiny", None).options == {"path": "x.jsonl", "split": "test"}
+    assert choose_task(Word(name="stories", split="validation"), "tiny", None).options["split"] == "validation"
+
+
+def test_a_run_is_measured_on_its_own_task() -> None:
+    recipe = load_recipe("tiny/grpo", [("task.max_steps", "2")])
+    word = choose_task(None, "runs/x", recipe)
+    assert (word.name, word.options["max_steps"], word.options["split"]) == ("stories", 2, "test")
+
+
+def test_a_runs_own_file_is_never_measured_on_what_was_trained() -> None:
+    recipe = load_recipe("grpo-gsm8k", [("task.path", "train.jsonl")])
+    assert choose_task(None, "runs/x", recipe).options["split"] == "validation"
+    other = choose_task(Word(name="", path="test.jsonl"), "runs/x", recipe)
+    assert other.options["path"] == "test.jsonl"
+    assert other.options["split"] == "test"
+
+
+def test_a_run_that_learnt_from_test_prompts_is_measured_on_what_was_held_out() -> None:
+    recipe = load_recipe("grpo-hh-gpt2")
+    assert recipe.task.options["test_share"] == 0.5
+    assert choose_task(None, "runs/x", recipe).options["split"] == "validation"
+    assert choose_task(None, "runs/x", load_recipe("dpo-hh-gpt2")).options["split"] == "test"
+
+
+def test_a_policy_can_be_asked_where_its_judge_is_gone() -> None:
+    source = ModelSource("runs/x", "x", "runs/x", Path("runs/x"), load_recipe("grpo-hh-gpt2"))
+    assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct", "is_number"]
+
+
+def test_a_model_that_is_no_run_needs_a_task() -> None:
+    with pytest.raises(UsageError, match="--task is needed"):
+        choose_task(None, "some/model", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "tiny", "--template", "boxd"], "there is no template named 'boxd'. Did you mean 'boxed'?"),
+        (["generate", "tiny", "--template.preambel", "x"], "template 'r1_zero' has no key 'preambel'. Did you mean"),
+        (["generate", "./nowhere", "Hello"], "nowhere"),
+    ],
+)
+def test_bad_words_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "tiny", "-n", "2", "--max-tokens", "8", "--seed"]
+    assert main([*arguments, "1"]) == 0
+    first = capsys.readouterr().out
+    assert main([*arguments, "1"]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*arguments, "2"]) == 0
+    assert capsys.readouterr().out != first
+    assert first.count("mean log-prob") == 2
+
+
+def test_generation_answers_the_prompt_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "tiny", "Eva has 3 shells [bold].", "--temperature", "0", "--max-tokens", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Eva has 3 shells [bold].\n")
+    assert "4 tokens · cut off" in shown or "ended by itself" in shown
+    assert "wrong" not in shown  # nobody knows the right answer
+
+
+def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "1", "--eval.every", "0"]
+    assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
+    assert "ask it" not in capsys.readouterr().out
+    assert "posttrain generate" not in (tmp_path / "rm" / "report.html").read_text()
+    assert main(["generate", str(tmp_path / "rm")]) == 2
+    assert "reward model (bradley_terry); it scores answers and writes none" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint after each, under a template with an option of its own."""
+    root = tmp_path_factory.mktemp("runs")
+    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--train.save_every", "1", "--eval.every"]
+    small += ["0", "--eval.max_tokens", "17", "--prompt.template.preamble", "Think."]
+    assert main(["train", "tiny/sft", "--runs-dir", str(root), "--run", "taught", "--quiet", *small]) == 0
+    return root / "taught"
+
+
+def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
+    for name in (str(run), "taught"):
+        source = find_source(name, run.parent)
+        assert (source.label, Path(source.path), source.run) == ("taught", run, run)
+    folder = run / "checkpoints" / "step-000001"
+    source = find_source(str(folder), "elsewhere")
+    assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
+    assert source.recipe is not None
+    assert (source.template, source.max_tokens) == (Word(name="r1_zero", preamble="Think."), 17)
+    with pytest.raises(UsageError, match=r"step-000009: the run .*taught has no such checkpoint. There: .*step-000002"):
+        find_source(str(run / "checkpoints" / "step-000009"), run.parent)
+    plain = find_source("tiny", run.parent)
+    assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Word(name="r1_zero"), 256)
+
+
+def test_a_checkpoint_has_its_own_weights_and_its_runs_template(run: Path) -> None:
+    samplers = [open_sampler(str(run / "checkpoints" / f"step-00000{step}"), run.parent) for step in (1, 2)]
+    first, second = (dict(sampler.model.named_parameters()) for sampler in samplers)
+    assert any(not first[name].equal(second[name]) for name in first)
+    newest = dict(open_sampler("taught", run.parent).model.named_parameters())
+    assert all(newest[name].equal(second[name]) for name in second)
+    assert samplers[0].sampling(None, 0.0).max_tokens == 17
+    drawn = samplers[0].sampling(5, 0.7, 3, 0.9)
+    assert (drawn.max_tokens, drawn.temperature, drawn.top_k, drawn.top_p) == (5, 0.7, 3, 0.9)
+    assert samplers[0].tokenizer.eos_token_id in drawn.stop_ids
+    (piece,) = samplers[0].grader.template.prompt((Message("user", "Hello"),), samplers[0].tokenizer)[:1]
+    assert piece.text.startswith("Think.")
+
+
+def test_the_runs_own_template_keeps_its_options_when_it_is_named(run: Path) -> None:
+    source = find_source(str(run), "elsewhere")
+    assert complete_template(Word(name="r1_zero"), source) == Word(name="r1_zero", preamble="Think.")
+    assert complete_template(Word(name="r1_zero", preamble=""), source) == Word(name="r1_zero", preamble="")
+    assert complete_template(Word(name="", preamble="Go."), source) == Word(name="r1_zero", preamble="Go.")
+    assert complete_template(Word(name="boxed"), source) == Word(name="boxed")
+    assert complete_template(None, source) is None
+
+
+def test_the_runs_rewards_belong_to_its_own_template() -> None:
+    recipe = load_recipe("tiny/grpo", [("rewards.0.weight", "3.0")])
+    source = ModelSource("x", "x", "x", Path("x"), recipe)
+    for template, weight in ((None, 3.0), (Word(name="r1_zero"), 3.0), (Word(name="boxed"), 1.0)):
+        grader = grader_for(source, template)
+        assert [own for name, own, _ in grader.rewards if name == "correct"] == [weight]
+
+
+def test_an_engine_elsewhere_gets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remote(model: object, tokenizer: object, *, checkpoint: str = "", url: str = "here") -> object:
+        assert model is None
+        assert (Path(checkpoint).name, url) == ("tiny", "there")
+        assert tokenizer is not None
+        return SimpleNamespace(context_tokens=99)
+
+    entry = registry.Entry("engine", "remote", remote, {"needs_model": False})
+    monkeypatch.setitem(registry._ENTRIES["engine"], "remote", entry)
+    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # it is not called
+    sampler = open_sampler("tiny", "runs", engine=Word(name="remote", url="there"))
+    assert sampler.model is None
+    assert sampler.context_tokens == 99

@@ -1,0 +1,124 @@
+"""`posttrain train`, its summary and `posttrain runs`, on the embedded model with little work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.summary import answer_of, chapter_of, seconds_of, template_of
+from posttrain.recipes.recipe import load_recipe
+from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.rollouts import RecordedRollout
+
+RECIPE = """\
+description: a run of three steps for the tests
+model: {name: tiny}
+task: {name: stories, size: 40, max_steps: 2}
+prompt: {template: {name: r1_zero, preamble: ""}}
+rewards: [{name: correct, weight: 1.0}, {name: xml_format, weight: 0.2}]
+rollout: {prompts: 2, group: 2, max_tokens: 8}
+objective: grpo
+train: {steps: 3, lr: 1.0e-4, save_every: 1}
+eval: {every: 3, n: 5}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and one run of it, made on the command line."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "mine.yaml").write_text(RECIPE)
+    assert main(["train", str(folder / "mine.yaml"), "--runs-dir", str(folder / "runs")]) == 0
+    return folder
+
+
+def test_a_run_leaves_records_curves_results_and_report(place: Path) -> None:
+    run = place / "runs" / "mine"
+    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    results = json.loads((run / "results.json").read_text())
+    assert (results["state"], results["step"]) == ("finished", 3)
+    evaluation = results["evaluations"]["stories/validation"]
+    assert (evaluation["first"]["step"], evaluation["last"]["step"]) == (0, 3)
+    assert evaluation["last"]["n"] == 5.0
+    assert results["fingerprint"] == load_recipe(str(place / "mine.yaml")).resolve().fingerprint()
+    report = (run / "report.html").read_text()
+    assert "a run of three steps for the tests" in report
+    assert report.count('class="card transcript"') == 5
+    assert report.count("before training</span>") == 5
+    assert f"posttrain generate {run}" in report
+
+
+def test_the_end_of_a_run_says_where_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = str(place / "runs")
+    assert main(["train", str(place / "mine.yaml"), "--runs-dir", runs, "--run", "other", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"run:    {place / 'runs' / 'other'}\n"
+    assert captured.err == ""
+
+
+def test_a_taken_name_is_refused_and_nothing_changes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place / "runs" / "mine"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    arguments = ["train", str(place / "mine.yaml"), "--runs-dir", str(place / "runs"), "--run", "mine"]
+    assert main([*arguments, "--train.lr", "1e-3"]) == 2
+    message = capsys.readouterr().err
+    assert "train.lr: 0.0001 in the run, 0.001 now" in message
+    assert main(arguments) == 2
+    assert "Continue it with --resume" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_resume_goes_on_to_more_steps(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", str(place / "mine.yaml"), "--runs-dir", str(place / "runs"), "--run", "longer", "--quiet"]
+    assert main([*arguments, "--train.steps", "2"]) == 0
+    assert main([*arguments, "--train.steps", "4", "--resume"]) == 0
+    rows = MetricsLog(place / "runs" / "longer" / "metrics.jsonl").read()
+    assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4]
+    assert "train.steps is now 4 instead of 2" in capsys.readouterr().err
+
+
+def test_runs_are_listed_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--runs-dir", str(place / "runs")]) == 0
+    listing = capsys.readouterr().out
+    line = next(line for line in listing.splitlines() if line.startswith("mine "))
+    assert line.split()[1:5] == ["finished", "3/3", "tiny", "grpo"]
+    assert main(["runs", "show", "mine", "--runs-dir", str(place / "runs")]) == 0
+    shown = capsys.readouterr().out
+    assert "12 in 3 steps" in shown  # 2 prompts × 2 answers × 3 steps
+    assert "held-out stories/validation after 3 steps" in shown
+
+
+def test_a_missing_data_file_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = place / "nowhere"
+    arguments = ["train", "grpo-gsm8k", "--model.name", "tiny", "--task.path", "no/such.jsonl", "--runs-dir", str(runs)]
+    assert main([*arguments, "--model.adapter", "null"]) == 2
+    assert "no/such.jsonl" in capsys.readouterr().err
+
+
+def test_time_is_that_of_steps_and_evaluations() -> None:
+    rows = [
+        MetricsRow(0, {"eval/x/n": 1.0}, {"evaluation_seconds": 2.0}),
+        MetricsRow(1, {"loss": 1.0}, {"step_seconds": 3.0, "update_seconds": 1.0}),
+    ]
+    assert seconds_of(rows) == 5.0
+
+
+def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
+    chapter = chapter_of(place / "runs" / "mine", "Title", "Text")
+    assert chapter.facts[0] == ("steps", "3")
+    reward = next(panel for panel in chapter.panels if panel.title == "Reward")
+    assert reward.series[0].steps == [1.0, 2.0, 3.0]
+    assert "a run of three steps" in chapter.recipe
+
+
+def test_a_recorded_answer_is_judged_by_its_parts() -> None:
+    extract = template_of(load_recipe("grpo-math")).extract
+    row = RecordedRollout(
+        1, 0, 0, 0, 0, "x", "question", "<think> a </think> <answer> 7 </answer>", "8", {"correct": 0.0}, 0.0, None, 9,
+        "length", -0.5,
+    )  # fmt: skip
+    answer = answer_of("base", row, extract)
+    assert (answer.is_right, answer.extracted, answer.num_tokens, answer.is_cut) == (False, "7", 9, True)

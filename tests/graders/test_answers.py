@@ -1,0 +1,215 @@
+"""Reading numbers, boxes and answers out of text: exact values, and inputs that are meant to hurt."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.graders.answers import Quantity, last_boxed, last_number, parse_quantity, same_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", Fraction(42)),
+        ("-7", Fraction(-7)),
+        ("\u22127", Fraction(-7)),
+        ("+7", Fraction(7)),
+        (" 42. ", Fraction(42)),
+        ("1,234,567", Fraction(1234567)),
+        ("1,234.50", Fraction(2469, 2)),
+        ("1{,}234", Fraction(1234)),
+        (".5", Fraction(1, 2)),
+        ("5.", Fraction(5)),
+        ("3/4", Fraction(3, 4)),
+        ("-3/4", Fraction(-3, 4)),
+        ("1.5/2", Fraction(3, 4)),
+        ("1 1/2", Fraction(3, 2)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("-\\dfrac{-3}{4}", Fraction(3, 4)),
+        ("\\frac12", Fraction(1, 2)),
+        ("2e3", Fraction(2000)),
+        ("1.5E-3", Fraction(3, 2000)),
+        ("$42$", Fraction(42)),
+        ("\\boxed{42}", Fraction(42)),
+        ("\\(42\\)", Fraction(42)),
+        ("3 million", Fraction(3_000_000)),
+        ("2 dozen", Fraction(24)),
+    ],
+)
+def test_a_number_is_read_exactly(text: str, value: Fraction) -> None:
+    assert parse_quantity(text) == Quantity(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "quantity"),
+    [
+        ("$18", Quantity(Fraction(18), unit="dollar")),
+        ("-$18.50", Quantity(Fraction(-37, 2), unit="dollar")),
+        ("$-5", Quantity(Fraction(-5), unit="dollar")),
+        ("18 dollars.", Quantity(Fraction(18), unit="dollar")),
+        ("$18 dollars", Quantity(Fraction(18), unit="dollar")),
+        ("18€", Quantity(Fraction(18), unit="euro")),
+        ("50%", Quantity(Fraction(50), percent=True)),
+        ("50\\%", Quantity(Fraction(50), percent=True)),
+        ("50 percent", Quantity(Fraction(50), percent=True)),
+        ("60 miles per hour", Quantity(Fraction(60), unit="mile per hour")),
+        ("5\\text{ cm}", Quantity(Fraction(5), unit="cm")),
+        ("3 million dollars", Quantity(Fraction(3_000_000), unit="dollar")),
+        ("90^\\circ", Quantity(Fraction(90), unit="°")),
+    ],
+)
+def test_units_and_percent_are_kept_apart_from_the_value(text: str, quantity: Quantity) -> None:
+    assert parse_quantity(text) == quantity
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "-",
+        "$",
+        "abc",
+        "x = 5",
+        "5 or 6",
+        "5 and a half",
+        "2 pi",
+        "3+2",
+        "9**9**9",
+        "9999999!",
+        "5^2",
+        "1/0",
+        "\\frac{1}{0}",
+        "1 1/0",
+        "1,2",
+        "1,2345",
+        "(1,2)",
+        "-$-5",
+        "nan",
+        "inf",
+        "1e999999999",
+        "1e-401",
+        "0x10",
+        "٣",
+        "1.2.3",
+        "9" * 401,
+    ],
+)
+def test_anything_else_is_no_number(text: str) -> None:
+    assert parse_quantity(text) is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "same"),
+    [
+        ("18", "$18.00", True),
+        ("18", "18 dollars", True),
+        ("$18", "18 dollars", True),
+        ("$18", "18 euros", False),
+        ("1,000", "1000", True),
+        ("1/2", "2/4", True),
+        ("0.5", "1/2", True),
+        ("1/3", "0.333333333333", False),
+        (".5", "50%", True),
+        ("50", "50%", True),
+        ("50%", "0.5%", False),
+        ("50%", "0.5", True),
+        ("5 m", "5 s", False),
+        ("5", "5 m", False),
+        ("5", "5x", False),
+        ("5", "3ab", False),
+        ("5", "5 cm", True),
+        ("5 kg", "5 kilometers", False),
+        ("5 thousand", "5", False),
+        ("42", "42 43", False),
+        ("42", "the answer is 42", False),
+        ("0", "-0", True),
+        ("(a,b)", "(c,b)", False),
+        ("(a, b)", "(a,b)", True),
+        ("p - q", "p-q", True),
+        ("p - q", "P - Q", False),
+        ("A", "a", False),
+        ("Evelyn", "evelyn", True),
+        ("\\text{Evelyn}", "Evelyn.", True),
+        ("New York", "NewYork", False),
+        ("Tuesday", "4", False),
+        ("4", "Tuesday", False),
+    ],
+)
+def test_same_answer(gold: str, given: str, same: bool) -> None:
+    assert same_answer(gold, given) is same
+    if same:
+        assert same_answer(given, gold)
+
+
+def test_tolerance_is_absolute_and_inclusive() -> None:
+    assert same_answer("3", "3.25", tolerance=0.25)
+    assert not same_answer("3", "3.2500001", tolerance=0.25)
+    assert not same_answer("0.1", "0.1000000000000000001")
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(1, 10**6))
+def test_a_written_fraction_reads_back(numerator: int, denominator: int) -> None:
+    quantity = parse_quantity(f"{numerator}/{denominator}")
+    assert quantity == Quantity(Fraction(numerator, denominator))
+    assert parse_quantity(f"{numerator:,}") == Quantity(Fraction(numerator))
+
+
+@given(st.text(max_size=60))
+def test_any_text_equals_itself_or_is_read_without_error(text: str) -> None:
+    assert same_answer(text, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 5 apples and gives 2.", "2"),
+        ("so 5-3", "3"),
+        ("it is -3.", "-3"),
+        ("x = −4", "-4"),
+        ("costs $1,234.50 in all.", "$1,234.50"),
+        ("half is 3/4 of it", "3/4"),
+        ("1, 2, 3,", "3"),
+        ("about 12.5%", "12.5%"),
+        ("0.5", "0.5"),
+        (".5", ".5"),
+        ("The answer is 42. Done", "42"),
+        ("none at all", None),
+        ("", None),
+    ],
+)
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("\\boxed{4} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{\\left\\{1, 2\\right\\}}", "\\left\\{1, 2\\right\\}"),
+        ("\\boxed{ \\boxed{5} }", "5"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("\\boxed{2 and \\boxed{3}", "3"),
+        ("\\fbox{7}", "7"),
+        ("}}\\boxed {8}", "8"),
+        ("\\boxed{}", ""),
+        ("no box {5}", None),
+        ("\\boxed", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_megabytes_are_read_in_one_pass() -> None:
+    """Each of these took hours (or raised) in a reader with backtracking, recursion or eval."""
+    assert last_number("1," * 500_000) == "1"
+    assert last_number("9" * 1_000_000) == "9" * 1_000_000
+    assert last_boxed("\\boxed{" * 100_000 + "5}") == "5"
+    assert last_boxed("{" * 500_000 + "}" * 500_000) is None
+    assert not same_answer("5", "5" * 1_000_000)
+    assert not same_answer("abc", " abc" * 300_000)
+    assert not same_answer("1", "1e999999999")

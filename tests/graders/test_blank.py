@@ -1,0 +1,54 @@
+"""What can be seen: the one meaning of a blank answer, in every place that asks for an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain import registry
+from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import Submission, grade
+from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
+from posttrain.rewards.format import xml_format
+
+BLANK = [
+    "", " \t\n", "\x00", "\x1b", "\u200b", "\ufeff", "\u00ad", "\u00a0", "\u2028", "\u2029", "\u3000", "\u2060",
+    "\u200e",
+    "\u0301", "\ufe0f", "\u20dd", "\u2800", "\u3164", "\u115f", "\u1160", "\uffa0", "\U000e0041", "\ue000", "\uffff",
+    "\ud800", "\ufffd", "\ufffc", "\u180e", "\u034f", " \u200b\x00\ufeff\u3164 ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BLANK)
+def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
+    assert is_blank(text)
+    answered = f"<think> a </think> <answer>{text}</answer>"
+    assert xml_format(answered, ("think", "answer")) == 0.0
+    assert tagged_answer(answered, "think", "answer") is None
+    assert chat_answer(answered) is None
+    assert boxed_answer(f"\\boxed{{{text}}}") is None
+    for grader in ("numeric", "exact", "scored", "multiple_choice", "knights_and_knaves", "ifeval"):
+        meta = {
+            "score": lambda _: 1.0,
+            "names": ("A",),
+            "solution": (True,),
+            "instruction_id_list": ["punctuation:no_comma"],
+        }
+        assert grade(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
+        assert grade(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
+
+
+@pytest.mark.parametrize("text", ["0", ".", "-", "\u200b7\u200b", "e\u0301", "é", "答", "🙂", "∅", "\u2801", "ㅎ"])
+def test_what_can_be_seen_is_not_blank(text: str) -> None:
+    assert not is_blank(text)
+    assert xml_format(f"<think> a </think> <answer>{text}</answer>", ("think", "answer")) == 1.0
+
+
+def test_a_megabyte_is_looked_at_once() -> None:
+    assert is_blank("\u200b" * 10**6)
+    assert not is_blank("\u200b" * 10**6 + "x")
+
+
+def test_all_graders_are_asked_here() -> None:
+    assert set(registry.entries("grader")) == {
+        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "scored",
+    }  # fmt: skip

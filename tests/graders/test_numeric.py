@@ -1,0 +1,140 @@
+"""Rewards for answers, their length and the task's own score, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.graders.grading import Submission
+from posttrain.graders.numeric import exact, is_number, numeric
+from posttrain.graders.scored import task_score
+from posttrain.recipes.recipe import load_recipe
+from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.correct import correct
+from posttrain.rewards.length import overlong
+
+
+def outcome(extracted: str | None, answer: str | None, **options: float) -> str:
+    return numeric(Submission("", extracted, answer), **options).outcome
+
+
+def test_numeric_compares_values_not_spelling() -> None:
+    assert outcome("$1,000", "1000") == "right"
+    assert outcome("999", "1000") == "wrong"
+    assert outcome("999", "1000", tolerance=1.0) == "right"
+    assert outcome("998.9", "1000", tolerance=1.0) == "wrong"
+    assert outcome("Yes", "yes") == "right"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is 17", "the answer is: 17.", "Answer: 17", "So, the final answer is $17$", "My answer is 17 dollars",
+     "The result = 17", "Thus the correct answer is 34/2"],
+)  # fmt: skip
+def test_what_introduces_an_answer_is_no_part_of_it(text: str) -> None:
+    assert outcome(text, "17") == "right"
+    assert outcome(text, "16") == "wrong"
+    assert outcome(text.replace("17", "blue").replace("34/2", "blue").replace("$", ""), "Blue") == (
+        "wrong" if "dollars" in text else "right"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is not 17", "The answer is 17 or 16", "The answer is 16, no, 17", "The answer is", "16. Answer: 17",
+     "The answer is the answer is 17", "answers 17", "The answer is 17 and the answer is 16"],
+)  # fmt: skip
+def test_what_is_more_than_an_introduction_stays_wrong(text: str) -> None:
+    assert outcome(text, "17") == "wrong"
+
+
+def test_without_an_extracted_or_gold_answer_nothing_is_right() -> None:
+    assert outcome(None, "3") == "no_answer"
+    assert outcome("3", None) == "ungraded"
+    assert outcome("", "3") == "no_answer"
+
+
+def test_exact_compares_spelling_not_values() -> None:
+    assert exact(Submission("", "1.0", "1")).outcome == "wrong"
+    assert exact(Submission("", " $Blue  Whale$.", "blue whale")).outcome == "right"
+    assert exact(Submission("", None, "1")).outcome == "no_answer"
+    assert exact(Submission("", "1", None)).outcome == "ungraded"
+
+
+def test_correct_asks_the_grader_of_each_example_and_keeps_the_order() -> None:
+    full = {"score": lambda text: len(text) / 4}
+    columns = {
+        "text": ["", "", "", ""],
+        "extracted": ["1.0", "1.0", "abcd", "abc"],
+        "answer": ["1", "1", None, None],
+        "grader": ["numeric", "exact", "scored", "scored"],
+        "meta": [{}, {}, full, full],
+    }
+    verdicts = correct(**columns)
+    assert [v.outcome for v in verdicts] == ["right", "wrong", "right", "wrong"]
+    assert [dict(v.facts) for v in verdicts[2:]] == [{"task_score": 1.0}, {"task_score": 0.75}]
+    assert [v.outcome for v in correct(**columns, mode="numeric")] == ["right", "right", "ungraded", "ungraded"]
+    assert correct(**columns, mode={"name": "numeric", "tolerance": 1.0})[0].value == 1.0
+    near = {key: values[:1] for key, values in columns.items()} | {"extracted": ["2.5"]}
+    assert [correct(**near, tolerance=t)[0].outcome for t in (0.0, 1.0, 1.5)] == ["wrong", "wrong", "right"]
+    with pytest.raises(RecipeError, match=r"grader\.tolerance: grader 'exact' has no key"):
+        correct(**near, mode="exact", tolerance=1.0)
+
+
+def test_a_grader_that_is_not_there_is_refused_before_anything_is_sampled() -> None:
+    entry = registry.find("reward", "correct")
+    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'. Did you mean 'numeric'"):
+        bind_reward(entry, {"mode": "numerc"}, "rewards.0")
+    with pytest.raises(RecipeError, match=r"rewards.0.mode.tolerence"):
+        bind_reward(entry, {"mode": {"name": "numeric", "tolerence": 1}}, "rewards.0")
+    with pytest.raises(UsageError, match=r"rewards.0.mode: a grader has a name"):
+        bind_reward(entry, {"mode": {"tolerance": 1}}, "rewards.0")
+    recipe = load_recipe("tiny/grpo", [("rewards", '[{"name": "correct", "mode": "numerc"}]')])
+    with pytest.raises(UnknownWord, match=r"rewards.0.mode: there is no grader named 'numerc'"):
+        recipe.resolve()  # so that a dry run refuses it, too
+
+
+def test_is_number() -> None:
+    assert is_number("12 apples") == 1.0
+    assert is_number("twelve") == 0.0
+    assert is_number("1e999999999") == 0.0
+    assert is_number(None) == 0.0
+
+
+def test_overlong_falls_linearly_over_the_cache() -> None:
+    """DAPO, equation 13, with L_max = 100 and L_cache = 20."""
+    values = [overlong(n, limit=100, cache=20) for n in (1, 80, 81, 90, 100, 101, 1000)]
+    assert values == [0.0, 0.0, -0.05, -0.5, -1.0, -1.0, -1.0]
+
+
+def test_overlong_refuses_a_margin_wider_than_the_limit() -> None:
+    with pytest.raises(UsageError, match=r"cache \(30\) is larger than limit \(20\)"):
+        overlong(5, limit=20, cache=30)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("overlong", {"limit": 10}, "rewards.0.cache: reward 'overlong' needs this key"),
+        ("overlong", {"limit": 10, "cashe": 2, "cache": 1}, "Did you mean 'cache'"),
+        ("overlong", {"limit": 0, "cache": 1}, "greater than or equal to 1"),
+        ("correct", {"tolerance": -1}, "greater than or equal to 0"),
+        ("xml_count", {"trailing": -0.1}, "greater than or equal to 0"),
+    ],
+)
+def test_options_are_checked_by_signature(name: str, options: dict[str, float], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry.find("reward", name).bind(options, "rewards.0")
+
+
+def test_task_score_asks_the_task() -> None:
+    meta = {"score": lambda text: 0.25 * len(text)}
+    assert task_score(["ab", None, "abcd", "\u200b"], [meta] * 4) == [0.5, 0.0, 1.0, 0.0]
+    with pytest.raises(UsageError, match="brings no scorer of its own; use the reward 'correct'"):
+        task_score(["ab", "ab"], [meta, {}])
+
+
+def test_the_rewards_of_the_house_are_registered() -> None:
+    names = {"correct", "xml_format", "xml_soft", "xml_count", "is_number", "overlong", "task_score"}
+    assert names <= set(registry.entries("reward"))

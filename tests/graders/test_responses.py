@@ -1,0 +1,61 @@
+"""Where a response begins behind the thinking, and which part of it is the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.graders.grading import Submission
+from posttrain.graders.responses import answer_region, final_response, tagged_response
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No thinking.", "No thinking."),
+        ("<think>x</think> y", " y"),
+        ("<think>x</think> y <think>z</think> w", " w"),
+        ("<reasoning>\nx\n</reasoning>\ny", "\ny"),
+        ("x</think>y", "y"),
+        ("<think>x", None),
+        ("<reasoning>x", None),
+        ("<think>x</think> y <think>z", None),
+        ("<reasoning>x</reasoning>y</think>z", "z"),
+        ("", ""),
+    ],
+)
+def test_thinking_is_over_at_the_last_closing_tag(text: str, expected: str | None) -> None:
+    assert final_response(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>x</think> <answer> y </answer> z", "y"),
+        ("<think><answer>no</answer></think> y", " y"),
+        ("<answer>a <answer> b </answer> c </answer>", "b"),
+        ("</answer> y <answer>", "</answer> y <answer>"),
+        ("<answer>  </answer>", ""),
+        ("<answer> y", "<answer> y"),
+        ("<think>x", None),
+    ],
+)
+def test_answer_tags_are_no_part_of_the_response(text: str, expected: str | None) -> None:
+    assert tagged_response(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "extracted", "expected"),
+    [
+        ("<think>B</think> <answer> C </answer>", "C", ("C", True)),
+        ("<think>\\boxed{A}</think> It is $\\boxed{B}$.", "B", ("B", True)),
+        ("It is $\\boxed{4}$, not 5.", "5", ("4", True)),
+        ("It is B, since 2 + 2 = 4.", "4", ("It is B, since 2 + 2 = 4.", False)),  # the last number is no mark
+        ("It is B, since 2 + 2 = 4.", None, ("It is B, since 2 + 2 = 4.", False)),
+        ("<think>x</think> FINAL: B!", "B", ("B", True)),  # a rule of the template's own
+        ("", "B", ("B", True)),
+        ("  ", None, None),
+        ("<think>so B", "B", None),
+    ],
+)
+def test_the_region_of_the_answer(text: str, extracted: str | None, expected: tuple[str, bool] | None) -> None:
+    assert answer_region(Submission(text, extracted, "B")) == expected

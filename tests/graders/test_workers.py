@@ -1,0 +1,384 @@
+"""The pool of killable processes: whatever an item does, the others get their results, in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RunFailure
+from posttrain.graders.sandbox import workers
+from posttrain.graders.sandbox.workers import Limits, Result, WorkerPool, count_cpus, shared_pool
+
+TARGET = "worker_functions:answer"
+LIMITS = Limits(cpu_seconds=0.3, wall_seconds=15.0, memory_bytes=128 * 2**20)
+PATIENT = replace(LIMITS, cpu_seconds=5.0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(TARGET, 2, LIMITS)
+    yield made
+    made.close()
+
+
+def echo(*values: Any) -> list[list[Any]]:
+    return [["echo", value] for value in values]
+
+
+def values(results: list[Result]) -> list[Any]:
+    assert [result.kind for result in results] == ["value"] * len(results), results
+    return [result.value for result in results]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> float:
+    start = time.monotonic()
+    while any(map(is_alive, pids)):
+        assert time.monotonic() - start < seconds, f"still there: {pids}"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_results_come_in_order(num_workers: int) -> None:
+    pool = WorkerPool(TARGET, num_workers, LIMITS)
+    try:
+        assert pool.pids == []
+        assert pool.run([]) == []
+        assert pool.pids == [], "workers start when there is work"
+        assert values(pool.run(echo(*range(700)))) == list(range(700))
+        assert values(pool.run(echo("a"))) == ["a"]
+        assert len(pool.pids) == num_workers
+    finally:
+        pool.close()
+
+
+ODD = ["", "\x00", "\ud800", "é🤖", "\u2028", {"a": [None, True, 1.5]}, 10**40]
+
+
+def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
+    assert values(pool.run(echo(*ODD))) == ODD
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "outcome", "reason"),
+    [
+        ("spin", 0, "timeout", "over 0.3 s of CPU time"),
+        ("multiply", 0, "timeout", "over 0.3 s of CPU time"),
+        ("allocate", 10**10, "crash", "MemoryError"),
+        ("allocate", 200 * 2**20, "crash", "MemoryError"),
+        ("recurse", 0, "crash", "RecursionError"),
+        ("raise", "what", "crash", "KeyError: what"),
+        ("leave", 0, "crash", "SystemExit"),
+        ("leave at once", 0, "crash", "exit code 0"),
+        ("leave at once", 3, "crash", "exit code 3"),
+        ("fault", 0, "crash", "SIGSEGV"),
+        ("repeat", 10**6, "crash", "1000002 bytes"),
+        ("no json", 0, "crash", "TypeError: Object of type set"),
+        ("close", 0, "crash", "exit code 1"),
+        ("nonsense", "\x7f\x7f\x7f\x7f{}", "crash", "SIGKILL"),
+        ("nonsense", "\x00\x00\x00\x04nope", "crash", "SIGKILL"),
+        ("nonsense", '\x00\x00\x00\x0d{"number": 99}', "crash", "SIGKILL"),
+        ("nonsense", '\x00\x00\x00\x0c{"number": 1}', "crash", "SIGKILL"),
+    ],
+)
+def test_an_item_that_misbehaves_is_recorded_and_its_neighbours_are_not_touched(
+    pool: WorkerPool, kind: str, argument: Any, outcome: str, reason: str
+) -> None:
+    before, bad, *after = pool.run([["echo", 1], [kind, argument], *echo(*range(40))])
+    assert (bad.kind, bad.value) == (outcome, None)
+    assert reason in bad.reason
+    assert values([before, *after]) == [1, *range(40)]
+
+
+def test_waiting_is_limited_apart_from_computing() -> None:
+    pool = WorkerPool(TARGET, 2, Limits(cpu_seconds=30, wall_seconds=0.4))
+    try:
+        first, bad, last = pool.run([["sleep", 0.01], ["sleep", 30], ["sleep", 0.02]])
+    finally:
+        pool.close()
+    assert (bad.kind, bad.reason) == ("timeout", "over 0.4 s elapsed")
+    assert values([first, last]) == [0.01, 0.02]
+
+
+def test_waiting_is_no_computing(pool: WorkerPool) -> None:
+    assert values(pool.run([["sleep", 0.6]])) == [0.6]
+
+
+def test_memory_below_the_limit_is_there_for_every_item_and_output_goes_nowhere() -> None:
+    pool = WorkerPool(TARGET, 1, PATIENT)
+    try:
+        *sizes, read, text = values(pool.run([*[["allocate", 100 * 2**20]] * 4, ["print", "x"], ["repeat", 60_000]]))
+    finally:
+        pool.close()
+    assert (sizes, read, len(text)) == ([100 * 2**20] * 4, 0, 60_000)
+
+
+def test_many_bad_items_in_a_row_do_not_use_up_the_workers(pool: WorkerPool) -> None:
+    bad = [["spin", 0], ["fault", 0], ["allocate", 10**10], ["leave at once", 1], ["fault", 0]]
+    results = pool.run([*bad, *echo(*range(20)), *bad])
+    kinds = ["timeout", "crash", "crash", "crash", "crash"]
+    assert [result.kind for result in results] == [*kinds, *["value"] * 20, *kinds]
+    assert values(results[5:25]) == list(range(20))
+    assert values(pool.run(echo("still there"))) == ["still there"]
+
+
+def test_big_messages_both_ways_do_not_block(pool: WorkerPool) -> None:
+    sizes = values(pool.run([["length", "x" * 150_000]] * 60))
+    assert sizes == [150_000] * 60
+    texts = values(pool.run([["repeat", 60_000]] * 100))
+    assert {len(text) for text in texts} == {60_000}
+
+
+def test_results_do_not_depend_on_the_number_of_workers() -> None:
+    items = [*echo(*range(50)), ["spin", 0], ["raise", "x"], *echo(*range(50)), ["recurse", 0], ["fault", 1]]
+    found = []
+    for num_workers in (1, 3):
+        pool = WorkerPool(TARGET, num_workers, LIMITS)
+        found.append(pool.run(items))
+        pool.close()
+    assert found[0] == found[1]
+
+
+def test_a_worker_that_is_killed_from_outside_costs_nobody_the_result() -> None:
+    pool = WorkerPool(TARGET, 2, Limits(cpu_seconds=5, wall_seconds=30))
+    try:
+        assert values(pool.run(echo(1, 2))) == [1, 2]
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)  # while they wait for work
+        assert values(pool.run(echo(*range(100)))) == list(range(100))
+
+        def kill_one() -> None:
+            time.sleep(0.3)
+            os.kill(pool.pids[0], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_one)
+        killer.start()
+        assert values(pool.run([["sleep", 0.8], ["sleep", 0.8], *echo(*range(20))]))[2:] == list(range(20))
+        killer.join()
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_keeps_too_much_memory_is_replaced() -> None:
+    pool = WorkerPool(TARGET, 1, PATIENT)
+    try:
+        pids = values(pool.run([["keep", 60 * 2**20]] * 9))
+        assert len(set(pids)) == 3, "each takes 60 MB three times, more than the 128 MB that one item may use"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("kind", ["system", "start", "open", "low open", "remove"])
+def test_a_worker_has_no_effects(pool: WorkerPool, kind: str, tmp_path: Path) -> None:
+    kept, canary = tmp_path / "kept", tmp_path / "canary"
+    kept.touch()
+    (result,) = pool.run([[kind, str(kept if kind == "remove" else canary)]])
+    assert result.kind == "crash"
+    assert "PermissionError: a worker" in result.reason
+    assert kept.exists()
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("kind", ["eval", "exec", "compile"])
+@pytest.mark.parametrize("text", ["1", "__import__('os').getcwd()", "open('/tmp/x', 'w')"])
+def test_a_worker_runs_no_text(pool: WorkerPool, kind: str, text: str) -> None:
+    (result,) = pool.run([[kind, text]])
+    assert (result.kind, result.reason) == ("crash", "PermissionError: a worker compiles no text")
+
+
+def test_a_worker_opens_no_connection(pool: WorkerPool) -> None:
+    (result,) = pool.run([["connect", 0]])
+    assert "PermissionError: a worker does no socket." in result.reason
+
+
+def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:
+    facts = values(pool.run([["facts", 0]] * 8))
+    assert facts == [[[], facts[0][1], "0", True]] * 8
+
+
+def test_a_worker_has_an_empty_folder_and_none_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    pool = WorkerPool(TARGET, 1, LIMITS)
+    try:
+        for environment, files, relative in values(pool.run([["surroundings", 0]] * 8)):
+            assert set(environment) - {"LD_LIBRARY_PATH", "PYTHONHOME", "LC_CTYPE"} == {
+                "PYTHONHASHSEED", "PYTHONUTF8", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+            }  # fmt: skip
+            assert (files, relative) == ([], [])
+        assert list(tmp_path.iterdir()) == [], "the folder is gone while the worker is in it"
+    finally:
+        pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_may_compile_still_has_no_effects_and_reads_no_strangers_files(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key", encoding="utf-8")
+    pool = WorkerPool(TARGET, 1, replace(PATIENT, compiles=True))
+    attacks = ["__import__('os').system('true')", f"open({str(secret)!r}).read()", f"open({str(secret)!r}, 'w')",
+               f"open('/proc/{os.getpid()}/environ').read()", "__import__('ctypes').CDLL(None)",
+               "__import__('socket').create_connection(('127.0.0.1', 9))"]  # fmt: skip
+    try:
+        assert values(pool.run([["eval", "1 + 1"]])) == [2]
+        results = pool.run([["eval", text] for text in attacks])
+    finally:
+        pool.close()
+    assert [result.kind for result in results] == ["crash"] * len(attacks)
+    assert all(result.reason.startswith("PermissionError: a worker ") for result in results), results
+    assert secret.read_text(encoding="utf-8") == "key"
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("no_such_module:f", "ModuleNotFoundError"), ("worker_functions:no_such", "AttributeError"), ("math:", "Attr")],
+)
+def test_a_function_that_is_not_there_is_an_error_and_no_endless_restart(target: str, reason: str) -> None:
+    pool = WorkerPool(target, 2, LIMITS)
+    with pytest.raises(RunFailure, match=f"a worker process for {target} cannot start: {reason}"):
+        pool.run(echo(1))
+    assert pool.pids == []
+
+
+def test_workers_that_die_before_they_are_ready_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_BOOT", "raise SystemExit(7)")
+    pool = WorkerPool(TARGET, 2, LIMITS)
+    with pytest.raises(RunFailure, match="cannot start: the process ended with exit code 7"):
+        pool.run(echo(1))
+
+
+def test_threads_share_a_pool(pool: WorkerPool) -> None:
+    found: dict[int, list[Any]] = {}
+
+    def work(number: int) -> None:
+        found[number] = values(pool.run(echo(*range(number, number + 50))))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: list(range(number, number + 50)) for number in range(4)}
+    assert values(pool.run(echo(1))) == [1], "workers outlive the thread that started them"
+
+
+def test_a_forked_copy_of_the_program_gets_workers_of_its_own(pool: WorkerPool) -> None:
+    assert values(pool.run(echo(1))) == [1]
+    mine = set(values(pool.run([["pid", 0]] * 20)))
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            theirs = {result.value for result in pool.run([["pid", 0]] * 20)}
+            ok = not theirs & mine
+            pool.close()
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert set(values(pool.run([["pid", 0]] * 20))) <= mine
+
+
+def test_a_closed_pool_leaves_no_process_and_starts_again() -> None:
+    pool = WorkerPool(TARGET, 2, LIMITS)
+    values(pool.run(echo(1, 2)))
+    pids = pool.pids
+    pool.close()
+    assert not any(map(is_alive, pids))
+    assert pool.pids == []
+    assert values(pool.run(echo(3))) == [3]
+    pool.close()
+
+
+def test_pools_are_shared_by_their_settings() -> None:
+    assert shared_pool(TARGET, 1, LIMITS) is shared_pool(TARGET, 1, LIMITS)
+    assert shared_pool(TARGET, 1, LIMITS) is not shared_pool(TARGET, 2, LIMITS)
+    assert 1 <= count_cpus() <= (os.cpu_count() or 1)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from posttrain.graders.sandbox.workers import Limits, WorkerPool
+print("once", flush=True)
+pool = WorkerPool("worker_functions:answer", 2, Limits(cpu_seconds=1, wall_seconds=1.5))
+print(*[result.value for result in pool.run([["echo", n] for n in range(4)])], flush=True)
+print(*pool.pids, flush=True)
+"""
+
+
+def start_script(*lines: str) -> subprocess.Popen[str]:
+    # a shell that starts the tests in the background lets them, and so the script, ignore SIGINT
+    lines = ("import signal", "signal.signal(signal.SIGINT, signal.default_int_handler)", *lines)
+    code = SCRIPT.format(folder=str(Path(__file__).parent)) + "\n".join(lines)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def read_pids(script: subprocess.Popen[str]) -> list[int]:
+    assert script.stdout is not None
+    assert [script.stdout.readline().strip() for _ in range(2)] == ["once", "0 1 2 3"]
+    return [int(pid) for pid in script.stdout.readline().split()]
+
+
+def test_a_script_needs_no_main_guard_and_leaves_no_process() -> None:
+    script = start_script()
+    pids = read_pids(script)
+    out, err = script.communicate(timeout=30)
+    assert (out, err, script.returncode) == ("", "", 0)
+    wait_until_gone(pids, 5)
+
+
+def test_control_c_ends_program_and_workers_without_their_tracebacks() -> None:
+    script = start_script("pool.run([['sleep', 60]] * 4)")
+    pids = read_pids(script)
+    time.sleep(0.4)
+    os.killpg(script.pid, signal.SIGINT)
+    _, err = script.communicate(timeout=30)
+    assert err.count("Traceback") == 1, "the program's own"
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    wait_until_gone(pids, 5)
+
+
+@pytest.mark.parametrize(("item", "seconds"), [(None, 1.0), ("['spin', 0]", 3.0), ("['sleep', 60]", 4.0)])
+def test_workers_do_not_outlive_a_program_that_is_killed(item: str | None, seconds: float) -> None:
+    script = start_script(f"pool.run([{item}] * 2)" if item else "sys.stdin.read()")
+    pids = read_pids(script)
+    time.sleep(0.3)
+    script.kill()
+    script.communicate(timeout=30)
+    limit = seconds + 5  # the limits of an item end those that are at work
+    assert wait_until_gone(pids, limit) < limit
+
+
+def test_a_thread_that_is_left_behind_does_not_hold_up_the_end() -> None:
+    lines = (
+        "import threading",
+        "threading.Thread(target=pool.run, args=([['sleep', 1.4]] * 40,), daemon=True).start()",
+    )
+    script = start_script(*lines, "import time", "time.sleep(0.2)")
+    pids = read_pids(script)
+    start = time.monotonic()
+    script.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    wait_until_gone(pids, 5)

@@ -1,0 +1,68 @@
+"""Made-up cells with numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.store.metrics import MetricsRow
+from posttrain.sweeps.comparison import (
+    CellResult,
+    CellState,
+    Comparison,
+    find_baseline,
+    rank_methods,
+    read_cell,
+)
+
+TASK = "stories/validation"
+
+
+def evaluation(step: int, accuracy: float, **results: float) -> MetricsRow:
+    facts = {"n": 20.0, "accuracy": accuracy, "reward": accuracy + 0.1, "num_tokens": 30.0, "format": 1.0} | results
+    return MetricsRow(
+        step, {f"eval/{TASK}/{name}": value for name, value in facts.items()}, {"evaluation_seconds": 3.0}
+    )
+
+
+def cell_rows(accuracies: Sequence[float], step_seconds: float = 2.0) -> list[MetricsRow]:
+    """Two updates between evaluations; KL and entropy follow the step."""
+    rows = [evaluation(0, accuracies[0], kl_from_start=0.0, entropy=1.0)]
+    for k, accuracy in enumerate(accuracies[1:], start=1):
+        for step in (2 * k - 1, 2 * k):
+            timing = {"step_seconds": step_seconds, "generate_seconds": 0.5, "generate_tokens_per_second": 200.0}
+            rows.append(MetricsRow(step, {"loss": 0.5, "tokens": 80.0, "margin": 0.1 * step}, timing))
+        rows.append(evaluation(2 * k, accuracy, kl_from_start=0.05 * k, entropy=1.0 - 0.1 * k))
+    return rows
+
+
+def make_cell(
+    method: str, seed: int, accuracies: Sequence[float], state: CellState = "finished", problem: str | None = None
+) -> CellResult:
+    return read_cell(cell_rows(accuracies), method, seed, state, problem)
+
+
+def make_comparison(cells: Sequence[CellResult]) -> Comparison:
+    names = list(dict.fromkeys(cell.method for cell in cells))
+    return Comparison(
+        title="compare-test",
+        description="A <test> of | tables.",
+        rows=rank_methods(cells, names),
+        baseline=find_baseline(cells, "tiny/sft"),
+        common=[("model", "tiny"), ("steps", "4")],
+        differs={name: ["train.lr = 0.1 (base: 0.2)"] if name == "b" else [] for name in names},
+        sources={name: f"rl/{name}" for name in names},
+        command="posttrain compare test.yaml --seeds 2",
+        environment={"hardware": {"cores": 2}},
+    )
+
+
+def two_methods() -> Comparison:
+    """``a``: 0.4 and 0.6 at the end, ``b``: 0.7 and 0.7; all start at 0.1."""
+    return make_comparison(
+        [
+            make_cell("a", 0, [0.1, 0.3, 0.4]),
+            make_cell("b", 0, [0.1, 0.5, 0.7]),
+            make_cell("a", 1, [0.1, 0.5, 0.6]),
+            make_cell("b", 1, [0.1, 0.6, 0.7]),
+        ]
+    )

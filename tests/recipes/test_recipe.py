@@ -1,0 +1,396 @@
+"""Recipes: strictness with places, overrides, resolution and round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain import registry
+from posttrain.consent import declare_code
+from posttrain.errors import RecipeError, UnknownWord
+from posttrain.recipes.recipe import Recipe, Word, apply_override, load_recipe, merge, parse_yaml, validate_recipe
+
+TEXT = """\
+model: {name: tiny}
+task: {name: stories, split: train}
+rewards:
+  - correct
+  - {name: xml_format, weight: 0.2}
+rollout: {prompts: 4, group: 4}
+objective: {name: grpo, clip_high: 0.28}
+train:
+  steps: 5
+  lr: 1e-4
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_words_and_round_trip(tmp_path: Path):
+    recipe = load_recipe(write(tmp_path, TEXT)).resolve()
+    assert recipe.train.lr == 1e-4  # YAML 1.1 reads 1e-4 as text
+    assert recipe.advantage.name == "normalized"
+    assert recipe.objective.options["clip_low"] == 0.2
+    assert [(w.name, w.weight) for w in recipe.rewards] == [("correct", 1.0), ("xml_format", 0.2)]
+    again = load_recipe(write(tmp_path, recipe.to_yaml())).resolve()
+    assert again == recipe
+    assert again.fingerprint() == recipe.fingerprint()
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path):
+    path = write(tmp_path, TEXT)
+    base = load_recipe(path).resolve().fingerprint()
+    assert load_recipe(path, [("objective.clip_low", "0.2")]).resolve().fingerprint() == base  # the default, said aloud
+    assert load_recipe(path, [("train.lr", "2e-4")]).resolve().fingerprint() != base
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "  steps: 5",
+            "  stepz: 5",
+            r"mine\.yaml:9: train\.stepz: section 'train' has no key 'stepz'\. Did you mean 'steps'\?",
+        ),
+        ("  steps: 5", "  steps: many", r"mine\.yaml:9: train\.steps: .*valid integer.*'many'"),
+        ("  steps: 5", "  steps: 0", r"mine\.yaml:9: train\.steps: .*greater than or equal to 1"),
+        ("train:", "trian:", r"mine\.yaml:8: trian: a recipe has no key 'trian'\. Did you mean 'train'\?"),
+        ("task: {name: stories, split: train}\n", "", r"task: a recipe needs this key"),
+        ("rollout: {prompts: 4, group: 4}\n", "", r"exactly one of 'rollout' .* and 'data'"),
+        ("  lr: 1e-4", "  lr: 1e-4\n  lr: 2e-4", r"mine\.yaml:11: train\.lr: this key stands twice"),
+        ("train:", "train: [", r"mine\.yaml:\d+: not valid YAML"),
+    ],
+)
+def test_refusals_name_file_line_and_key(tmp_path: Path, old: str, new: str, message: str):
+    assert old in TEXT
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(write(tmp_path, TEXT.replace(old, new)))
+
+
+def test_words_are_refused_when_resolved(tmp_path: Path):
+    path = write(tmp_path, TEXT)
+    with pytest.raises(
+        RecipeError, match=r"objective\.clip_hihg: objective 'grpo' has no key 'clip_hihg'\. Did you mean 'clip_high'\?"
+    ):
+        load_recipe(path, [("objective.clip_hihg", "0.3")]).resolve()
+    with pytest.raises(UnknownWord, match=r"objective: there is no objective named 'gpro'\. Did you mean 'grpo'\?"):
+        load_recipe(path, [("objective", "gpro")]).resolve()
+    with pytest.raises(UnknownWord, match=r"rewards\.0: there is no reward named 'corect'"):
+        load_recipe(path, [("rewards.0", "corect")]).resolve()
+
+
+def test_overrides():
+    data = {"objective": {"name": "grpo", "clip_low": 0.1}, "task": "stories", "rewards": ["correct"]}
+    apply_override(data, "train.lr", "1e-5")
+    apply_override(data, "task.split", "test")
+    apply_override(data, "rewards.0.weight", "0.5")
+    apply_override(data, "objective", "reinforce")
+    apply_override(data, "model.adapter", "{kind: lora, rank: 4}")
+    assert data["train"]["lr"] == 1e-5
+    assert data["task"] == {"name": "stories", "split": "test"}
+    assert data["rewards"] == [{"name": "correct", "weight": 0.5}]
+    assert data["objective"] == "reinforce"
+    assert data["model"]["adapter"]["rank"] == 4
+    with pytest.raises(RecipeError, match="the list has entries 0 to 0"):
+        apply_override(data, "rewards.3.weight", "1")
+    with pytest.raises(RecipeError, match=r"train\.lr is a value, not a section"):
+        apply_override(data, "train.lr.x", "1")
+
+
+def test_an_override_is_named_as_such(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"command line: train\.stps: section 'train' has no key 'stps'"):
+        load_recipe(write(tmp_path, TEXT), [("train.stps", "3")])
+
+
+def test_missing_files_and_names():
+    with pytest.raises(RecipeError, match=r"no/such\.yaml: no such recipe file"):
+        load_recipe("no/such.yaml")
+    with pytest.raises(RecipeError, match="no recipe file or shipped recipe 'grpo-gsm8kk'"):
+        load_recipe("grpo-gsm8kk")
+
+
+def test_a_recipe_that_is_no_mapping():
+    with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
+        parse_yaml("- 1\n- 2\n", "x.yaml")
+
+
+def test_words_that_do_not_belong_together():
+    base = yaml.safe_load(TEXT)
+    supervised = {k: v for k, v in base.items() if k != "rollout"} | {"data": {}, "objective": "cross_entropy"}
+    assert validate_recipe(supervised).rollout is None
+    with pytest.raises(RecipeError, match="'advantage' belongs to 'rollout'"):
+        validate_recipe(supervised | {"advantage": "raw"})
+    with pytest.raises(RecipeError, match="passes over a rollout batch"):
+        validate_recipe(supervised | {"train": {"epochs": 2}})
+
+
+def test_a_bare_string_is_a_word():
+    assert Word.model_validate("grpo").name == "grpo"
+    assert Word.model_validate({"name": "grpo", "kl": 0.1}).options == {"kl": 0.1}
+
+
+# --- recipes that extend others ---
+
+
+def extending(tmp_path: Path, text: str, overrides: list[tuple[str, str]] | None = None, base: str = TEXT) -> Recipe:
+    """The recipe ``text`` over ``base``, which it names as BASE."""
+    below = tmp_path / "base.yaml"
+    below.write_text(base)
+    path = tmp_path / "above.yaml"
+    path.write_text(text.replace("BASE", str(below)))
+    return load_recipe(str(path), overrides or [])
+
+
+def test_sections_are_merged_and_words_replaced(tmp_path: Path) -> None:
+    base = TEXT.replace("train:", "description: below\naggregate: {name: constant, length: 9}\ntrain:")
+    recipe = extending(
+        tmp_path,
+        "extends: BASE\ntrain: {steps: 7}\nobjective: {name: grpo, kl: 0.1}\nrewards: [exact]\n"
+        "rollout: {select: {name: above, threshold: 1.0}}\nmodel: {adapter: {rank: 4}}\n",
+        base=base,
+    )
+    assert (recipe.train.steps, recipe.train.lr) == (7, 1e-4)  # the other keys of a section stay
+    assert recipe.objective.options == {"kl": 0.1}  # clip_high is gone: the word is another one
+    assert [w.name for w in recipe.rewards] == ["exact"]  # a list is replaced
+    assert recipe.rollout is not None
+    assert (recipe.rollout.prompts, recipe.rollout.select) == (4, Word(name="above", threshold=1.0))
+    assert recipe.model.name == "tiny"
+    assert recipe.model.adapter is not None
+    assert recipe.aggregate == Word(name="constant", length=9)
+    assert recipe.description == ""  # what is said of the one below does not hold for this one
+
+
+def test_options_without_a_name_change_the_word_below(tmp_path: Path) -> None:
+    both = extending(tmp_path, "extends: BASE\nobjective: {kl: 0.1}\n")
+    assert both.objective == Word(name="grpo", clip_high=0.28, kl=0.1)
+    bare = extending(
+        tmp_path, "extends: BASE\ntask: {split: test}\n", base=TEXT.replace("{name: stories, split: train}", "stories")
+    )
+    assert bare.task == Word(name="stories", split="test")
+
+
+def test_a_section_with_a_key_called_name_is_no_word(tmp_path: Path) -> None:
+    base = TEXT.replace("{name: tiny}", "{name: tiny, adapter: {rank: 4}}")
+    recipe = extending(tmp_path, "extends: BASE\nmodel: {name: other}\n", base=base)
+    assert recipe.model.name == "other"
+    assert recipe.model.adapter is not None
+
+
+def test_null_takes_a_key_away(tmp_path: Path) -> None:
+    base = TEXT.replace("train:", "advantage: raw\ntrain:")
+    supervised = (
+        "extends: BASE\nrollout: null\nadvantage: null\nrewards: null\ndata: {batch: 3}\nobjective: cross_entropy\n"
+    )
+    recipe = extending(tmp_path, supervised, base=base)
+    assert (recipe.rollout, recipe.advantage, recipe.rewards) == (None, None, [])
+    assert recipe.data is not None
+    # inside a section it is a value, where the key may have none
+    assert extending(tmp_path, "extends: BASE\ntrain: {max_grad_norm: null}\n").train.max_grad_norm is None
+    with pytest.raises(RecipeError, match=r"above\.yaml:2: train\.lr: Input should be a valid number; got None"):
+        extending(tmp_path, "extends: BASE\ntrain: {lr: null}\n")
+
+
+def test_overrides_come_last_and_extension_is_transitive(tmp_path: Path) -> None:
+    (tmp_path / "middle.yaml").write_text(f"extends: {tmp_path / 'base.yaml'}\ntrain: {{steps: 6, lr: 2e-4}}\n")
+    text = f"extends: {tmp_path / 'middle.yaml'}\ntrain: {{steps: 7}}\n"
+    recipe = extending(tmp_path, text, [("rollout.group", "8"), ("objective", "reinforce")])
+    assert (recipe.train.steps, recipe.train.lr) == (7, 2e-4)
+    assert recipe.rollout is not None
+    assert (recipe.rollout.prompts, recipe.rollout.group) == (4, 8)
+    assert recipe.objective == Word(name="reinforce")
+    again = load_recipe(write(tmp_path, recipe.resolve().to_yaml())).resolve()
+    assert again.fingerprint() == recipe.resolve().fingerprint()  # the dump stands alone
+
+
+def test_a_shipped_recipe_can_be_extended(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: rl/rloo\ntrain: {steps: 3}\n")
+    recipe = load_recipe(path)
+    assert recipe.advantage == Word(name="leave_one_out")
+    assert recipe.train.steps == 3
+    assert recipe.train.lr == load_recipe("rl/rloo").train.lr
+
+
+def test_merge_leaves_what_it_was_given(tmp_path: Path) -> None:
+    below, above = {"a": {"x": 1, "y": {"z": 2}}}, {"a": {"y": {"z": 3}, "x": None}}
+    assert merge(below, above) == {"a": {"y": {"z": 3}, "x": None}}
+    assert merge(below, {"a": None}) == {}
+    assert below == {"a": {"x": 1, "y": {"z": 2}}}
+    assert above == {"a": {"y": {"z": 3}, "x": None}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "extends: tiny/grpoo\n",
+            r"above\.yaml:1: extends: no recipe file or shipped recipe 'tiny/grpoo'\. Did you mean",
+        ),
+        ("train: {}\nextends: no/such.yaml\n", r"above\.yaml:2: extends: no/such\.yaml: no such recipe file"),
+        ("extends: [a, b]\n", r"above\.yaml:1: extends: give a recipe's name or file; got \['a', 'b'\]"),
+        ("extends: BASE\ntrain:\n  stepz: 3\n", r"above\.yaml:3: train\.stepz: section 'train' has no key 'stepz'"),
+        ("extends: BASE\nobjective: null\n", r"above\.yaml:2: objective: a recipe needs this key"),
+        ("extend: BASE\n", r"above\.yaml:1: extend: a recipe has no key 'extend'\. Did you mean 'extends'\?"),
+        ("extends: BASE\nextends: BASE\n", r"above\.yaml:2: extends: this key stands twice"),
+    ],
+)
+def test_refusals_name_the_line_that_extends(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        extending(tmp_path, text)
+
+
+def test_an_error_of_the_recipe_below_is_named_there(tmp_path: Path) -> None:
+    text = "extends: BASE\n\n\n\n\n\ntrain: {warmup_steps: 1}\n"
+    broken = TEXT.replace("  steps: 5", "  stepz: 5")
+    with pytest.raises(RecipeError, match=r"base\.yaml:9: train\.stepz: section 'train' has no key 'stepz'"):
+        extending(tmp_path, text, base=broken)
+    with pytest.raises(RecipeError, match=r"above\.yaml:7: train\.steps: .*greater than or equal to 1"):
+        extending(tmp_path, text.replace("{warmup_steps: 1}", "{steps: 0}"))
+    with pytest.raises(RecipeError, match=r"base\.yaml:\d+: not valid YAML"):
+        extending(tmp_path, text, base="train: [")
+    with pytest.raises(RecipeError, match=r"command line: train\.steps: .*greater than or equal to 1"):
+        extending(tmp_path, text, [("train.steps", "0")])
+    with pytest.raises(RecipeError, match=r"command line: extends: only a file extends a recipe"):
+        extending(tmp_path, text, [("extends", "tiny/sft")])
+
+
+def test_circles_are_refused(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text(f"extends: {two}\n")
+    two.write_text(f"train: {{}}\nextends: {one}\n")
+    with pytest.raises(RecipeError, match=r"two\.yaml' and '.*one\.yaml' extend one another in a circle"):
+        load_recipe(str(one))
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(f"extends: {alone}\n")
+    with pytest.raises(RecipeError, match=r"alone\.yaml:1: extends: '.*alone\.yaml' extends itself"):
+        load_recipe(str(alone))
+
+
+# --- what follows from the objective ---
+
+
+def resolved(objective: Any, source: str = "rollout", **changes: Any) -> Recipe:
+    base = {k: v for k, v in yaml.safe_load(TEXT).items() if k != "rollout"}
+    section = {"rollout": {"prompts": 4, "group": 4}} if source == "rollout" else {"data": {}}
+    if source == "data":
+        base.pop("rewards")
+    return validate_recipe(base | section | {"objective": objective} | changes).resolve()
+
+
+@pytest.mark.parametrize(
+    ("objective", "aggregate", "select", "advantage", "head"),
+    [
+        ("reinforce", "token_mean", "every", "normalized", None),
+        ("grpo", "token_mean", "every", "normalized", None),
+        ("ppo", "token_mean", "every", "gae", "separate"),
+        ("cross_entropy", "token_mean", "every", None, None),
+        ("dpo", "unit_mean", "best_and_worst", None, None),
+        ("simpo", "unit_mean", "best_and_worst", None, None),
+        ("kto", "unit_mean", "every", None, None),
+        ("bradley_terry", "unit_mean", "best_and_worst", None, "separate"),
+        ("outcome", "token_mean", "every", None, "separate"),
+        ("on_policy_distillation", "token_mean", "every", None, None),
+    ],
+)
+def test_words_that_follow_from_the_objective(
+    objective: str, aggregate: str, select: str, advantage: str | None, head: str | None
+) -> None:
+    recipe = resolved(objective)
+    assert recipe.aggregate is not None
+    assert recipe.aggregate.name == aggregate
+    assert recipe.rollout is not None
+    assert recipe.rollout.select is not None
+    assert recipe.rollout.select.name == select
+    assert (recipe.advantage.name if recipe.advantage else None) == advantage
+    assert (recipe.head.trunk if recipe.head else None) == head
+    again = validate_recipe(yaml.safe_load(recipe.to_yaml())).resolve()
+    assert again == recipe
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "dpo", "kto", "bradley_terry", "process"])
+def test_recipes_of_data_have_neither_selection_nor_advantage(objective: str) -> None:
+    recipe = resolved(objective, source="data")
+    assert (recipe.rollout, recipe.advantage) == (None, None)
+    level = registry.find("objective", objective).traits["level"]
+    assert recipe.aggregate is not None
+    assert recipe.aggregate.name == ("token_mean" if level == "token" else "unit_mean")
+
+
+def test_what_a_recipe_says_goes_before_what_follows() -> None:
+    recipe = resolved(
+        "ppo",
+        advantage={"name": "return_to_go"},
+        aggregate="sequence_mean",
+        head={"trunk": "shared"},
+        rollout={"prompts": 4, "group": 4, "select": "every"},
+    )
+    assert (recipe.advantage.name, recipe.aggregate.name, recipe.head.trunk) == (
+        "return_to_go",
+        "sequence_mean",
+        "shared",
+    )
+    assert recipe.advantage.options == {"discount": 1.0, "whiten": True}  # defaults filled in
+    pairs = resolved("dpo", rollout={"prompts": 4, "group": 4, "select": "right_and_wrong"})
+    assert pairs.rollout.select.options == {"threshold": 0.5, "num_pairs": 1}
+
+
+def test_an_unregistered_objective_reads_advantages() -> None:
+    """A function of a user's without traits is a token objective over rollouts."""
+    declare_code("posttrain.algorithms.objectives.surrogate:clipped_surrogate")
+    recipe = resolved("posttrain.algorithms.objectives.surrogate:clipped_surrogate")
+    assert (recipe.aggregate.name, recipe.advantage.name, recipe.head) == ("token_mean", "normalized", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correction": "token_tis"}, "set rollout.old_logprobs to trainer"),
+        ({"kl_in_reward": {"weight": -1.0}}, r"kl_in_reward\.weight: .*greater than or equal to 0"),
+        ({"kl_in_reward": {"target": 1.0}}, r"kl_in_reward\.weight: section 'kl_in_reward' needs this key"),
+        ({"kl_in_reward": {"weight": 1.0, "target": 0.0}}, r"kl_in_reward\.target: .*greater than 0"),
+        ({"kl_in_reward": {"weight": 1.0, "estimator": "k4"}}, r"kl_in_reward\.estimator: .*'k1', 'k2' or 'k3'"),
+        ({"head": {"trunk": "mine"}}, r"head\.trunk: .*'separate' or 'shared'"),
+        ({"teacher": {"top_k": 3}}, r"teacher\.name: section 'teacher' needs this key"),
+    ],
+)
+def test_sections_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        resolved("grpo", **changes)
+
+
+def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "several.yaml"
+    path.write_text("base: tiny/grpo\nmethods: {a: rl/grpo}\n")
+    with pytest.raises(RecipeError, match=r"several\.yaml: this compares several methods; .*posttrain compare"):
+        load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("rl/ppo", "objective.value_clip"), ("rl/sdpo", "objective.ratio_cap"), ("rl/grpo", "train.max_grad_norm")],
+)
+def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) -> None:
+    """Else the stored recipe would fill the default in again, and be another experiment."""
+    section, option = key.split(".")
+
+    def value_in(recipe: Recipe) -> Any:
+        part = getattr(recipe, section)
+        return part.options[option] if isinstance(part, Word) else getattr(part, option)
+
+    assert value_in(load_recipe(name).resolve()) is not None
+    recipe = load_recipe(name, [(key, "null")]).resolve()
+    assert value_in(recipe) is None
+    stored = tmp_path / "recipe.yaml"
+    stored.write_text(recipe.to_yaml())
+    again = load_recipe(str(stored)).resolve()
+    assert value_in(again) is None
+    assert again.fingerprint() == recipe.fingerprint() != load_recipe(name).resolve().fingerprint()
+    above = tmp_path / "above.yaml"
+    above.write_text(f"extends: {name}\n{section}: {{{option}: null}}\n")
+    assert value_in(load_recipe(str(above)).resolve()) is None

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from test_report import Page
+
+from made_up_cells import make_cell, make_comparison, two_methods
+from posttrain.reports.charts.comparison import draw_comparison, make_lines, spread_labels
+from posttrain.reports.comparison import render_comparison
+from posttrain.reports.comparison_table import make_table, show_count, show_seconds, to_data, to_markdown
+
+
+def test_the_table_by_hand() -> None:
+    table = make_table(two_methods())
+    assert table.header == [
+        *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
+        *("KL from start", "entropy", "length", "margin"),
+    ]
+    assert table.lines[0][:3] == ["b", "2", "70.0% ± 0.0"]
+    # t(1) · s / √2 with s = 0.1 · √2: 127 points
+    assert table.lines[1] == [
+        *("a", "2", "50.0% ± 127.1", "35.0% ± 95.3", "+40.0", "0.600", "8.0 s", "400", "320"),
+        *("0.100", "0.800", "30.0", "0.400"),
+    ]
+    assert table.lines[2][:6] == ["start", "–", "10.0% [2.8%, 30.1%]", "–", "–", "0.200"]
+
+
+def test_notes_say_how_the_interval_was_made() -> None:
+    notes = "\n".join(make_table(two_methods()).notes)
+    assert "95 % Student-t interval of the mean over seeds (t = 12.706 for 2 seeds)" in notes
+    assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
+    assert "has no interval" not in notes
+
+
+def test_one_seed_is_said_to_have_no_interval() -> None:
+    table = make_table(make_comparison([make_cell("a", 0, [0.1, 0.4])]))
+    assert table.lines[0][2] == "40.0%"
+    assert "A method with one finished seed has no interval." in table.notes
+    assert not any("Student" in note for note in table.notes)
+
+
+def test_failed_and_unfinished_cells_are_shown() -> None:
+    cells = [
+        make_cell("a", 0, [0.1, 0.4]),
+        make_cell("a", 1, [0.1, 0.2], "failed", "it was | too hot"),
+        make_cell("b", 0, [0.1, 0.2], "unfinished"),
+    ]
+    comparison = make_comparison(cells)
+    table = make_table(comparison)
+    assert table.lines[0][:3] == ["a", "1 of 2", "40.0%"]
+    assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
+    assert "a, seed 1: failed after 2 steps: it was | too hot" in table.notes
+    assert "b, seed 0: unfinished after 2 steps" in table.notes
+    assert "it was \\| too hot" in to_markdown(comparison)
+
+
+def test_markdown_has_one_line_per_method_and_all_that_is_needed_to_repeat_it() -> None:
+    text = to_markdown(two_methods())
+    assert "| b | 2 | 70.0% ± 0.0 | 47.5% ± 31.8 | +60.0 |" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 5  # header, rule, two methods, start
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert "- b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)" in text
+    assert "- in the method alone (objective, advantage, " in text
+    assert "what belongs to them): a (rl/a)" in text
+    assert "```\nposttrain compare test.yaml --seeds 2\n```" in text
+
+
+def test_results_are_plain_json_with_every_cell() -> None:
+    data = json.loads(json.dumps(to_data(two_methods()), allow_nan=False))
+    assert list(data["methods"]) == ["b", "a"]
+    assert data["methods"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
+    assert data["methods"]["a"]["cells"][1]["curve"][2]["accuracy"] == 0.6
+    assert data["start"]["results"]["accuracy"] == 0.1
+    assert data["common"] == {"model": "tiny", "steps": "4"}
+
+
+@pytest.mark.parametrize(("value", "text"), [(950, "950"), (12_345, "12.3k"), (4_560_000, "4.56M")])
+def test_counts(value: float, text: str) -> None:
+    assert show_count(value) == text
+
+
+def test_seconds() -> None:
+    assert (show_seconds(9.96), show_seconds(123.4)) == ("10.0 s", "123 s")
+
+
+def test_the_page_is_whole_and_loads_nothing() -> None:
+    page = Page(render_comparison(two_methods(), b"\x89PNG picture"))
+    assert page.open == []
+    assert "A <test> of | tables." in page.words
+    assert "script" not in page.tags
+    links = [value for name, value in page.attributes if name in ("src", "href")]
+    assert [value[:22] for value in links if value] == ["data:image/png;base64,"]
+    assert page.tags.count("tr") == 1 + 3 + 1 + 4 + 2 + 1  # table, cells, common, environment
+    assert page.words.count("50.0% ± 127.1") == 1
+
+
+def test_a_page_without_a_picture() -> None:
+    assert "img" not in Page(render_comparison(make_comparison([make_cell("a", 0, [0.1], "unfinished")]), None)).tags
+
+
+def test_the_picture_is_drawn_for_one_and_for_twenty_methods(tmp_path: Path) -> None:
+    for count in (1, 20):
+        cells = [make_cell(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40]) for i in range(count) for s in (0, 1)]
+        comparison = make_comparison(cells)
+        lines = make_lines(comparison)
+        assert [line.rank for line in lines] == list(range(1, count + 1))
+        assert lines[0].name == f"m{count - 1}"
+        assert len({(line.color, str(line.dashes)) for line in lines}) == count  # no two look alike
+        path = draw_comparison(comparison, tmp_path / f"{count}.png")
+        assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_methods_without_a_finished_cell_are_not_drawn() -> None:
+    cells = [make_cell("a", 0, [0.1, 0.4]), make_cell("b", 0, [0.1, 0.9], "failed", "boom")]
+    assert [line.name for line in make_lines(make_comparison(cells))] == ["a"]
+
+
+def test_labels_keep_their_distance_and_order() -> None:
+    assert spread_labels([0.5], 0.1) == [0.5]
+    assert spread_labels([0.9, 0.2], 0.1) == [0.9, 0.2]
+    # two at the same height move apart by half the distance each, the first one up
+    assert spread_labels([0.5, 0.5], 0.1) == pytest.approx([0.55, 0.45])
+    # a block at the top stays inside
+    assert spread_labels([1.0, 1.0, 1.0], 0.1) == pytest.approx([1.0, 0.9, 0.8])
+    places = spread_labels([0.9 - i / 100 for i in range(20)], 0.04)
+    gaps = [a - b for a, b in pairwise(places)]
+    assert min(gaps) > 0.04 - 1e-9
+    assert max(places) <= 1.0
+    assert min(places) >= 0.0

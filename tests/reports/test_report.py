@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from posttrain.reports.charts.charts import draw_interval, draw_panel
+from posttrain.reports.charts.curves import draw_curves
+from posttrain.reports.charts.panels import Panel, Series, axis_range, choose_panels, nice_ticks
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, write_report
+from posttrain.store.metrics import MetricsRow, evaluation_points
+
+NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
+
+
+def rows() -> list[MetricsRow]:
+    facts = {"n": 50.0, "accuracy": 0.5, "accuracy_low": 0.37, "accuracy_high": 0.63, "worked": 0.2}
+    evaluation = MetricsRow(0, {f"eval/stories/validation/{name}": value for name, value in facts.items()})
+    steps = [
+        MetricsRow(k, {"reward": 0.1 * k, "accuracy": 0.05 * k, "entropy": float("nan") if k == 3 else 1.0})
+        for k in range(1, 5)
+    ]
+    return [evaluation, *steps]
+
+
+class Page(HTMLParser):
+    """Collects the tags of a page and checks that they are balanced."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)  # closed in itself, as in `<rect/>`
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def full_report() -> Report:
+    results = {
+        "n": 500.0,
+        "accuracy": 0.25,
+        "accuracy_low": 0.21,
+        "accuracy_high": 0.29,
+        "format": 0.99,
+        "num_tokens": 41.6,
+    }
+    answers = [
+        Answer("base", NASTY, False, None, 40, is_cut=True),
+        Answer("after GRPO", "<think> 1 + 1 = 2. </think> <answer> 2 </answer>", True, "2", 12),
+        Answer("after SFT", "<answer> 3 </answer>", False, "3<b>", 9),
+    ]
+    return Report(
+        title="Title & more",
+        lead=NASTY,
+        stages=[Stage("base", NASTY, results)],
+        chapters=[Chapter("Chapter", NASTY, choose_panels(rows()), f"model: {NASTY}", [("steps", "4")])],
+        transcripts=[Transcript(NASTY, "2", answers)],
+        environment={"python": "3.11", "versions": {"torch": NASTY}},
+        commands=[("ask it", "posttrain generate runs/x '<y>'")],
+    )
+
+
+def test_everything_that_was_written_elsewhere_is_escaped() -> None:
+    page = Page(render_report(full_report()))
+    assert page.open == []
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert (
+        page.words.count("<script>alert('x')</script>") == 7
+    )  # lead, stage, question, answer, chapter, recipe, versions
+
+
+def test_the_page_loads_nothing_from_outside() -> None:
+    text = render_report(full_report())
+    assert re.search(r"https?://|url\(|@import|<link|src=[\"']", text) is None
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_numbers_of_a_stage_are_shown_with_their_interval() -> None:
+    words = Page(render_report(full_report())).words
+    assert "25.0% [21.0%, 29.0%]" in words
+    assert "99.0%" in words
+    assert "42" in words
+
+
+def test_transcripts_say_right_wrong_and_cut_off() -> None:
+    text = render_report(full_report())
+    verdicts = re.findall(r'class="verdict">([^<]*)<', text)
+    assert verdicts == ["no answer", "right", "wrong: 3&lt;b&gt;"]
+    assert text.count("cut off</span>") == 1
+    assert '<span class="tag">&lt;think&gt;</span> 1 + 1 = 2.' in text
+
+
+def test_report_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    assert write_report(Report("New", "lead"), path) == path
+    assert "<h1>New</h1>" in path.read_text(encoding="utf-8")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_panels_are_those_with_numbers() -> None:
+    panels = {panel.title: panel for panel in choose_panels(rows())}
+    assert list(panels) == ["Accuracy", "Reward", "Worked answers", "Entropy"]
+    training, held_out = panels["Accuracy"].series
+    assert training.steps == [1.0, 2.0, 3.0, 4.0]
+    assert training.values == pytest.approx([0.05, 0.10, 0.15, 0.20])
+    assert (held_out.steps, held_out.values, held_out.low, held_out.high) == ([0.0], [0.5], [0.37], [0.63])
+    assert panels["Entropy"].series[0].steps == [1.0, 2.0, 4.0]  # the NaN is no point
+
+
+def test_evaluations_are_read_by_task() -> None:
+    row = MetricsRow(7, {"reward": 1.0, "eval/a/test/n": 3.0, "eval/b/accuracy": 0.5, "eval/a/test/accuracy": 1.0})
+    points = evaluation_points([row])
+    assert [(p.step, p.name, p.results) for p in points] == [
+        (7, "a/test", {"n": 3.0, "accuracy": 1.0}),
+        (7, "b", {"accuracy": 0.5}),
+    ]
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert nice_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert nice_ticks(3.0, 47.0) == [10.0, 20.0, 30.0, 40.0]
+    assert nice_ticks(-0.0031, 0.0022) == [-0.002, 0.0, 0.002]
+
+
+def test_axis_holds_every_value_and_interval() -> None:
+    wide = Panel("x", "", [Series("a", [1.0, 2.0], [5.0, 6.0], [4.0, 5.5], [5.5, 9.0])])
+    low, high = axis_range(wide)
+    assert low <= 4.0
+    assert high >= 9.0
+    assert axis_range(Panel("x", "", [Series("a", [1.0], [0.9])], is_share=True)) == (0.0, 1.0)
+    assert axis_range(Panel("x", "", [Series("a", [1.0], [0.02])], is_share=True)) == pytest.approx((0.0, 0.023))
+
+
+def test_chart_puts_values_where_they_belong() -> None:
+    panel = Panel("Share", "", [Series("a", [0.0, 10.0], [0.0, 1.0])], is_share=True)
+    points = re.search(r'points="([^"]+)"', draw_panel(panel))
+    assert points is not None
+    (x0, y0), (x1, y1) = (tuple(map(float, pair.split(","))) for pair in points.group(1).split())
+    assert (x0, y0) == (52.0, 194.0)  # left edge, bottom: step 0, share 0
+    assert (x1, y1) == (368.0, 12.0)  # right edge, top: step 10, share 1
+
+
+def test_interval_bar_is_to_scale() -> None:
+    bar = draw_interval(0.5, 0.25, 0.75)
+    assert 'width="80.0"' in bar
+    assert 'x1="40.0" x2="120.0"' in bar
+
+
+def test_long_runs_are_thinned_but_keep_their_last_point() -> None:
+    steps = [float(k) for k in range(10_001)]
+    text = draw_panel(Panel("x", "", [Series("a", steps, steps)]))
+    points = re.search(r'points="([^"]+)"', text)
+    assert points is not None
+    pairs = points.group(1).split()
+    assert len(pairs) <= 402
+    assert pairs[-1].startswith("368.0,")
+
+
+def test_curves_are_a_png_as_large_as_their_panels(tmp_path: Path) -> None:
+    path = draw_curves(choose_panels(rows()), "a run", tmp_path / "curves.png")
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+    assert (width, height) == (round(4.4 * 3 * 130), round((2.9 * 2 + 0.5) * 130))

@@ -1,0 +1,128 @@
+"""A policy that is trained against a reward model: the scores, the scale, and what is refused."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from small_runs import make_recipe, run, steps_of
+
+from posttrain import registry
+from posttrain.cli import main
+from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.recipe import load_recipe
+from posttrain.reward_models import reward as module
+from posttrain.reward_models.scoring import load_reward_model
+from posttrain.rewards.calling import bind_reward
+from posttrain.types import Example, Message
+
+EXAMPLE = Example("e", (Message("user", "What is 1 plus 4?"),), "5")
+TEXTS = ["<think>1 + 4 = 5. </think> <answer> 5 </answer>", "<think>no", "<think>" + "1 + 4 = 5. " * 300]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The run of a small reward model, trained on pairs of sums for a few steps."""
+    folder = tmp_path_factory.mktemp("judge")
+    recipe = make_recipe("judged", train={"steps": 3, "lr": 3e-3}, eval={"tasks": ["small_runs:judged_sums"]})
+    run(folder, recipe)
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    return str(folder)
+
+
+def word(judge: str, **options):
+    return bind_reward(registry.find("reward", "reward_model"), {"run": judge, **options}, "rewards.0")
+
+
+def values(judge: str, texts: list[str], finish: str = "stop", **options) -> list[float]:
+    given = [{"example": EXAMPLE, "text": text, "finish": finish} for text in texts]
+    return [found.value for found in word(judge, **options).grade(given, ["e"] * len(texts))]
+
+
+def test_the_reward_is_the_models_score(judge: str) -> None:
+    recipe = load_recipe(f"{judge}/recipe.yaml").resolve()
+    model = load_reward_model(recipe, Path(judge) / "checkpoints", label="judge")
+    assert values(judge, TEXTS[:2]) == model.score([EXAMPLE] * 2, TEXTS[:2], ["stop"] * 2)
+    assert values(judge, TEXTS[:2], "length") == model.score([EXAMPLE] * 2, TEXTS[:2], ["length"] * 2)
+    assert values(judge, TEXTS[:2], "length") != values(judge, TEXTS[:2])
+    assert word(judge)({"example": EXAMPLE, "text": TEXTS[0], "finish": "stop"}) == pytest.approx(
+        values(judge, TEXTS[:2])[0], abs=1e-5
+    )
+
+
+def test_what_cannot_be_scored_gets_the_lowest_score_and_is_counted(judge: str) -> None:
+    given = [{"example": EXAMPLE, "text": text, "finish": "stop"} for text in TEXTS]
+    found = word(judge).grade(given, ["e"] * 3)
+    assert [dict(one.facts) for one in found] == [{"unscored": 0.0}, {"unscored": 0.0}, {"unscored": 1.0}]
+    assert found[2].value == min(found[0].value, found[1].value)
+
+
+def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(judge: str) -> None:
+    scale = module.held_out_scale(judge, "min")
+    model = module.open_run(judge)
+    task = registry.find("task", "small_runs:judged_sums").bind({}, "task")()
+    scores = [s for e in task.examples for s in model.score_responses([e, e], e.responses)]
+    assert statistics.fmean(map(scale, scores)) == pytest.approx(0.0, abs=1e-5)
+    assert statistics.stdev(map(scale, scores)) == pytest.approx(1.0, abs=1e-5)
+    plain, normal = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], normalize=True)
+    assert normal == pytest.approx([(s - scale.mean) / scale.std for s in plain])
+
+
+def test_the_scale_is_that_of_the_way_in_which_steps_are_combined(judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a process model, whose score of an answer depends on it."""
+
+    class Judge:
+        def __init__(self, combine: str = "min") -> None:
+            self.combine = combine
+
+        def score_responses(self, examples, responses):
+            return [{"min": 1.0, "last": 10.0}[self.combine] * i for i in range(len(responses))]
+
+    monkeypatch.setattr(module, "open_run", lambda run, bits=None: Judge())
+    monkeypatch.setattr(module, "replace", lambda model, combine: Judge(combine))
+    plain, last = (module.held_out_scale.__wrapped__(judge, combine) for combine in ("min", "last"))
+    assert (last.mean, last.std) == (pytest.approx(10 * plain.mean), pytest.approx(10 * plain.std))
+
+
+def test_the_quantized_copy_scores_almost_alike(judge: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(UsageError, match="no copy in 8 bits beside the weights of step 3"):
+        values(judge, TEXTS[:2], bits=8)
+    assert main(["quantize", judge, "--bits", "8", "--task", "small_runs:judged_sums"]) == 0, capsys.readouterr().err
+    plain, coarse = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], bits=8)
+    assert coarse != plain
+    assert coarse == pytest.approx(plain, abs=0.05)
+    with pytest.raises(UsageError, match="bits"):
+        word(judge, bits=3)
+
+
+def test_clipped_scores_stay_within(judge: str) -> None:
+    plain = values(judge, TEXTS[:2])
+    limit = min(map(abs, plain)) / 2
+    assert values(judge, TEXTS[:2], clip=limit) == [limit if score > 0 else -limit for score in plain]
+
+
+def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: str, tmp_path: Path) -> None:
+    rewards = [{"name": "reward_model", "run": judge}, {"name": "correct", "weight": 0.0}]
+    recipe = make_recipe("grpo", rewards=rewards, train={"steps": 2, "lr": 1e-3})
+    run(tmp_path, recipe)
+    steps = steps_of(tmp_path)
+    assert len(steps) == 2
+    assert all(step["reward"] == pytest.approx(step["reward/reward_model"]) for step in steps)
+    assert {step["reward/unscored"] for step in steps} == {0.0}
+    longer = make_recipe("grpo", rewards=rewards, train={"steps": 3, "lr": 1e-3})
+    run(Path(judge), make_recipe("judged", train={"steps": 4, "lr": 3e-3}), resume=True)
+    with pytest.raises(UsageError, match=r"rewards: .* stood for step-000003 when this run began"):
+        run(tmp_path, longer, resume=True)
+
+
+def test_what_cannot_be_a_judge_is_refused_before_anything_is_sampled(judge: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no run's folder"):
+        word(str(tmp_path / "nowhere"))
+    policy = make_recipe("sft", train={"steps": 1})
+    (tmp_path / "recipe.yaml").write_text(policy.to_yaml(), encoding="utf-8")
+    with pytest.raises(UsageError, match="trained a policy"):
+        word(str(tmp_path))
+    with pytest.raises(RecipeError, match="Did you mean 'normalize'"):
+        word(judge, normalise=True)

@@ -1,0 +1,400 @@
+"""What a reward model is worth: results by hand from scores that are given, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from posttrain import registry
+from posttrain.errors import UsageError
+from posttrain.evals.calibration import logit, sigmoid
+from posttrain.evals.ranking import COMBINE, area_under_curve
+from posttrain.evals.statistics import paired_bootstrap, wilson_interval
+from posttrain.models.sources import TINY
+from posttrain.reports.charts.calibration import draw_calibration
+from posttrain.reports.reward_model import difference_tables, shared_verdicts
+from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model
+from posttrain.reward_models.solutions import vote_weights
+from posttrain.reward_models.views import View, add_area, add_calibration, add_share, break_down, effective_number
+from posttrain.tasks.base import Task
+from posttrain.types import Example, Message, Response
+
+
+class GivenScores:
+    """A reward model whose scores are those in the texts: ``score 1.5``, or of steps ``p 0.8``."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.tokenizer = AutoTokenizer.from_pretrained(TINY)
+        self.template = registry.find("template", "r1_zero").bind({"preamble": ""})()
+        self.unscored = "too long"
+
+    def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
+        assert len(examples) == len(responses)
+        found = [response.text.split()[1] for response in responses]
+        return [None if text == "none" else float(text) for text in found]
+
+    def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
+        assert len(examples) == len(steps)
+        return [None if "none" in s[0] else [float(step.split()[1]) for step in s] for s in steps]
+
+    def probability(self, score: float) -> float | None:
+        return {"preference": None, "outcome": sigmoid(score), "process": score}[self.kind]
+
+
+def problem(number: int, *responses: Response, **meta: Any) -> Example:
+    return Example(f"p/{number}", (Message("user", "What is it?"),), responses=responses, meta=meta)
+
+
+def evaluated(kind: str, examples: list[Example], n: int = 100) -> RewardEvaluation:
+    return evaluate_reward_model(GivenScores(kind), Task("given", "test", examples), n=n)  # type: ignore[arg-type]
+
+
+def said(score: float | str, label: float, words: str = "", answer: str | None = None) -> Response:
+    return Response(f"score {score} {words}".strip(), label, answer=answer)
+
+
+# --- pairs ---
+
+
+def test_pairs_by_hand() -> None:
+    found = evaluated(
+        "preference",
+        [
+            problem(0, said(2.0, 1.0, "long long"), said(1.0, 0.0), subset="a", level=1),
+            problem(1, said(-1.0, 0.0), said(0.5, 1.0), subset="a", level=1),
+            problem(2, said(0.25, 1.0), said(0.75, 0.0, "yes, yes"), subset="b", level=2),
+            problem(3, said(1.0, 1.0, "x"), said(1.0, 0.0, "yy"), subset="b", level=1),
+            problem(4, said(1.0, 0.5), said(0.0, 0.5)),
+            problem(5, said("none", 1.0), said(0.0, 0.0)),
+            problem(6),
+        ],
+    )
+    assert found.view == "pairs"
+    results = found.results
+    assert (results["n"], results["dropped"]) == (4.0, 3.0)
+    assert found.dropped == {"all responses have the same score": 1, "too long": 1, "no given responses": 1}
+    assert results["accuracy"] == pytest.approx(2.5 / 4)
+    assert (results["accuracy_low"], results["accuracy_high"]) == wilson_interval(2.5, 4)
+    assert results["margin"] == pytest.approx((1.0 + 1.5 - 0.5 + 0.0) / 4)
+    assert results["chosen_score"] == pytest.approx((2.0 + 0.5 + 0.25 + 1.0) / 4)
+    # the longer text: right, shorter by one, wrong, wrong
+    assert results["longer_accuracy"] == pytest.approx(1 / 4)
+    assert results["gain_over_length"] == pytest.approx(2.5 / 4 - 3 / 4)
+    assert results["gain_over_length_low"] < results["gain_over_length"] < results["gain_over_length_high"]
+    p = [sigmoid(1.0), sigmoid(1.5), sigmoid(-0.5), 0.5]
+    assert results["log_loss"] == pytest.approx(-statistics.fmean(math.log(x) for x in p))
+    assert results["brier"] == pytest.approx(statistics.fmean((1 - x) ** 2 for x in p))
+    # folded: the preferred answer's probability against how often it was the chosen one
+    folded = [(sigmoid(1.0), 1.0), (sigmoid(1.5), 1.0), (sigmoid(0.5), 0.0), (0.5, 0.5)]
+    assert [(b.n, b.predicted, b.observed) for b in found.bins] == [
+        (1, q, z) for q, z in sorted(folded, key=lambda pair: pair[0])
+    ]
+    assert results["calibration_error"] == pytest.approx(statistics.fmean(abs(q - z) for q, z in folded))
+    assert [item["right"] for item in found.items] == [1.0, 1.0, 0.0, 0.5]
+    assert [(item["chosen"], item["rejected"]) for item in found.items][1] == ("score 0.5", "score -1.0")
+    assert found.kinds["subset"] == {
+        "a": {"n": 2.0, "accuracy": 1.0, "accuracy_low": wilson_interval(2, 2)[0], "accuracy_high": 1.0},
+        "b": {
+            "n": 2.0,
+            "accuracy": 0.25,
+            "accuracy_low": pytest.approx(wilson_interval(0.5, 2)[0]),
+            "accuracy_high": pytest.approx(wilson_interval(0.5, 2)[1]),
+        },
+    }
+    assert {value: row["n"] for value, row in found.kinds["level"].items()} == {"1": 3.0, "2": 1.0}
+    json.dumps(found.items, allow_nan=False)
+
+
+def test_the_negative_of_a_score_has_the_complement_of_its_accuracy() -> None:
+    rng = random.Random(0)
+    draws = [(rng.randint(0, 3), rng.randint(0, 3)) for _ in range(60)]
+    forward, backward = (
+        evaluated("preference", [problem(i, said(s * c, 1.0), said(s * r, 0.0)) for i, (c, r) in enumerate(draws)])
+        for s in (1.0, -1.0)
+    )
+    assert forward.results["accuracy"] + backward.results["accuracy"] == pytest.approx(1.0)
+    assert forward.results["margin"] == -backward.results["margin"]
+    # all texts of the forward scores are of one length
+    assert forward.results["longer_accuracy"] == 0.5
+    assert forward.results["gain_over_length"] == pytest.approx(forward.results["accuracy"] - 0.5)
+
+
+def test_a_probability_of_steps_is_no_log_odds() -> None:
+    found = evaluated("process", [problem(i, said(0.9, 1.0), said(0.2 + i, 2.0)) for i in range(3)])
+    assert found.view == "pairs"  # ratings, and no steps
+    assert found.bins == []
+    assert "log_loss" not in found.results
+    assert found.results["accuracy"] == pytest.approx(2 / 3)
+
+
+# --- judged answers ---
+
+
+JUDGED = [
+    problem(0, said(2.0, 1.0, answer="5"), said(1.0, 0.0, answer="6"), said(-1.0, 0.0, answer="6")),
+    problem(1, said(0.5, 0.0, answer="7"), said(0.5, 1.0, answer="8"), said(-2.0, 1.0, answer="8.0")),
+    problem(2, said(-3.0, 0.0, answer="1"), said(0.0, 0.0, answer="2"), said("none", 1.0, answer="3")),
+]
+
+
+def test_judged_answers_by_hand() -> None:
+    found = evaluated("outcome", JUDGED)
+    results = found.results
+    assert found.view == "judged answers"
+    assert (results["n"], results["num_problems"], found.dropped) == (8.0, 3.0, {"too long": 1})
+    right, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
+    assert results["auc"] == pytest.approx(area_under_curve(right, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
+    assert results["auc_low"] < results["auc"] < results["auc_high"]
+    assert results["right_share"] == pytest.approx(3 / 8)
+    # by the sign of the score: right, wrong, right; wrong, right, wrong; right, a tie
+    assert [item["right"] for item in found.items] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, None]
+    assert results["accuracy"] == pytest.approx(4.5 / 8)
+    assert results["top_one"] == pytest.approx((1.0 + 0.5 + 0.0) / 3)
+    assert results["best_of@2"] == pytest.approx((2 / 3 + (0.5 + 0.0 + 1.0) / 3 + 0.0) / 3)
+    assert results["random_one"] == pytest.approx((1 / 3 + 2 / 3 + 1 / 3) / 3)
+    assert results["oracle"] == 1.0
+    assert results["majority"] == pytest.approx((0.0 + 1.0 + 1 / 3) / 3)  # 8 and 8.0 are one answer
+    # σ(2) > σ(1) + σ(−1) is false: 0.88 against 1; σ(½) against σ(½) + σ(−2); σ(0) wins over σ(−3) and no score
+    assert results["weighted_majority"] == pytest.approx((0.0 + 1.0 + 0.0) / 3)
+    # pairs within a problem: 2 of 2; 0.5 + 0 of 2; the one without a score loses both
+    assert results["problem_auc"] == pytest.approx((1.0 + 0.25 + 0.0) / 3)
+    probabilities = [sigmoid(x) for x in (2.0, 1.0, -1.0, 0.5, 0.5, -2.0, -3.0, 0.0)]
+    labels = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert results["brier"] == pytest.approx(
+        statistics.fmean((p - z) ** 2 for p, z in zip(probabilities, labels, strict=True))
+    )
+    assert sum(b.n for b in found.bins) == 8
+    assert [item["id"] for item in found.items][:4] == ["p/0#0", "p/0#1", "p/0#2", "p/1#0"]
+    json.dumps(found.items, allow_nan=False)
+
+
+def test_preferences_over_judged_answers_state_no_probability() -> None:
+    found = evaluated("preference", JUDGED)
+    assert found.view == "judged answers"  # three to a problem
+    assert found.bins == []
+    assert {"accuracy", "brier", "log_loss"}.isdisjoint(found.results)
+    assert [item["right"] for item in found.items] == [None] * 9
+    assert found.results["top_one"] == pytest.approx(0.5)
+    # softmax weights: 2 against 1 and −1 (e² > e + 1/e); 0.5 against 0.5 and −2; 0 above −3
+    assert found.results["weighted_majority"] == pytest.approx((1.0 + 1.0 + 0.0) / 3)
+
+
+def test_weights_of_votes() -> None:
+    assert vote_weights([0.25, -math.inf], "process") == [0.25, 0.0]
+    assert vote_weights([0.0, -math.inf], "outcome") == [0.5, 0.0]
+    assert vote_weights([900.0, 899.0, -math.inf], "preference") == pytest.approx([1.0, math.exp(-1), 0.0])
+    assert vote_weights([-math.inf, -math.inf], "preference") == [0.0, 0.0]
+
+
+def test_single_answers_are_no_choice() -> None:
+    """KTO-style data: one answer to a prompt; nothing can be chosen."""
+    found = evaluated("outcome", [problem(i, said(s, z)) for i, (s, z) in enumerate([(1.0, 1.0), (2.0, 0.0)])])
+    assert found.results["auc"] == 0.0
+    assert "top_one" not in found.results
+    assert found.results["accuracy"] == 0.5
+    assert (found.results["accuracy_low"], found.results["accuracy_high"]) == wilson_interval(1, 2)
+
+
+def test_votes_are_final_answers_or_boxes() -> None:
+    boxed = [
+        said(1.0, 1.0, r"so \boxed{5.0}"),
+        said(0.0, 1.0, answer="5"),
+        said(3.0, 0.0, r"\boxed{6}"),
+        said(9.0, 0.0),
+    ]
+    found = evaluated("outcome", [problem(0, *boxed)])
+    assert found.results["majority"] == 1.0  # two for 5; the last one says nothing and has no vote
+    assert found.results["top_one"] == 0.0
+    assert found.results["weighted_majority"] == pytest.approx(float(sigmoid(1.0) + 0.5 > sigmoid(3.0)))
+    silent = [problem(1, said(1.0, 1.0), said(0.0, 0.0))]
+    assert "majority" not in evaluated("outcome", [problem(0, *boxed), *silent]).results
+    assert evaluated("outcome", silent).results["top_one"] == 1.0
+
+
+# --- labelled steps ---
+
+
+def solution(probabilities: Sequence[float | str], labels: Sequence[int | None], score: float) -> Response:
+    steps = tuple(f"p {p}" for p in probabilities)
+    return Response("".join(steps), score, steps, tuple(labels))
+
+
+def test_steps_by_hand() -> None:
+    examples = [
+        problem(0, solution([0.9, 0.2], [1, 0], 0.0), solution([0.8, 0.7], [1, 1], 1.0), subset="x"),
+        problem(1, solution([0.4, 0.9, 0.1], [1, 0, 0], 0.0), solution([0.6, 0.5], [1, 1], 1.0), subset="y"),
+        problem(2, solution([0.9, 0.3], [1, None], 1.0), solution(["none"], [1], 1.0), subset="y"),
+        problem(3, solution([0.9], [None], 1.0), Response("p 1.0", 1.0), subset="x"),
+        problem(4, Response("p 1.0 ", 1.0, ("p 1.0", ""), (1, 1))),
+    ]
+    found = evaluated("process", examples)
+    results = found.results
+    assert found.view == "labelled steps"
+    assert found.dropped == {"too long": 1, "no labelled steps": 2, "an empty step": 1}
+    predicted = [(item["predicted_error"], item["first_error"]) for item in found.items]
+    assert predicted == [(1, 1), (None, None), (0, 1), (None, None), (1, None)]
+    assert results["accuracy"] == pytest.approx(3 / 5)
+    assert results["accuracy_erroneous"] == 0.5
+    assert results["accuracy_correct"] == pytest.approx(2 / 3)
+    assert results["error_f1"] == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
+    probabilities = [0.9, 0.2, 0.8, 0.7, 0.4, 0.9, 0.1, 0.6, 0.5, 0.9]  # the unlabelled step counts nowhere
+    good = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert results["num_steps"] == 10.0
+    assert results["step_accuracy"] == pytest.approx((1 + 1 + 1 + 1 + 0 + 0 + 1 + 1 + 0.5 + 1) / 10)
+    assert results["positive_share"] == pytest.approx(0.7)
+    pairs = list(zip(probabilities, good, strict=True))
+    assert results["step_auc"] == area_under_curve([p for p, z in pairs if z], [p for p, z in pairs if not z])
+    assert results["brier"] == pytest.approx(statistics.fmean((p - z) ** 2 for p, z in pairs))
+    rights = [0.0, 1.0, 0.0, 1.0, 1.0]
+    for way, combine in COMBINE.items():
+        scores = [combine(item["probabilities"]) for item in found.items]
+        of_right, of_wrong = ([s for s, r in zip(scores, rights, strict=True) if r == z] for z in (1.0, 0.0))
+        assert results[f"auc_{way}"] == area_under_curve(of_right, of_wrong)
+    assert (results["num_problems"], results["oracle"], results["random_one"]) == (2.0, 1.0, 0.5)
+    assert results["top_one_min"] == results["top_one_last"] == 1.0
+    # 0.9 · 0.2 < 0.8 · 0.7 and 0.4 · 0.9 · 0.1 < 0.6 · 0.5; the means are 0.55 < 0.75 and 0.467 < 0.55
+    assert results["top_one_product"] == results["top_one_mean"] == 1.0
+    assert {value: row["n"] for value, row in found.kinds["subset"].items()} == {"x": 2.0, "y": 3.0}
+    json.dumps(found.items, allow_nan=False)
+
+
+def test_three_classes_a_neutral_step_is_no_error() -> None:
+    found = evaluated("process", [problem(0, solution([0.9, 0.8, 0.3], [2, 1, 0], 0.0))])
+    assert found.results["accuracy"] == found.results["step_accuracy"] == 1.0
+    assert found.results["positive_share"] == pytest.approx(2 / 3)
+    assert "auc_min" not in found.results  # one solution is no comparison
+
+
+# --- what is refused, and which items ---
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(UsageError, match="task 'given' has no given responses"):
+        evaluated("outcome", [problem(0)])
+    with pytest.raises(UsageError, match=r"nothing is left to score; dropped: \{'too long': 1\}"):
+        evaluated("preference", [problem(0, said("none", 1.0), said(0.0, 0.0))])
+    with pytest.raises(UsageError, match="no example to evaluate on"):
+        evaluated("outcome", [])
+
+
+def test_the_items_are_those_of_every_evaluation() -> None:
+    examples = [problem(i, said(1.0, 1.0), said(0.0, 0.0)) for i in range(30)]
+    few = [item["id"] for item in evaluated("preference", examples, n=7).items]
+    assert len(few) == 7
+    assert few == [item["id"] for item in evaluated("preference", examples, n=7).items]
+    assert few != [f"p/{i}" for i in range(7)]
+
+
+# --- intervals ---
+
+
+def test_a_share_over_clusters() -> None:
+    """Copies of one value say nothing new; opposites within a cluster say more than chance alone would."""
+    rng = random.Random(0)
+    values = [float(rng.random() < 0.3) for _ in range(40)]
+    assert effective_number(values, range(40)) == 40.0
+    copies, clusters = [v for v in values for _ in range(3)], [i for i in range(40) for _ in range(3)]
+    assert effective_number(copies, clusters) == pytest.approx(40.0)
+    assert effective_number([1.0] * 6, [0, 0, 0, 1, 1, 1]) == 2.0
+    assert effective_number([0.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"]) == 2.0
+    results: dict[str, float] = {}
+    add_share(results, "x", copies, clusters)
+    share = sum(values) / 40
+    low, high = wilson_interval(share * 40, 40)
+    assert results == {"x": pytest.approx(share), "x_low": pytest.approx(low), "x_high": pytest.approx(high)}
+    add_share(results, "nothing", [])
+    assert "nothing" not in results
+
+
+def test_the_interval_of_an_area_covers_it() -> None:
+    """Scores N(1, 1) against N(0, 1), four to a problem that share a shift: A = Φ(1/√2),
+    as the variance of a score is 1 with the shift; nominal 95 %."""
+    rng = random.Random(1)
+    covered = []
+    for _ in range(150):
+        scores, labels, clusters = [], [], []
+        for g in range(60):
+            shift = rng.gauss(0.0, 0.7)
+            for _ in range(4):
+                label = float(rng.random() < 0.5)
+                scores.append(label + shift + rng.gauss(0.0, math.sqrt(1 - 0.49)))
+                labels.append(label)
+                clusters.append(g)
+        found: dict[str, float] = {}
+        add_area(found, "auc", scores, labels, clusters)
+        covered.append(found["auc_low"] <= 0.5 * (1 + math.erf(0.5)) <= found["auc_high"])
+    assert 0.90 <= statistics.fmean(covered) <= 0.985
+
+
+def test_one_cluster_tells_nothing_of_an_area() -> None:
+    found: dict[str, float] = {}
+    add_area(found, "auc", [1.0, 0.0], [1.0, 0.0], ["a", "a"])
+    assert (found["auc"], found["auc_low"], found["auc_high"]) == (1.0, 0.0, 1.0)
+    add_area(found, "none", [1.0], [1.0], ["a"])
+    assert "none" not in found
+
+
+def test_no_temperature_is_reported_where_none_helps() -> None:
+    view = View()
+    add_calibration(view, [2.0, -1.0], [1.0, 0.0])
+    assert "temperature" not in view.results
+    add_calibration(view, [2.0, 2.0, -2.0, 2.0], [1.0, 0.0, 0.0, 1.0])
+    assert view.results["temperature"] == pytest.approx(2.0 / logit(0.75))
+    empty = View()
+    add_calibration(empty, [], [])
+    assert empty == View()
+
+
+def test_breakdowns_are_of_few_kinds() -> None:
+    items = [{"id": str(i), "right": float(i % 2), "meta": {"row": i, "subset": i % 3, "same": "x"}} for i in range(12)]
+    assert set(break_down(items)) == {"subset"}
+    lacking = [{"id": "x", "right": 1.0, "meta": {}}, *items]
+    assert break_down(lacking)["subset"]["none"]["n"] == 1.0
+    assert break_down([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)]) == {}
+
+
+# --- several models ---
+
+
+def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:
+    pairs = [(1.0, 2.0), (1.0, -1.0), (-1.0, 1.0), ("none", 1.0), (0.0, 1.0)]
+    first, second = (
+        evaluated("preference", [problem(i, said(both[k], 1.0), said(0.0, 0.0, "no")) for i, both in enumerate(pairs)])
+        for k in range(2)
+    )
+    assert shared_verdicts(first.items, second.items) == [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 1.0)]
+    (table,) = difference_tables([("one", first), ("two", second)])
+    gap = paired_bootstrap([1.0, 1.0, 0.0, 0.5], [1.0, 0.0, 1.0, 1.0])
+    assert table.title == "given/test, pairs: beside one"
+    shown = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+    assert table.lines == [["two", "4", shown, f"{gap.p:.2g}"]]
+    assert "+12.5" in shown
+    assert difference_tables([("one", first)]) == []
+    assert difference_tables([("one", first), ("other", evaluated("outcome", JUDGED))]) == []
+
+
+def test_answers_to_one_problem_are_one_item_of_a_comparison() -> None:
+    outcome = evaluated("outcome", JUDGED)
+    found = shared_verdicts(outcome.items, outcome.items)
+    assert found == [(pytest.approx(2 / 3),) * 2, (pytest.approx(1 / 3),) * 2, (0.75, 0.75)]
+    assert shared_verdicts(outcome.items, evaluated("preference", JUDGED).items) == []  # which says no verdict
+
+
+# --- the picture ---
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    found = evaluated("outcome", JUDGED)
+    path = draw_calibration(found.bins, "orm", tmp_path / "calibration.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    folded = evaluated("preference", [problem(i, said(i - 1.5, 1.0), said(0.0, 0.0)) for i in range(4)])
+    assert draw_calibration(folded.bins, "rm", tmp_path / "pairs.png").stat().st_size > 5000
