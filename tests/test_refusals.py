@@ -416,8 +416,8 @@ def test_what_a_kill_left_of_a_file_being_written_is_swept(command: Command, pla
     for path in litter:
         path.write_text("half")
     told = command.works(*train, "--resume")
-    assert f".tmp-x, .tmp-recipe.yaml-{ended.pid}, .tmp-status.json-{ended.pid}" in " ".join(told.split())
+    assert f".tmp-recipe.yaml-{ended.pid}, .tmp-status.json-{ended.pid}, .tmp-x" in " ".join(told.split())
     assert not any(path.exists() for path in litter)
-    (place / f".tmp-export-out-{ended.pid}").mkdir()
+    (place / f".tmp-out-{ended.pid}").mkdir()
     command.works("runs", "export", "a", "--to", "out")
-    assert not (place / f".tmp-export-out-{ended.pid}").exists()
+    assert not (place / f".tmp-out-{ended.pid}").exists()

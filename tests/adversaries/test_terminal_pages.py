@@ -95,4 +95,4 @@ def test_every_page_is_drawn_by_the_one_shell() -> None:
     own = {
         path.name for path in package.rglob("*.py") if re.search("<!doctype html>", path.read_text(encoding="utf-8"))
     }
-    assert own == {"report_style.py", "features_page.py"}
+    assert own == {"style.py", "features.py"}

@@ -12,7 +12,7 @@ from posttrain.cli import main, parse
 from posttrain.commands.compare import CompareProgress
 from posttrain.sweeps.compare import load_comparison
 
-EXAMPLE = Path(__file__).parent.parent / "runs" / "comparison.yaml"
+EXAMPLE = Path(__file__).parent.parent / "sweeps" / "comparison.yaml"
 
 
 def test_a_comparison_from_start_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,11 +75,37 @@ class SweepKill:
     differences: list[str]
 
 
+@dataclass(frozen=True)
+class Process:
+    """What ``/proc`` says of one: a zombie has no line."""
+
+    parent: int
+    born: str
+    marked: bool
+    line: str
+
+
+def _process_ids() -> list[int]:
+    return [int(place.name) for place in Path("/proc").glob("[0-9]*")]
+
+
+def _look(pid: int, mark: str) -> Process | None:
+    place = Path(f"/proc/{pid}")
+    try:
+        fields = (place / "stat").read_text().rpartition(")")[2].split()
+        marked = f"{_MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0")
+        line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return Process(int(fields[1]), fields[19], marked, line)
+
+
 class Starter:
     """A process that has imported everything and forks commands and their parts: see ``start_sweeps``."""
 
     def __init__(self) -> None:
         self.mark = uuid4().hex
+        self._seen: set[tuple[int, str]] = set()  # process id and time of birth
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {_MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(_HERE), *sys.path])}
         self._process = subprocess.Popen(
@@ -102,15 +128,19 @@ class Starter:
         return int(self._answer())
 
     def living(self) -> dict[int, str]:
-        """The processes that have come of it and work: command lines by process id."""
-        found = {}
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{_MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        return {pid: line for pid, line in found.items() if line and pid != self._process.pid}  # a zombie has no line
+        """The processes that have come of it and work: command lines by process id.
+
+        The mark is inherited, but a worker that grades is given an environment without it: that one is known as the
+        child of a marked process, and once seen stays known, also when its parent has died.
+        """
+        processes = {pid: found for pid in _process_ids() if (found := _look(pid, self.mark)) is not None}
+        parents = {pid for pid, process in processes.items() if process.marked}
+        while more := {pid for pid, process in processes.items() if process.parent in parents} - parents:
+            parents |= more
+        born = {pid: processes[pid].born for pid in parents}
+        self._seen |= set(born.items())
+        ours = {pid for pid, process in processes.items() if (pid, process.born) in self._seen}
+        return {pid: processes[pid].line for pid in ours if processes[pid].line and pid != self._process.pid}
 
     def close(self) -> None:
         self._process.kill()

@@ -78,5 +78,5 @@ def test_instructions(identifier: str, arguments: dict[str, Any], response: str,
 
 
 def test_every_instruction_of_the_module_has_a_response_that_follows_it_and_one_that_does_not() -> None:
-    own = {name for name, check in INSTRUCTIONS.items() if check.__module__.endswith("instructions_shape")}
+    own = {name for name, check in INSTRUCTIONS.items() if check.__module__.endswith("ifeval.shape")}
     assert {(name, expected) for name, _, _, expected in CASES} == {(n, e) for n in own for e in (True, False)}

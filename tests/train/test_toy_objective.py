@@ -14,17 +14,18 @@ import pytest
 import torch
 import yaml
 from pydantic import Field
-from small_runs import BASE, recorded, run, same_bits, saved_tensors, steps_of
 
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import row_sum
 from posttrain.cli import main
+from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import register
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from posttrain.types import Batch, Loss, Outputs
+from small_runs import BASE, recorded, run, same_bits, saved_tensors, steps_of
 
 TOKENS = "test_toy_objective:bounded_reinforce"
 PAIRS = "test_toy_objective:wanted_gap"
@@ -184,6 +185,7 @@ def test_an_objective_over_pairs_takes_the_best_and_the_worst_of_its_own_answers
 
 
 def test_the_registry_of_the_package_has_them_under_their_own_names() -> None:
+    declare_code([TOKENS, PAIRS])  # as a recipe of the user's own does
     for name, level in ((TOKENS, "token"), (PAIRS, "pair")):
         entry = registry.find("objective", name)
         assert (entry.name, entry.traits["level"]) == (name.partition(":")[2], level)
