@@ -12,7 +12,8 @@ from posttrain.cli import main
 from posttrain.commands.interpret.sae_diff import find_model, find_runs
 from posttrain.interpret.differences.recipe import Compared
 from posttrain.recipes.recipe import load_recipe
-from posttrain.reports.interpret.diff_report import findings, render_diff
+from posttrain.reports.difference_sentences import findings
+from posttrain.reports.differences import render_diff
 from posttrain.runs.directory import RunDirectory
 
 LITTLE = {

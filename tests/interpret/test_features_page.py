@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.interpret.features.features import Context, Feature, FeatureReport
-from posttrain.reports.interpret.features import render_features, write_page
+from posttrain.reports.features import render_features, write_page
 
 EVIL = [
     "</script><script>document.title='taken'</script>",

@@ -10,8 +10,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.commands.progress import show_duration
 from posttrain.recipes.recipe import Recipe, stored_recipe
-from posttrain.reports.charts.curves import draw_curves
-from posttrain.reports.charts.panels import choose_panels
+from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, write_report
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.durable import replace_file

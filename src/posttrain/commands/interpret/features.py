@@ -23,7 +23,7 @@ from posttrain.interpret.features.features import FeatureReport, check_features,
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import ModelSection
-from posttrain.reports.interpret.features import write_page
+from posttrain.reports.features import write_page
 from posttrain.untrusted import guard_output
 
 ACTIVATIONS, PAGE = "activations", "features.html"
