@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.evals.seeds import Summary, student_t_quantile
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.evals.tables import to_markdown as table_to_markdown
-from posttrain.markdown import paragraph, plain
+from posttrain.markdown import bullets, paragraph, plain
 from posttrain.reports.charts.comparison import draw_comparison
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
@@ -148,26 +148,23 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [f"# {plain(comparison.title)}\n"]
     if comparison.description:
         parts.append(f"{paragraph(comparison.description)}\n")
-    parts.append(table_to_markdown(make_table(comparison)))
-    parts.append("\n".join(f"- {plain(note)}" for note in make_notes(comparison)) + "\n")
-    parts.append("## The same for all\n")
-    parts.append("\n".join(f"- {name}: {plain(value)}" for name, value in comparison.common) + "\n")
-    parts.append("## What differs\n")
-    parts.append("\n".join(plain(line) for line in describe_differences(comparison, "- ")) + "\n")
+    parts += [table_to_markdown(make_table(comparison)), bullets(make_notes(comparison))]
+    parts += ["## The same for all\n", bullets(f"{name}: {value}" for name, value in comparison.common)]
+    parts += ["## What differs\n", bullets(describe_differences(comparison))]
     parts.append(f"## Make it again\n\n```\n{comparison.command}\n```\n")
     return "\n".join(parts)
 
 
-def describe_differences(comparison: Comparison, bullet: str = "") -> list[str]:
+def describe_differences(comparison: Comparison) -> list[str]:
     """One line per method that has more of its own than its method, and one for all others."""
     lines = []
     for name, changes in comparison.differs.items():
         if changes:
-            lines.append(f"{bullet}{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
+            lines.append(f"{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
     rest = [f"{name} ({comparison.sources[name]})" for name, changes in comparison.differs.items() if not changes]
     if rest:
         what = "objective, advantage, aggregation, selection and what belongs to them"
-        lines.append(f"{bullet}in the method alone ({what}): {', '.join(rest)}")
+        lines.append(f"in the method alone ({what}): {', '.join(rest)}")
     return lines
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.evals.seeds import student_t_quantile, summarize_seeds
 from posttrain.evals.tables import TextTable
-from posttrain.reports.charts.panels import Panel, Range, Series, span_of
+from posttrain.reports.charts.panels import Panel, Range, Series
 from posttrain.reports.difference_sentences import causal_lines, findings
 from posttrain.reports.page import decimals, render, visible
 
@@ -77,7 +77,7 @@ def _change_panels(dictionary: Facts) -> list[Panel]:
         panels.append(
             Panel("How much of each feature is left, or more", about, _dots(rates, scaled), x_label=f"{where} (base)",
                   y_label="times as much", x_range=_decades([dot[1] for dot in scaled]), log_x=True,
-                  y_range=span_of([*(dot[2] for dot in scaled), 0.0, 2.0]))
+                  levels=[("as much", 1.0)])
         )  # fmt: skip
     return panels
 
@@ -124,7 +124,7 @@ def _divergence_panels(places: Sequence[Facts]) -> list[Panel]:
     line = Series("KL(post ‖ base)", xs, ys, low, high, has_dots=True)
     return [
         Panel("KL along the answer", "mean over answers; band: 95 %", [line], x_label="token of the answer",
-              y_label="KL, nats", x_range=(1, max(2.0, xs[-1])), y_range=span_of([*low, *high], zero=True))
+              y_label="KL, nats", x_range=(1, max(2.0, xs[-1])))
     ]  # fmt: skip
 
 
@@ -140,11 +140,10 @@ def _patching_panel(patching: Facts) -> Panel:
     if "difference" in patching:
         lines.append(Series("dictionary of the difference", xs, patching["difference"], has_dots=True, color="c2"))
     levels = [("all of the difference", patching["everything"]), ("mean difference", patching["mean_vector"])]
-    values = [value for line in lines for value in (*line.ys, *line.low, *line.high)] + [value for _, value in levels]
     return Panel(
         "How much the changed features explain", "band: 95 % over seeds (Student t)", lines, is_share=True,
         x_label="features patched into the base", y_label="share of KL recovered", log_x=True, levels=levels,
-        x_range=(xs[0], max(xs[-1], xs[0] + 1)), y_range=span_of(values, zero=True), x_ticks=_named(xs),
+        x_range=(xs[0], max(xs[-1], xs[0] + 1)), x_ticks=_named(xs),
     )  # fmt: skip
 
 
@@ -185,13 +184,9 @@ def _causal_panel(
         _over_seeds("most changed features", xs, changed, "c1"),
         _over_seeds("random features like them", xs, others, "c0"),
     ]
-    values = [value for line in lines for value in line.ys] + [value for _, value in levels]
-    low, high = span_of(values)
-    room = 0.35 * (high - low)  # a band over few seeds may be wider than anything that can happen
-    values += [max(low - room, min(high + room, v)) for line in lines for v in (*line.low, *line.high)]
-    return Panel(
+    return Panel(  # a band over few seeds may be wider than anything that can happen
         title, f"{caption}; band: 95 % over seeds", lines, x_label=key, y_label=measure, log_x=key == "features",
-        x_range=(xs[0], max(xs[-1], xs[0] + 1e-9)), y_range=span_of(values), x_ticks=_named(xs), levels=levels,
+        x_range=(xs[0], max(xs[-1], xs[0] + 1e-9)), x_ticks=_named(xs), max_band=0.35, levels=levels,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -75,6 +76,7 @@ def _environment() -> Environment:
     )
     # JSON within a page is ASCII without <, > and &, so that it ends no script element.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.tests["finite"] = math.isfinite
     environment.filters |= {
         "fmt": format,
         "flatten": flatten,
