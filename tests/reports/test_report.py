@@ -8,8 +8,8 @@ import pytest
 
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.charts.panels import Panel, Series, axis_range, nice_ticks
-from posttrain.reports.page import draw
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, write_report
+from posttrain.reports.page import draw, write_html
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.store.metrics import MetricsRow, evaluation_points
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
@@ -116,7 +116,7 @@ def test_transcripts_say_right_wrong_and_cut_off() -> None:
 def test_report_is_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    assert write_report(Report("New", "lead"), path) == path
+    assert write_html(render_report(Report("New", "lead")), path) == path
     assert "<h1>New</h1>" in path.read_text(encoding="utf-8")
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.evals import tables
 from posttrain.evals.seeds import Summary, student_t_quantile
 from posttrain.evals.tables import NOTHING, TextTable
-from posttrain.evals.tables import to_markdown as table_to_markdown
 from posttrain.markdown import bullets, paragraph, plain
 from posttrain.reports.charts.comparison import draw_comparison
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.sweeps.comparison import Baseline, Comparison, MethodResult
+from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
 from posttrain.untrusted import harmless
 
 
@@ -148,7 +148,7 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [f"# {plain(comparison.title)}\n"]
     if comparison.description:
         parts.append(f"{paragraph(comparison.description)}\n")
-    parts += [table_to_markdown(make_table(comparison)), bullets(make_notes(comparison))]
+    parts += [tables.to_markdown(make_table(comparison)), bullets(make_notes(comparison))]
     parts += ["## The same for all\n", bullets(f"{name}: {value}" for name, value in comparison.common)]
     parts += ["## What differs\n", bullets(describe_differences(comparison))]
     parts.append(f"## Make it again\n\n```\n{comparison.command}\n```\n")
@@ -224,15 +224,15 @@ def _start_interval(baseline: Baseline | None) -> tuple[float, float, float] | N
 
 
 def _cell_table(rows: Sequence[MethodResult]) -> TextTable:
-    def shown(facts: Mapping[str, float], key: str, show: Callable[[float], str]) -> str:
-        return show(facts[key]) if key in facts else NOTHING
+    def seconds_of(cell: CellResult, key: str) -> str:
+        return show_seconds(cell.facts[key]) if key in cell.facts else NOTHING
 
     shares, seconds = ("accuracy", "format", "truncated"), ("train_seconds", "evaluation_seconds")
     lines = [
         [
             *(f"{cell.method}, seed {cell.seed}", cell.problem or cell.state, str(cell.step)),
-            *(shown(cell.facts, key, show_share) for key in shares),
-            *(shown(cell.facts, key, show_seconds) for key in seconds),
+            *(tables.show_share(cell.facts, key) for key in shares),
+            *(seconds_of(cell, key) for key in seconds),
         ]
         for row in rows
         for cell in row.cells

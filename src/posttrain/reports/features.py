@@ -7,11 +7,10 @@ script (``templates/features.js``) puts them on the page as text only, and the p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from posttrain.interpret.features.features import Context, Feature, FeatureReport, rounded
-from posttrain.reports.page import render, write_html
+from posttrain.reports.page import render
 
 NUM_LEVELS = 255  # shades of an activation, from 0 to the largest of its feature
 _DROPPED = -1
@@ -21,15 +20,6 @@ def render_features(report: FeatureReport) -> str:
     """The whole page as HTML."""
     title = f"Features of {report.about.get('dictionary') or 'a dictionary'}"
     return render("features.jinja", title=title, about=report.about, content=_compact(report))
-
-
-def write_page(report: FeatureReport, path: str | Path) -> Path:
-    """The page as a file, replaced in one step.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    return write_html(render_features(report), path)
 
 
 def _compact(report: FeatureReport) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from posttrain.reports.charts.panels import Panel
-from posttrain.reports.page import render, write_html
+from posttrain.reports.page import render
 
 _TAG = re.compile("(</?(?:think|answer|reasoning)>)")
 # Results of a stage beside its accuracy, and what they are called.
@@ -90,15 +89,6 @@ class Report:
     transcripts_note: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
-
-
-def write_report(report: Report, path: str | Path) -> Path:
-    """Write the page; an older one is replaced at once.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    return write_html(render_report(report), path)
 
 
 def render_report(report: Report) -> str:
