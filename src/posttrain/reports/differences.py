@@ -101,8 +101,11 @@ def _ratio_panels(features: Sequence[Facts]) -> list[Panel]:
     series = []
     for color, label in (("c1", "more"), ("c0", "less")):
         own = [(i, f) for i, f in enumerate(features) if (f["mean_ratio"] > 1) == (color == "c1")]
-        ys, low, high = ([f[key] or math.nan for _, f in own] for key in ("mean_ratio", "mean_low", "mean_high"))
-        series.append(Series(label, [float(i) for i, _ in own], ys, low, high, is_points=True, color=color))
+        xs, ys = [float(i) for i, _ in own], [f["mean_ratio"] for _, f in own]
+        low, high = ([f[key] or math.nan for _, f in own] for key in ("mean_low", "mean_high"))
+        notes = [f"feature {f['feature']}: {y:.3g} [{a:.3g}, {b:.3g}]"
+                 for (_, f), y, a, b in zip(own, ys, low, high, strict=True)]  # fmt: skip
+        series.append(Series(label, xs, ys, low, high, is_points=True, color=color, notes=notes))
     powers = range(-int(reach), int(reach) + 1)
     chart = Panel(
         "Mean activation, post over base", "the most changed; 95 % intervals over documents", series,

@@ -189,11 +189,11 @@ def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str,
     if found.dropped:
         parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in found.dropped.items()) + "\n")
 
-    def shown(item: Mapping[str, Any]) -> tuple[str, str]:
+    def show_item(item: Mapping[str, Any]) -> tuple[str, str]:
         texts = _SHOWN[found.view](item)
         return item["id"], "\n".join(f"{heading}\n\n{quoted(text)}\n" for heading, text in texts)
 
-    parts += [settings_list(settings), first_items(found.items, shown)]
+    parts += [settings_list(settings), first_items(found.items, show_item)]
     return "\n".join(parts)
 
 
