@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50480
+MAX_PACKAGE_LINES = 50460
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2000,
@@ -36,7 +36,7 @@ ROOMS: dict[str, int] = {
     "interpret": 6640,
     "runs": 2510,
     "sweeps": 2810,
-    "reports": 2890,
+    "reports": 2870,
     "commands": 7760,
 }
 

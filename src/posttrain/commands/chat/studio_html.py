@@ -22,8 +22,8 @@ COLOURINGS: tuple[Colouring, ...] = ("nothing", "probability", "entropy")
 
 @cache
 def stylesheet() -> str:
-    """The reports' style, nested so that it holds within the studio's own pictures and nowhere else on the page."""
-    return f".studio {{ {render('style.css').replace(':root', '&')} & {{ color: var(--ink); }} }}"
+    """The reports' style, nested: it holds within the studio's pictures alone, and there before Gradio's."""
+    return f".studio.studio {{ {render('style.css').replace(':root', '&')} & {{ color: var(--ink); }} }}"
 
 
 def draw_conversation(messages: Sequence[Message], reply: str = "") -> str:
