@@ -60,6 +60,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
     "matplotlib": ("reports/charts/",),
+    "jinja2": ("reports/page.py", "render/turns.py"),  # turns: its errors, in chat templates
+    "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),
     "vllm": (),  # nobody: its server is talked to over HTTP

@@ -17,10 +17,10 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50880
+MAX_PACKAGE_LINES = 50460
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 1990,
+    "ground": 2000,
     "recipes": 810,
     "algorithms": 1870,
     "graders": 4390,
@@ -36,8 +36,8 @@ ROOMS: dict[str, int] = {
     "interpret": 6640,
     "runs": 2510,
     "sweeps": 2810,
-    "reports": 3240,
-    "commands": 7810,
+    "reports": 2870,
+    "commands": 7760,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _MARKUP = re.compile(r"([\\`\[\]<|])")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
@@ -19,6 +20,11 @@ def paragraph(text: str) -> str:
     shown = plain(" ".join(text.split()))
     block = _BLOCK.match(shown)
     return f"{block['number']}\\{shown[block.end() :]}" if block else shown
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A list, a line each; "" for none."""
+    return "".join(f"- {plain(line)}\n" for line in lines)
 
 
 def code(text: str) -> str:

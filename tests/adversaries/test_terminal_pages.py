@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 from hostile_text import HOSTILE, RAW, leaks
+from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
 from posttrain.markdown import code
-from posttrain.reports.charts.style import draw_page
+from posttrain.reports.charts.panels import Panel, Series
 from posttrain.reports.comparison import render_comparison
 from posttrain.reports.evaluation import quoted
-from posttrain.reports.run import Report, Transcript, render_report
+from posttrain.reports.page import draw, render
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.study import render_study
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
@@ -38,26 +40,32 @@ class Tags(HTMLParser):
         self.attributes += attrs
 
 
-def make_pages() -> dict[str, str]:
-    cell = CellResult(EVIL, 0, "failed", 1, problem=EVIL, evaluation=EVIL)
-    rows = [MethodResult(EVIL, [cell], {})]
-    facts = [(EVIL, EVIL)]
-    where = {EVIL: {EVIL: EVIL}}
-    comparison = Comparison(EVIL, EVIL, rows, None, facts, {EVIL: [EVIL]}, {EVIL: EVIL}, EVIL, where)
-    table = TextTable(EVIL, [EVIL], [[EVIL]])
-    study = StudyReport(EVIL, EVIL, [table], [EVIL], [EVIL], facts, {}, EVIL, [EVIL], where)
-    report = Report(EVIL, EVIL, transcripts=[Transcript(EVIL, EVIL, [])], environment=where, commands=facts)
+def make_pages(text: str) -> dict[str, str]:
+    """Every page that has texts of others, with ``text`` wherever one can stand."""
+    cell = CellResult(text, 0, "failed", 1, problem=text, evaluation=text)
+    rows = [MethodResult(text, [cell], {})]
+    facts = [(text, text)]
+    where = {text: {text: text}}
+    comparison = Comparison(text, text, rows, None, facts, {text: [text]}, {text: text}, text, where)
+    table = TextTable(text, [text], [[text]])
+    study = StudyReport(text, text, [table], [text], [text], facts, {}, text, [text], where)
+    panel = Panel(text, text, [Series(text, [0.0], [1.0], notes=[text])], x_label=text, y_label=text)
+    chapter = Chapter(text, text, [panel], text, facts)
+    answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
+    stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
+    transcripts = [Transcript(text, text, [answer])]
+    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts)
     return {
         "comparison": render_comparison(comparison, b"png"),
         "study": render_study(study, b"png"),
         "report": render_report(report),
-        "shell": draw_page(EVIL, ""),
+        "shell": render("page.jinja", title=text),
     }
 
 
 @pytest.mark.parametrize("name", ["comparison", "study", "report", "shell"])
 def test_reports_hold_no_tag_that_is_not_ours(name: str) -> None:
-    page = make_pages()[name]
+    page = make_pages(EVIL)[name]
     found = Tags(page)
     assert "script" not in found.tags
     assert found.tags.count("img") == (name in ("comparison", "study"))  # the picture
@@ -89,10 +97,37 @@ def test_the_log_and_the_notes_of_a_run_can_be_shown(tmp_path: Path) -> None:
     assert read_notes(tmp_path) == Notes(("good",), (Remark("t", "\x9b2J\u202e 漢字"),))
 
 
+@pytest.mark.parametrize("name", ["comparison", "study", "report", "shell"])
+def test_control_and_hidden_characters_are_written_out_in_pages(name: str) -> None:
+    page = make_pages(HOSTILE)[name]
+    assert leaks(page) == []
+    assert "\\x1b[2J" in page
+    page.encode("utf-8")  # a lone surrogate would not be written
+
+
 def test_every_page_is_drawn_by_the_one_shell() -> None:
-    """A page that writes its own head would have no policy; the one with a script has a stricter one of its own."""
+    """A page that writes its own head would have no policy, a text that is called safe could be anything."""
     package = Path(render_report.__code__.co_filename).parent.parent
-    own = {
-        path.name for path in package.rglob("*.py") if re.search("<!doctype html>", path.read_text(encoding="utf-8"))
-    }
-    assert own == {"style.py", "features.py"}
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".jinja", ".js", ".css")]
+    assert len(files) > 100
+    texts = {str(path.relative_to(package)): path.read_text(encoding="utf-8") for path in files}
+    assert [name for name, text in texts.items() if re.search("<!doctype|<html", text, re.IGNORECASE)] == [
+        "reports/templates/page.jinja"
+    ]
+    assert [name for name, text in texts.items() if re.search(r"\|\s*safe\b|autoescape false", text)] == []
+    assert [name for name, text in texts.items() if "Markup" in text and name.endswith(".py")] == []
+    drawn = [name for name, text in texts.items() if "from html import" in text]
+    assert drawn == ["commands/chat/studio.py"]  # the message of an error, which gradio shows
+
+
+def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="title"):
+        render("page.jinja")
+
+
+def test_a_reply_is_not_escaped_twice_and_a_bare_text_is_no_reply() -> None:
+    reply = draw("studio.jinja", "reply", [(EVIL, "", EVIL)], EVIL)
+    once = draw("studio.jinja", "conversation", [], reply)
+    assert reply in once
+    assert Tags(draw("studio.jinja", "conversation", [], EVIL)).tags == ["div"] * 3
+    assert Tags(once).tags == ["div"] * 3 + ["span"] * 2

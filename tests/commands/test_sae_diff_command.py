@@ -12,7 +12,8 @@ from posttrain.cli import main
 from posttrain.commands.interpret.sae_diff import find_model, find_runs
 from posttrain.interpret.differences.recipe import Compared
 from posttrain.recipes.recipe import load_recipe
-from posttrain.reports.interpret.diff_report import findings, render_diff
+from posttrain.reports.difference_sentences import findings
+from posttrain.reports.differences import render_diff
 from posttrain.runs.directory import RunDirectory
 
 LITTLE = {
@@ -110,6 +111,24 @@ def test_the_page_says_what_was_found_and_needs_nothing_from_outside(compared: d
     lines = findings(compared)
     assert any("separates" in line or "does NOT separate" in line for line in lines)
     assert page.count("<svg") >= 5
+
+
+def poisoned(value: Any) -> Any:
+    """The same with what a stranger could have written behind every text."""
+    if isinstance(value, str):
+        return value + "</title></p><script>alert(1)</script>\x1b[2J\u202e"
+    if isinstance(value, list):
+        return [poisoned(item) for item in value]
+    return {key: poisoned(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def test_what_a_stranger_wrote_into_the_numbers_is_text_on_the_page(compared: dict[str, Any]) -> None:
+    page = render_diff(poisoned(compared))
+    assert "<script" not in page
+    assert page.count("</title>") == 1 + page.count("<circle")  # the page's own, and one for each point of a chart
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J\\u202e") > 100
 
 
 def test_the_same_command_keeps_what_is_there_and_another_recipe_is_refused(

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from posttrain.commands.chat.conversation import Controls, SpokenToken
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.chat.studio_html import draw_conversation, draw_curves, draw_reply, draw_table
+from posttrain.commands.chat.studio_html import (
+    draw_conversation,
+    draw_curves,
+    draw_reply,
+    draw_rollouts,
+    draw_table,
+)
 from posttrain.commands.chat.studio_records import TRAINING, Archive
 from posttrain.commands.generate import open_sampler
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Word, validate_recipe
 from posttrain.runs.launch import launch
-from posttrain.store.rollouts import RolloutStore
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message
 
 EVIL = "<script>alert(1)</script>${1+1}{{value}}"
@@ -66,14 +73,19 @@ def answer(stage: Stage, session: Session, names: list[str], judge: str = NOBODY
 
 def test_text_of_models_and_data_is_escaped() -> None:
     token = SpokenToken(EVIL, -0.1, 0.3, ((EVIL, -0.1),))
+    texts = dict.fromkeys(("example_id", "prompt", "completion", "answer", "extracted", "outcome", "finish"), EVIL)
+    numbers = dict.fromkeys((field.name for field in fields(RecordedRollout) if field.name not in texts), 1)
+    rollout = RecordedRollout(**numbers | texts | {"parts": {EVIL: 1.0}})
     for page in (
         draw_conversation([Message("user", EVIL)]),
         draw_reply([token], "entropy", EVIL),
         draw_table([EVIL], [[EVIL]]),
         draw_curves({EVIL: {EVIL: ([1.0, 2.0], [0.5, 0.7])}}),
+        draw_rollouts([[rollout]], "alert", EVIL),
     ):
         assert "<script>" not in page
         assert "&lt;script&gt;" in page
+    assert '<span class="marked">alert</span>(1)&lt;/script&gt;' in page
 
 
 def test_colours_go_from_red_to_green() -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.interpret.features.features import Context, Feature, FeatureReport
-from posttrain.reports.interpret.features import render_features, write_page
+from posttrain.reports.features import render_features
+from posttrain.reports.page import write_html
 
 EVIL = [
     "</script><script>document.title='taken'</script>",
@@ -94,7 +95,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium")
-    path = write_page(report_of(4096), tmp_path_factory.mktemp("page") / "features.html")
+    path = write_html(render_features(report_of(4096)), tmp_path_factory.mktemp("page") / "features.html")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()

@@ -9,8 +9,15 @@ from test_report import Page
 
 from made_up_cells import make_cell, make_comparison, two_methods
 from posttrain.reports.charts.comparison import draw_comparison, make_lines, spread_labels
-from posttrain.reports.comparison import render_comparison
-from posttrain.reports.comparison_table import make_table, show_count, show_seconds, to_data, to_markdown
+from posttrain.reports.comparison import (
+    make_notes,
+    make_table,
+    render_comparison,
+    show_count,
+    show_seconds,
+    to_data,
+    to_markdown,
+)
 
 
 def test_the_table_by_hand() -> None:
@@ -29,7 +36,7 @@ def test_the_table_by_hand() -> None:
 
 
 def test_notes_say_how_the_interval_was_made() -> None:
-    notes = "\n".join(make_table(two_methods()).notes)
+    notes = "\n".join(make_notes(two_methods()))
     assert "95 % Student-t interval of the mean over seeds (t = 12.706 for 2 seeds)" in notes
     assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
     assert "has no interval" not in notes
@@ -38,8 +45,9 @@ def test_notes_say_how_the_interval_was_made() -> None:
 def test_one_seed_is_said_to_have_no_interval() -> None:
     table = make_table(make_comparison([make_cell("a", 0, [0.1, 0.4])]))
     assert table.lines[0][2] == "40.0%"
-    assert "A method with one finished seed has no interval." in table.notes
-    assert not any("Student" in note for note in table.notes)
+    notes = make_notes(make_comparison([make_cell("a", 0, [0.1, 0.4])]))
+    assert "A method with one finished seed has no interval." in notes
+    assert not any("Student" in note for note in notes)
 
 
 def test_failed_and_unfinished_cells_are_shown() -> None:
@@ -52,8 +60,8 @@ def test_failed_and_unfinished_cells_are_shown() -> None:
     table = make_table(comparison)
     assert table.lines[0][:3] == ["a", "1 of 2", "40.0%"]
     assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
-    assert "a, seed 1: failed after 2 steps: it was | too hot" in table.notes
-    assert "b, seed 0: unfinished after 2 steps" in table.notes
+    assert "a, seed 1: failed after 2 steps: it was | too hot" in make_notes(comparison)
+    assert "b, seed 0: unfinished after 2 steps" in make_notes(comparison)
     assert "it was \\| too hot" in to_markdown(comparison)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.reports.charts.charts import draw_interval, draw_panel
-from posttrain.reports.charts.curves import draw_curves
-from posttrain.reports.charts.panels import Panel, Series, axis_range, choose_panels, nice_ticks
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, write_report
+from posttrain.reports.charts.curves import choose_panels, draw_curves
+from posttrain.reports.charts.panels import Panel, Series, axis_range, nice_ticks
+from posttrain.reports.page import draw, write_html
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.store.metrics import MetricsRow, evaluation_points
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
@@ -116,7 +116,7 @@ def test_transcripts_say_right_wrong_and_cut_off() -> None:
 def test_report_is_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    assert write_report(Report("New", "lead"), path) == path
+    assert write_html(render_report(Report("New", "lead")), path) == path
     assert "<h1>New</h1>" in path.read_text(encoding="utf-8")
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
@@ -125,10 +125,10 @@ def test_panels_are_those_with_numbers() -> None:
     panels = {panel.title: panel for panel in choose_panels(rows())}
     assert list(panels) == ["Accuracy", "Reward", "Worked answers", "Entropy"]
     training, held_out = panels["Accuracy"].series
-    assert training.steps == [1.0, 2.0, 3.0, 4.0]
-    assert training.values == pytest.approx([0.05, 0.10, 0.15, 0.20])
-    assert (held_out.steps, held_out.values, held_out.low, held_out.high) == ([0.0], [0.5], [0.37], [0.63])
-    assert panels["Entropy"].series[0].steps == [1.0, 2.0, 4.0]  # the NaN is no point
+    assert training.xs == [1.0, 2.0, 3.0, 4.0]
+    assert training.ys == pytest.approx([0.05, 0.10, 0.15, 0.20])
+    assert (held_out.xs, held_out.ys, held_out.low, held_out.high) == ([0.0], [0.5], [0.37], [0.63])
+    assert panels["Entropy"].series[0].xs == [1.0, 2.0, 4.0]  # the NaN is no point
 
 
 def test_evaluations_are_read_by_task() -> None:
@@ -157,7 +157,7 @@ def test_axis_holds_every_value_and_interval() -> None:
 
 def test_chart_puts_values_where_they_belong() -> None:
     panel = Panel("Share", "", [Series("a", [0.0, 10.0], [0.0, 1.0])], is_share=True)
-    points = re.search(r'points="([^"]+)"', draw_panel(panel))
+    points = re.search(r'points="([^"]+)"', draw("parts.jinja", "chart", panel))
     assert points is not None
     (x0, y0), (x1, y1) = (tuple(map(float, pair.split(","))) for pair in points.group(1).split())
     assert (x0, y0) == (52.0, 194.0)  # left edge, bottom: step 0, share 0
@@ -165,14 +165,14 @@ def test_chart_puts_values_where_they_belong() -> None:
 
 
 def test_interval_bar_is_to_scale() -> None:
-    bar = draw_interval(0.5, 0.25, 0.75)
+    bar = draw("parts.jinja", "bar", 0.5, 0.25, 0.75)
     assert 'width="80.0"' in bar
     assert 'x1="40.0" x2="120.0"' in bar
 
 
 def test_long_runs_are_thinned_but_keep_their_last_point() -> None:
     steps = [float(k) for k in range(10_001)]
-    text = draw_panel(Panel("x", "", [Series("a", steps, steps)]))
+    text = draw("parts.jinja", "chart", Panel("x", "", [Series("a", steps, steps)]))
     points = re.search(r'points="([^"]+)"', text)
     assert points is not None
     pairs = points.group(1).split()

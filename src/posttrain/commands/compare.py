@@ -14,7 +14,7 @@ from rich.table import Table
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED
-from posttrain.reports.comparison_table import describe_differences, make_table
+from posttrain.reports.comparison import describe_differences, make_notes, make_table, write_comparison
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.compare import Plan, load_comparison
 from posttrain.sweeps.comparison import Comparison
@@ -36,7 +36,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print_plan(console, plan)
         return 0
-    from posttrain.reports.comparison import write_comparison
     from posttrain.sweeps.cells import run_cells
     from posttrain.sweeps.comparison_files import collect_results
 
@@ -153,6 +152,6 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     needed = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
     console.print(table, width=max(needed, console.width), crop=False, soft_wrap=True)  # nothing is cut off
     console.print()
-    for note in [*content.notes, *describe_differences(comparison)]:
+    for note in [*make_notes(comparison), *describe_differences(comparison)]:
         console.print(Text(note, style="dim"))
     console.print()

@@ -28,7 +28,8 @@ from posttrain.commands.summary import chapter_of, last_start, template_of, writ
 from posttrain.errors import INTERRUPTED
 from posttrain.evals.generation import Evaluation
 from posttrain.recipes.recipe import Recipe, Word, load_recipe
-from posttrain.reports.run import Answer, Report, Stage, Transcript, write_report
+from posttrain.reports.page import write_html
+from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
 from posttrain.store.durable import replace_file
@@ -231,7 +232,7 @@ def write_story(
             ("see all runs", "posttrain runs"),
         ],
     )
-    return write_report(report, plan.grpo / "report.html")
+    return write_html(render_report(report), plan.grpo / "report.html")
 
 
 def outcome(stages: Sequence[Measured]) -> str:

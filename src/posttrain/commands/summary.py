@@ -10,9 +10,9 @@ from typing import Any
 from posttrain import registry
 from posttrain.commands.progress import show_duration
 from posttrain.recipes.recipe import Recipe, stored_recipe
-from posttrain.reports.charts.curves import draw_curves
-from posttrain.reports.charts.panels import choose_panels
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, write_report
+from posttrain.reports.charts.curves import choose_panels, draw_curves
+from posttrain.reports.page import write_html
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
@@ -49,7 +49,7 @@ def write_summary(folder: str | Path) -> Path:
         environment=last_start(run),
         commands=_commands(run, recipe),
     )
-    return write_report(report, run.folder / "report.html")
+    return write_html(render_report(report), run.folder / "report.html")
 
 
 def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:

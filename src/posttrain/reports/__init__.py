@@ -1,1 +1,1 @@
-"""Every page and picture, and nothing but pages."""
+"""Every page and picture, and nothing but pages: templates with one shell, one chart, one style sheet."""

@@ -1,134 +1,244 @@
-"""``report.html`` of a comparison: table, picture, what is the same and what differs, on one page."""
+"""A comparison for people: its table as Markdown, as plain data, and on one page with the picture."""
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.reports.charts.charts import draw_interval
+from posttrain.evals import tables
+from posttrain.evals.seeds import Summary, student_t_quantile
+from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.markdown import bullets, paragraph, plain
 from posttrain.reports.charts.comparison import draw_comparison
-from posttrain.reports.charts.style import draw_page
-from posttrain.reports.comparison_table import (
-    NOTHING,
-    Table,
-    describe_differences,
-    make_table,
-    show_seconds,
-    show_share,
-    to_data,
-    to_markdown,
-)
+from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.sweeps.comparison import Comparison, MethodResult
+from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
 from posttrain.untrusted import harmless
 
-_STYLE = """
-.comparison td, .comparison th { padding-right: 18px; }
-.comparison td + td, .comparison th + th { text-align: right; }
-.comparison tr.start td { color: var(--soft); }
-.comparison .bar { display: inline-block; width: 110px; margin: 0 10px 0 0; vertical-align: middle; }
-.picture { background: #ffffff; padding: 14px; } .picture img { width: 100%; height: auto; display: block; }
-.notes { color: var(--soft); font-size: 0.9rem; padding-left: 1.2rem; } .notes li { margin: 3px 0; max-width: 60rem; }
-main { max-width: 1280px; }
-"""
+
+def show_share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def show_gain(value: float) -> str:
+    return f"{value * 100:+.1f}"
+
+
+def show_count(value: float) -> str:
+    """``950``, ``12.3k``, ``4.56M``."""
+    if value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def show_seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A fact as a column. ``has_interval``: the mean is shown with its interval."""
+
+    key: str
+    label: str
+    show: Callable[[float], str]
+    is_optional: bool = False
+    has_interval: bool = False
+
+
+COLUMNS = (
+    Column("accuracy", "right", show_share, has_interval=True),
+    Column("mean_accuracy", "over the run", show_share, has_interval=True),
+    Column("gain", "gain, points", show_gain),
+    Column("reward", "reward", lambda v: f"{v:.3f}"),
+    Column("train_seconds", "training", show_seconds),
+    Column("sampled_tokens", "sampled", show_count),
+    Column("trained_tokens", "trained on", show_count),
+    Column("kl_from_start", "KL from start", lambda v: f"{v:.3f}"),
+    Column("entropy", "entropy", lambda v: f"{v:.3f}"),
+    Column("num_tokens", "length", lambda v: f"{v:.1f}"),
+    Column("margin_last", "margin", lambda v: f"{v:.3f}", is_optional=True),
+    Column("pair_accuracy_last", "pairs right", show_share, is_optional=True),
+)
+
+
+def make_table(comparison: Comparison) -> TextTable:
+    """One line per method, best first, and the start model's."""
+    columns = [c for c in COLUMNS if not c.is_optional or any(c.key in row.summaries for row in comparison.rows)]
+    lines = [_method_line(row, columns) for row in comparison.rows]
+    if comparison.baseline is not None:
+        lines.append(_baseline_line(comparison.baseline, columns))
+    return TextTable("", ["method", "seeds", *(column.label for column in columns)], lines)
+
+
+def _method_line(row: MethodResult, columns: Sequence[Column]) -> list[str]:
+    done, asked = len(row.finished), len(row.cells)
+    seeds = str(done) if done == asked else f"{done} of {asked}"
+    if not done:
+        state = "failed" if any(cell.state == "failed" for cell in row.cells) else "unfinished"
+        return [row.name, seeds, state, *([NOTHING] * (len(columns) - 1))]
+    return [row.name, seeds, *(show_summary(row.summaries.get(c.key), c) for c in columns)]
+
+
+def show_summary(summary: Summary | None, column: Column) -> str:
+    """A mean, with the half-width of its interval where the column has one and there are several seeds."""
+    if summary is None:
+        return NOTHING
+    text = column.show(summary.mean)
+    if not column.has_interval or summary.half_width is None:
+        return text
+    return f"{text} ± {summary.half_width * 100:.1f}"
+
+
+def _baseline_line(baseline: Baseline, columns: Sequence[Column]) -> list[str]:
+    shown = []
+    for column in columns:
+        value = baseline.results.get(column.key)
+        text = NOTHING if value is None else column.show(value)
+        if column.key == "accuracy":
+            text += f" [{baseline.low:.1%}, {baseline.high:.1%}]"
+        shown.append(text)
+    return ["start", NOTHING, *shown]
+
+
+def make_notes(comparison: Comparison) -> list[str]:
+    """How the numbers were made, and what went wrong."""
+    notes = [
+        "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of "
+        "the learning curve, so that who learns faster stands higher."
+    ]
+    counts = sorted({len(row.finished) for row in comparison.rows if len(row.finished) > 1})
+    if counts:
+        quantiles = ", ".join(f"{student_t_quantile(n - 1):.3f} for {n} seeds" for n in counts)
+        notes.append(
+            f"± is the half-width, in points, of the 95 % Student-t interval of the mean over seeds (t = {quantiles}). "
+            "It covers sampling and training, not the choice of the problems, which are the same in every evaluation."
+        )
+    if any(len(row.finished) == 1 for row in comparison.rows):
+        notes.append("A method with one finished seed has no interval.")
+    if comparison.baseline is not None:
+        notes.append(_baseline_note(comparison.baseline))
+    notes.append(
+        "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in "
+        f"nats per answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded."
+    )
+    for row in comparison.rows:
+        for cell in row.cells:
+            if cell.state == "failed":
+                notes.append(f"{row.name}, seed {cell.seed}: failed after {cell.step} steps: {cell.problem}")
+            elif cell.state == "unfinished":
+                notes.append(f"{row.name}, seed {cell.seed}: unfinished after {cell.step} steps")
+    return notes
+
+
+def _baseline_note(baseline: Baseline) -> str:
+    n = baseline.results["n"]
+    note = f"start: {baseline.label}, before the first update, with Wilson's 95 % interval for {n:.0f} problems."
+    if baseline.varies is not None:
+        low, high = baseline.varies
+        note += f" The cells measured it between {low:.1%} and {high:.1%}; the first is shown."
+    return note
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """``table.md``."""
+    parts = [f"# {plain(comparison.title)}\n"]
+    if comparison.description:
+        parts.append(f"{paragraph(comparison.description)}\n")
+    parts += [tables.to_markdown(make_table(comparison)), bullets(make_notes(comparison))]
+    parts += ["## The same for all\n", bullets(f"{name}: {value}" for name, value in comparison.common)]
+    parts += ["## What differs\n", bullets(describe_differences(comparison))]
+    parts.append(f"## Make it again\n\n```\n{comparison.command}\n```\n")
+    return "\n".join(parts)
+
+
+def describe_differences(comparison: Comparison) -> list[str]:
+    """One line per method that has more of its own than its method, and one for all others."""
+    lines = []
+    for name, changes in comparison.differs.items():
+        if changes:
+            lines.append(f"{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
+    rest = [f"{name} ({comparison.sources[name]})" for name, changes in comparison.differs.items() if not changes]
+    if rest:
+        what = "objective, advantage, aggregation, selection and what belongs to them"
+        lines.append(f"in the method alone ({what}): {', '.join(rest)}")
+    return lines
+
+
+def to_data(comparison: Comparison) -> dict[str, Any]:
+    """``results.json``: everything, unrounded."""
+    baseline = comparison.baseline
+    return {
+        "title": comparison.title,
+        "description": comparison.description,
+        "command": comparison.command,
+        "common": dict(comparison.common),
+        "differs": comparison.differs,
+        "start": asdict(baseline) if baseline is not None else None,
+        "methods": {row.name: _row_data(row, comparison.sources[row.name]) for row in comparison.rows},
+        "notes": make_notes(comparison),
+    }
+
+
+def _row_data(row: MethodResult, source: str) -> dict[str, Any]:
+    return {
+        "source": source,
+        "summaries": {key: asdict(summary) for key, summary in row.summaries.items()},
+        "cells": [asdict(cell) for cell in row.cells],
+    }
 
 
 def render_comparison(comparison: Comparison, picture: bytes | None) -> str:
     """The whole page as HTML; ``picture`` is the PNG, which becomes part of the page."""
-    table = make_table(comparison)
-    parts = [f"<h1>{escape(comparison.title)}</h1>"]
-    if comparison.description:
-        parts.append(f'<p class="lead">{escape(comparison.description)}</p>')
-    parts.append(_draw_table(comparison, table))
-    parts.append(_list(table.notes))
-    if picture is not None:
-        data = base64.b64encode(picture).decode("ascii")
-        image = (
-            f'<img alt="learning curves, reward against KL, accuracy against time" src="data:image/png;base64,{data}"/>'
-        )
-        parts.append(f'<h2>How they learn</h2><div class="card picture">{image}</div>')
-    parts.append(f"<h2>The same for all</h2>{_facts(comparison.common)}")
-    parts.append(f"<h2>What differs</h2>{_list(describe_differences(comparison))}")
-    parts.append(f"<h2>Every cell</h2>{_draw_cells(comparison.rows)}")
-    command = f'<div class="card commands"><pre>{escape(comparison.command)}</pre></div>'
-    parts.append(f"<h2>Make it again</h2>{command}")
-    if comparison.environment:
-        parts.append(f"<h2>Where it ran</h2>{_facts(_flatten(comparison.environment))}")
-    return draw_page(comparison.title, "".join(parts), _STYLE)
-
-
-def _draw_table(comparison: Comparison, table: Table) -> str:
-    head = "".join(f"<th>{escape(label)}</th>" for label in table.header)
-    body = []
-    for index, line in enumerate(table.lines):
-        is_method = index < len(comparison.rows)
-        bar = _method_bar(comparison.rows[index]) if is_method else _baseline_bar(comparison)
-        name, seeds, accuracy, *others = (escape(text) for text in line)
-        cells = [f"<td><strong>{name}</strong></td>" if is_method else f"<td>{name}</td>"]
-        cells.append(f'<td class="number">{seeds}</td><td class="number">{bar}{accuracy}</td>')
-        cells += [f'<td class="number">{text}</td>' for text in others]
-        body.append(f"<tr{'' if is_method else ' class=' + chr(34) + 'start' + chr(34)}>{''.join(cells)}</tr>")
-    return (
-        f'<div class="card scroll"><table class="comparison"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+    methods = make_table(comparison)
+    return render(
+        "comparison.jinja",
+        title=comparison.title,
+        lead=comparison.description,
+        methods=methods,
+        starts=range(len(comparison.rows), len(methods.lines)),
+        bars=[*map(_interval, comparison.rows), _start_interval(comparison.baseline)],
+        notes=make_notes(comparison),
+        image=picture,
+        common=comparison.common,
+        differences=describe_differences(comparison),
+        cells=_cell_table(comparison.rows),
+        command=comparison.command,
+        environment=comparison.environment,
     )
 
 
-def _method_bar(row: MethodResult) -> str:
+def _interval(row: MethodResult) -> tuple[float, float, float] | None:
     summary = row.summaries.get("accuracy")
     if summary is None:
-        return ""
+        return None
     half = summary.half_width or 0.0
-    return draw_interval(summary.mean, max(0.0, summary.mean - half), min(1.0, summary.mean + half))
+    return summary.mean, max(0.0, summary.mean - half), min(1.0, summary.mean + half)
 
 
-def _baseline_bar(comparison: Comparison) -> str:
-    baseline = comparison.baseline
-    return "" if baseline is None else draw_interval(baseline.results["accuracy"], baseline.low, baseline.high)
+def _start_interval(baseline: Baseline | None) -> tuple[float, float, float] | None:
+    return None if baseline is None else (baseline.results["accuracy"], baseline.low, baseline.high)
 
 
-def _draw_cells(rows: Sequence[MethodResult]) -> str:
-    labels = ("cell", "state", "steps", "right", "in format", "cut off", "training", "evaluation")
-    head = "".join(f"<th>{label}</th>" for label in labels)
-    body = []
-    for row in rows:
-        for cell in row.cells:
-            facts = cell.facts
-            texts = [f"{cell.method}, seed {cell.seed}", cell.problem or cell.state, str(cell.step)]
-            texts += [_show(facts, key, show_share) for key in ("accuracy", "format", "truncated")]
-            texts += [_show(facts, key, show_seconds) for key in ("train_seconds", "evaluation_seconds")]
-            body.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
-    return (
-        f'<details class="card scroll"><summary>{len(body)} runs</summary><table class="comparison"><thead><tr>{head}'
-        f"</tr></thead><tbody>{''.join(body)}</tbody></table></details>"
-    )
+def _cell_table(rows: Sequence[MethodResult]) -> TextTable:
+    def seconds_of(cell: CellResult, key: str) -> str:
+        return show_seconds(cell.facts[key]) if key in cell.facts else NOTHING
 
-
-def _show(facts: Mapping[str, float], key: str, show: Any) -> str:
-    return show(facts[key]) if key in facts else NOTHING
-
-
-def _list(lines: Sequence[str]) -> str:
-    return f'<ul class="notes">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    rows = "".join(f'<tr><td class="name">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in facts)
-    return f'<div class="card scroll"><table>{rows}</table></div>'
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found += _flatten(value, f"{prefix}{name}: ")
-        elif value is not None:
-            found.append((f"{prefix}{name}", str(value)))
-    return found
+    shares, seconds = ("accuracy", "format", "truncated"), ("train_seconds", "evaluation_seconds")
+    lines = [
+        [
+            *(f"{cell.method}, seed {cell.seed}", cell.problem or cell.state, str(cell.step)),
+            *(tables.show_share(cell.facts, key) for key in shares),
+            *(seconds_of(cell, key) for key in seconds),
+        ]
+        for row in rows
+        for cell in row.cells
+    ]
+    header = ["cell", "state", "steps", "right", "in format", "cut off", "training", "evaluation"]
+    return TextTable("", header, lines, num_labels=2)
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
@@ -144,8 +254,5 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
     replace_file(folder / "table.md", harmless(to_markdown(comparison)).encode(), durable=False)
     picture = None
     if any(cell.curve for row in comparison.rows for cell in row.finished):
-        picture = draw_comparison(comparison, folder / "comparison.png")
-    report = folder / "report.html"
-    page = render_comparison(comparison, picture.read_bytes() if picture is not None else None)
-    replace_file(report, page.encode(), durable=False)
-    return report
+        picture = draw_comparison(comparison, folder / "comparison.png").read_bytes()
+    return write_html(render_comparison(comparison, picture), folder / "report.html")

@@ -19,10 +19,9 @@ from posttrain.evals.tables import (
     to_markdown,
 )
 from posttrain.markdown import plain
-from posttrain.reports.evaluation import quoted, settings_list
+from posttrain.reports.evaluation import first_items, quoted, settings_list
 from posttrain.reward_models.evaluation import RewardEvaluation
 
-NUM_ITEMS_SHOWN = 3
 Results = Mapping[str, float]
 Show = Callable[[Results, str], str]
 
@@ -57,63 +56,33 @@ class Part:
     columns: Sequence[tuple[str, str, Show]]
 
 
+_RIGHT = (("right", "accuracy", show_share), ("95 % interval", "accuracy", show_interval))
+_AREA = (("AUC", "auc", show_decimals), ("95 % interval", "auc", show_area_interval))
+_TOP = (("top 1", "top_one", show_share), ("95 % interval", "top_one", show_interval))
+_ERROR = ("calibration error", "calibration_error", show_decimals)
+_LOSS = (("log loss", "log_loss", show_decimals), _ERROR)
+_LENGTH = (("the longer one", "longer_accuracy", show_share), ("points over length", "gain_over_length", show_points))
+_CHOOSING = (
+    ("any one", "random_one", show_share),
+    ("majority", "majority", show_share),
+    ("weighted", "weighted_majority", show_share),
+    ("best there is", "oracle", show_share),
+)
+_FIRST = (("first error", "accuracy", show_share), _RIGHT[1])
+_STEPS = (
+    ("F1", "error_f1", show_share),
+    ("erroneous", "accuracy_erroneous", show_share),
+    ("correct", "accuracy_correct", show_share),
+    ("steps", "step_accuracy", show_share),
+    ("AUC", "step_auc", show_decimals),
+)
 PARTS: Mapping[str, Sequence[Part]] = {
-    "pairs": (
-        Part(
-            "pairs",
-            "n",
-            (
-                ("right", "accuracy", show_share),
-                ("95 % interval", "accuracy", show_interval),
-                ("the longer one", "longer_accuracy", show_share),
-                ("points over length", "gain_over_length", show_points),
-                ("log loss", "log_loss", show_decimals),
-                ("calibration error", "calibration_error", show_decimals),
-            ),
-        ),
-    ),
-    "judged answers": (
-        Part(
-            "judged answers",
-            "n",
-            (
-                ("right", "accuracy", show_share),
-                ("95 % interval", "accuracy", show_interval),
-                ("AUC", "auc", show_decimals),
-                ("95 % interval", "auc", show_area_interval),
-                ("log loss", "log_loss", show_decimals),
-                ("calibration error", "calibration_error", show_decimals),
-            ),
-        ),
-        Part(
-            "choosing among the answers to a problem",
-            "num_problems",
-            (
-                ("top 1", "top_one", show_share),
-                ("95 % interval", "top_one", show_interval),
-                ("any one", "random_one", show_share),
-                ("majority", "majority", show_share),
-                ("weighted", "weighted_majority", show_share),
-                ("best there is", "oracle", show_share),
-            ),
-        ),
-    ),
-    "labelled steps": (
-        Part(
-            "labelled steps",
-            "n",
-            (
-                ("first error", "accuracy", show_share),
-                ("95 % interval", "accuracy", show_interval),
-                ("F1", "error_f1", show_share),
-                ("erroneous", "accuracy_erroneous", show_share),
-                ("correct", "accuracy_correct", show_share),
-                ("steps", "step_accuracy", show_share),
-                ("AUC", "step_auc", show_decimals),
-                ("calibration error", "calibration_error", show_decimals),
-            ),
-        ),
-    ),
+    "pairs": [Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS))],
+    "judged answers": [
+        Part("judged answers", "n", (*_RIGHT, *_AREA, *_LOSS)),
+        Part("choosing among the answers to a problem", "num_problems", (*_TOP, *_CHOOSING)),
+    ],
+    "labelled steps": [Part("labelled steps", "n", (*_FIRST, *_STEPS, _ERROR))],
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
@@ -181,9 +150,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
 
 def ways_table(results: Results) -> TextTable | None:
     """What each way to combine the probabilities of steps is worth; None where solutions are not judged."""
-    columns = [("AUC", "auc", show_decimals), ("95 % interval", "auc", show_area_interval)]
-    if "top_one_min" in results:
-        columns += [("top 1", "top_one", show_share), ("95 % interval", "top_one", show_interval)]
+    columns = [*_AREA, *(_TOP if "top_one_min" in results else ())]
     ways = [way for way in COMBINE if f"auc_{way}" in results]
     lines = [[way, *(show(results, f"{name}_{way}") for _, name, show in columns)] for way in ways]
     if not lines:
@@ -221,16 +188,12 @@ def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str,
         parts.append(f"![predicted against what came true]({picture})\n")
     if found.dropped:
         parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in found.dropped.items()) + "\n")
-    parts += [settings_list(settings), _first_items(found)]
-    return "\n".join(parts)
 
+    def show_item(item: Mapping[str, Any]) -> tuple[str, str]:
+        texts = _SHOWN[found.view](item)
+        return item["id"], "\n".join(f"{heading}\n\n{quoted(text)}\n" for heading, text in texts)
 
-def _first_items(found: RewardEvaluation) -> str:
-    """The first items in full; nothing is picked."""
-    parts = [f"## The first {min(NUM_ITEMS_SHOWN, len(found.items))} items\n"]
-    for item in found.items[:NUM_ITEMS_SHOWN]:
-        parts.append(f"### {plain(item['id'])}\n")
-        parts += [f"{heading}\n\n{quoted(text)}\n" for heading, text in _SHOWN[found.view](item)]
+    parts += [settings_list(settings), first_items(found.items, show_item)]
     return "\n".join(parts)
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.evals.tables import NOTHING, TextTable, show_interval, show_share, to_markdown
-from posttrain.markdown import plain
-from posttrain.reports.evaluation import quoted, settings_list
+from posttrain.markdown import bullets, plain
+from posttrain.reports.evaluation import first_items, quoted, settings_list
 
-NUM_ITEMS_SHOWN = 3
 Results = Mapping[str, float]
 
 
@@ -38,12 +37,15 @@ def write_contest_page(
     table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
 ) -> str:
     """The page, as Markdown, with the first items in full; nothing is picked."""
-    parts = [f"# {plain(table.title)}\n", to_markdown(table), "".join(f"- {plain(note)}\n" for note in notes)]
-    parts += [settings_list(settings), f"## The first {min(NUM_ITEMS_SHOWN, len(items))} items\n"]
-    for item in items[:NUM_ITEMS_SHOWN]:
-        parts.append(f"### {plain(item['id'])}\n\n{quoted(item['question'])}\n")
-        for side in ("a", "b"):
-            answer = item[side][0]
-            score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
-            parts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
+    parts = [f"# {plain(table.title)}\n", to_markdown(table), bullets(notes), settings_list(settings)]
+    parts.append(first_items(items, _shown))
     return "\n".join(part for part in parts if part)
+
+
+def _shown(item: Mapping[str, Any]) -> tuple[str, str]:
+    parts = [f"{quoted(item['question'])}\n"]
+    for side in ("a", "b"):
+        answer = item[side][0]
+        score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
+        parts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
+    return item["id"], "\n".join(parts)

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
 from posttrain.commands.chat.studio_gate import Gate, choose_token, is_loopback, show_address
-from posttrain.commands.chat.studio_html import COLOURINGS, CSS, draw_conversation, draw_note
+from posttrain.commands.chat.studio_html import COLOURINGS, draw_conversation, draw_note, stylesheet
 from posttrain.commands.chat.studio_records import TRAINING, Archive, check_offered
 from posttrain.commands.generate import find_source, open_sampler, writes_answers
 from posttrain.commands.interpret.steering import has_dictionary, read_steering
@@ -96,7 +96,7 @@ def mount(gradio: Any, page: Any) -> Any:
     application = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     closed = {"run_history": False, "ssr_mode": False, "enable_monitoring": False, "mcp_server": False, "pwa": False}
-    plain = {"footer_links": [], "show_error": False, "max_file_size": 0, "css": CSS, "theme": theme}
+    plain = {"footer_links": [], "show_error": False, "max_file_size": 0, "css": stylesheet(), "theme": theme}
     return gradio.mount_gradio_app(application, page, "/", **closed, **plain)
 
 

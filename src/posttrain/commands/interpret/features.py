@@ -23,7 +23,8 @@ from posttrain.interpret.features.features import FeatureReport, check_features,
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import ModelSection
-from posttrain.reports.interpret.features import write_page
+from posttrain.reports.features import render_features
+from posttrain.reports.page import write_html
 from posttrain.untrusted import guard_output
 
 ACTIVATIONS, PAGE = "activations", "features.html"
@@ -78,7 +79,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
             observe=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     written = write_features(report, page.with_suffix(".json"))
-    write_page(report, page)
+    write_html(render_features(report), page)
     if not arguments.quiet:
         for notice in notices:
             console.print(f"note: {notice}")

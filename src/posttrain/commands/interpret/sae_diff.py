@@ -58,7 +58,8 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     from posttrain.interpret.differences.diff import compare
-    from posttrain.reports.interpret.diff_report import findings, render_diff
+    from posttrain.reports.difference_sentences import findings
+    from posttrain.reports.differences import render_diff
 
     setting, recipe = _setting(recipe, root, arguments.yes)
     is_new, is_new_root = not folder.exists(), not root.exists()

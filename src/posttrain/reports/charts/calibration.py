@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.evals.calibration import Bin
 from posttrain.evals.statistics import wilson_interval
-from posttrain.store.durable import storage_errors
+from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
 
 COLOR, SOFT = "#2f6fde", "#c9d4e6"
 
@@ -22,24 +22,15 @@ def draw_calibration(bins: Sequence[Bin], title: str, path: str | Path, *, what:
         StorageError: the file cannot be written.
     """
     assert bins, "without predictions there is no diagram"
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(5.2, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.2, 5.6, layout="constrained")
     figure.suptitle(title, fontsize=11, fontweight="bold")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
     top.plot([start, 1], [start, 1], color="#999999", linewidth=1, linestyle="--", label="perfect")
     intervals = [wilson_interval(b.observed * b.n, b.n) for b in bins]
-    errors = [
-        [max(0.0, b.observed - low) for b, (low, _) in zip(bins, intervals, strict=True)],
-        [max(0.0, high - b.observed) for b, (_, high) in zip(bins, intervals, strict=True)],
-    ]
-    top.errorbar(
-        [b.predicted for b in bins], [b.observed for b in bins], errors, fmt="o-", color=COLOR, capsize=2, markersize=4
-    )
+    shares = [b.observed for b in bins]
+    errors = error_bars(shares, [low for low, _ in intervals], [high for _, high in intervals])
+    top.errorbar([b.predicted for b in bins], shares, errors, fmt="o-", color=COLOR, capsize=2, markersize=4)
     top.set_ylim(0, 1.02)
     top.set_ylabel(f"share that {what}", fontsize=9)
     width = max(b.high - b.low for b in bins)
@@ -48,12 +39,7 @@ def draw_calibration(bins: Sequence[Bin], title: str, path: str | Path, *, what:
     bottom.set_xlabel("predicted probability", fontsize=9)
     bottom.set_ylabel("count", fontsize=9)
     for axes in (top, bottom):
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    top.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    target = Path(path)
-    with storage_errors(target.name, target):
-        figure.savefig(target, dpi=130)
-    return target
+        show_percent(axes.xaxis, 0)
+        plain_frame(axes)
+    show_percent(top.yaxis, 0)
+    return save_picture(figure, path, 130)

@@ -1,8 +1,7 @@
 """``comparison.png``: learning curves, reward against KL, accuracy against time, for up to some twenty methods.
 
-Methods are numbered by rank. A method's colour and line style are the same in every panel; colours
-are those of Okabe and Ito ("Color Universal Design", 2008), told apart with any colour vision, and
-the numbers do without colours at all.
+Methods are numbered by rank. A method's colour and line style are the same in every panel; the numbers do without
+colours at all.
 """
 
 from __future__ import annotations
@@ -12,13 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.store.durable import storage_errors
+from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, titled_grid
 from posttrain.sweeps.comparison import Band, Comparison, band_over_seeds
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)), (0, (6, 1.5, 1.2, 1.5)))
-SIZE_INCHES = (12.0, 9.6)
-DOTS_PER_INCH = 150
 LABEL_SHARE = 0.036  # least distance of two labels, as a share of the panel's height
 NAME_LENGTH = 20  # characters of a method's name that have room
 NUM_BANDED = 8  # with more methods the bands are fainter
@@ -41,26 +36,16 @@ def draw_comparison(comparison: Comparison, path: str | Path) -> Path:
     Raises:
         StorageError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lines = make_lines(comparison)
     assert lines, "a comparison without a finished cell has no curves"
-    figure = Figure(figsize=SIZE_INCHES)
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(
-        2, 2, height_ratios=(1.25, 1.0), left=0.062, right=0.985, top=0.9, bottom=0.062, hspace=0.3, wspace=0.16
-    )
-    figure.text(0.062, 0.966, comparison.title, fontsize=14, fontweight="bold")
+    size = (12.0, 9.6)
+    figure, grid = titled_grid(comparison.title, size, 2, 0.9, bottom=0.062, hspace=0.3, height_ratios=(1.25, 1.0))
     top = figure.add_subplot(grid[0, :])
     top.set_position((0.062, 0.515, 0.7, 0.385))
     _draw_curves(top, lines, comparison)
     _draw_drift(figure.add_subplot(grid[1, 0]), lines)
     _draw_pace(figure.add_subplot(grid[1, 1]), lines, comparison)
-    target = Path(path)
-    with storage_errors(target.name, target):
-        figure.savefig(target, dpi=DOTS_PER_INCH, facecolor="white")
-    return target
+    return save_picture(figure, path)
 
 
 def make_lines(comparison: Comparison) -> list[Line]:
@@ -82,12 +67,8 @@ def _draw_curves(axes: Any, lines: Sequence[Line], comparison: Comparison) -> No
         axes.plot(band.steps, band.means, color=line.color, linestyle=line.dashes, linewidth=1.7)
     _draw_start(axes, comparison)
     several = any(len(row.finished) > 1 for row in comparison.rows)
-    _dress(
-        axes,
-        "Learning curves",
-        "held-out answers that are right" + ("; band: lowest to highest seed" if several else ""),
-    )
-    axes.set_xlabel("updates", fontsize=9)
+    band_note = "; band: lowest to highest seed" if several else ""
+    _dress(axes, "Learning curves", f"held-out answers that are right{band_note}", "updates")
     axes.margins(x=0.0)
     _label_ends(axes, lines)
 
@@ -155,21 +136,19 @@ def _draw_drift(axes: Any, lines: Sequence[Line]) -> None:
         if points:
             _draw_path(axes, line, points)
             drawn += 1
-    _dress(axes, "Reward against KL" if has_reward else "Accuracy against KL", subtitle, is_share=not has_reward)
-    axes.set_xlabel("KL from the start, nats per answer", fontsize=9)
+    title = "Reward against KL" if has_reward else "Accuracy against KL"
+    _dress(axes, title, subtitle, "KL from the start, nats per answer", is_share=not has_reward)
     if not drawn:
         axes.set(xticks=[], yticks=[])
-        axes.text(
-            0.5, 0.5, "no evaluation recorded kl_from_start", transform=axes.transAxes, ha="center", color="#777777"
-        )
+        why = "no evaluation recorded kl_from_start"
+        axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color="#777777")
 
 
 def _draw_pace(axes: Any, lines: Sequence[Line], comparison: Comparison) -> None:
     for line in reversed(lines):
         _draw_path(axes, line, list(zip(line.band.seconds, line.band.means, strict=True)))
     _draw_start(axes, comparison)
-    _dress(axes, "Accuracy against time", "seconds of training, evaluation left out")
-    axes.set_xlabel("seconds", fontsize=9)
+    _dress(axes, "Accuracy against time", "seconds of training, evaluation left out", "seconds")
     axes.set_xlim(left=0)
 
 
@@ -196,16 +175,8 @@ def _draw_start(axes: Any, comparison: Comparison) -> None:
     )  # fmt: skip
 
 
-def _dress(axes: Any, title: str, subtitle: str, is_share: bool = True) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
-    axes.text(0.0, 1.025, subtitle, transform=axes.transAxes, fontsize=8.5, color="#666666")
+def _dress(axes: Any, title: str, subtitle: str, x_label: str, is_share: bool = True) -> None:
     if is_share:
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -0.01), min(high, 1.02))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.tick_params(labelsize=8.5, length=0)
-    axes.grid(alpha=0.22)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    label_panel(axes, title, subtitle, x_label, is_share=is_share)

@@ -1,15 +1,99 @@
-"""``curves.png``: the panels of a run drawn by matplotlib."""
+"""Which curves of a run are worth a picture: the same panels for ``report.html`` and ``curves.png``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.reports.charts.panels import Panel, axis_range
-from posttrain.store.durable import storage_errors
+from posttrain.reports.charts.panels import Panel, Series, axis_range
+from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
+from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 
-COLORS = ("#2f6fde", "#d9662b", "#2a9d6f", "#9a55c4")
+COLORS = ("#2f6fde", "#d9662b", "#2a9d6f", "#9a55c4")  # those of the style sheet
 NUM_COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A panel and what it shows: ``metrics`` of steps and ``evaluations`` by name, with their labels."""
+
+    title: str
+    caption: str
+    metrics: Mapping[str, str]
+    evaluations: Mapping[str, str] = field(default_factory=dict)
+    is_share: bool = False
+
+
+def _one(name: str, title: str, caption: str, *, is_share: bool = False, is_evaluated: bool = False) -> _Plan:
+    return _Plan(title, caption, {name: "training"}, {name: "held-out"} if is_evaluated else {}, is_share)
+
+
+# fmt: off
+_PLANS = (
+    _one("accuracy", "Accuracy", "sampled in training, and greedy on held-out problems", is_share=True,
+         is_evaluated=True),
+    _one("reward", "Reward", "mean over all sampled answers"),
+    _Plan("Length of answers", "tokens; does it pay to write more?",
+          {"num_tokens": "all", "num_tokens_right": "right", "num_tokens_wrong": "wrong"}),
+    _one("worked", "Worked answers", "share that writes its steps", is_share=True, is_evaluated=True),
+    _Plan("Format", "share in the asked format; cut off at the limit", {"format": "in format", "truncated": "cut off"},
+          {"format": "held-out"}, is_share=True),
+    _one("entropy", "Entropy", "nats per token; near 0 nothing new is tried"),
+    _one("nll", "Loss", "per trained token"),
+    _one("margin", "Margin", "implicit reward of the better answer less that of the worse"),
+    _one("pair_accuracy", "Pairs in the right order", "share of pairs; a tie counts half", is_share=True,
+         is_evaluated=True),
+    _Plan("Log-probability of the answers of a pair", "nats per answer",
+          {"chosen_logprob": "chosen", "rejected_logprob": "rejected"}),
+    _one("divergence", "Divergence from the teacher", "nats per token"),
+    _one("value_explained_variance", "What the critic explains", "share of the variance of returns"),
+    _Plan("KL from the start", "nats per answer, sampled on held-out prompts", {"kl_in_reward": "in the reward"},
+          {"kl_from_start": "held-out"}),
+    _one("kl_ref", "KL to the reference", "nats per token"),
+    _one("kl_sampler", "KL from sampler to trainer", "nats per token; rounding alone, unless samples are reused"),
+    _one("effective_sample_size", "Effective sample size",
+         "share that importance weights between sampler and trainer leave", is_share=True),
+    _one("clip_share", "Clipped tokens", "share whose ratio left the trust region", is_share=True),
+    _one("uniform_groups", "Uniform groups", "share of prompts whose answers all earn the same: no signal",
+         is_share=True),
+    _one("grad_norm", "Gradient norm", "before clipping"),
+)
+# fmt: on
+
+
+def choose_panels(rows: Sequence[MetricsRow]) -> list[Panel]:
+    """The panels for which a run has numbers. Non-finite values are left out of the lines."""
+    evaluations = evaluation_points(rows)
+    panels = []
+    for plan in _PLANS:
+        series = [s for name, label in plan.metrics.items() if (s := _metric_series(rows, name, label)) is not None]
+        for name, label in plan.evaluations.items():
+            series += _evaluation_series(evaluations, name, label)
+        if series:
+            panels.append(Panel(plan.title, plan.caption, series, plan.is_share))
+    return panels
+
+
+def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:
+    points = [(row.step, row.metrics[name]) for row in rows if math.isfinite(row.metrics.get(name, math.nan))]
+    if not points:
+        return None
+    return Series(label, [float(step) for step, _ in points], [value for _, value in points])
+
+
+def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label: str) -> list[Series]:
+    tasks = list(dict.fromkeys(e.name for e in evaluations if name in e.results))
+    series = []
+    for task in tasks:
+        points = sorted((e for e in evaluations if e.name == task and name in e.results), key=lambda e: e.step)
+        has_interval = all(f"{name}_low" in e.results for e in points)
+        values, low, high = ([e.results[key] for e in points] if key == name or has_interval else []
+                             for key in (name, f"{name}_low", f"{name}_high"))  # fmt: skip
+        own = label if len(tasks) == 1 else f"{label} {task}"
+        series.append(Series(own, [float(e.step) for e in points], values, low, high, is_points=True))
+    return series
 
 
 def draw_curves(panels: Sequence[Panel], title: str, path: str | Path) -> Path:
@@ -19,45 +103,27 @@ def draw_curves(panels: Sequence[Panel], title: str, path: str | Path) -> Path:
         StorageError: the file cannot be written.
     """
     assert panels, "a run without numbers has no curves"
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
     columns = min(NUM_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.4 * columns, 2.9 * rows + 0.5, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     grid = figure.subplots(rows, columns, squeeze=False)
-    for index, axes in enumerate(grid.flat):
-        if index >= len(panels):
-            axes.set_visible(False)
-            continue
-        panel = panels[index]
-        for color, series in zip(COLORS * len(panel.series), panel.series, strict=False):
-            if not series.is_points:
-                axes.plot(series.steps, series.values, color=color, linewidth=1.4, label=series.label)
-                continue
-            errors = None
-            if series.low:
-                below = [max(0.0, v - low) for v, low in zip(series.values, series.low, strict=True)]
-                above = [max(0.0, high - v) for v, high in zip(series.values, series.high, strict=True)]
-                errors = [below, above]
-            axes.errorbar(
-                series.steps, series.values, errors, fmt="o", color=color, markersize=4, capsize=2, label=series.label
-            )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for color, s in zip(COLORS * len(panel.series), panel.series, strict=False):
+            if s.is_points:
+                errors = error_bars(s.ys, s.low, s.high) if s.low else None
+                axes.errorbar(s.xs, s.ys, errors, fmt="o", color=color, markersize=4, capsize=2, label=s.label)
+            else:
+                axes.plot(s.xs, s.ys, color=color, linewidth=1.4, label=s.label)
         low, high = axis_range(panel)
         axes.set_ylim(low, high * 1.03 if panel.is_share else high)
         if panel.is_share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+            show_percent(axes.yaxis)
         axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_frame(axes)
         if len(panel.series) > 1:
             axes.legend(fontsize=7.5, frameon=False)
-    target = Path(path)
-    with storage_errors(target.name, target):
-        figure.savefig(target, dpi=130)
-    return target
+    return save_picture(figure, path, 130)

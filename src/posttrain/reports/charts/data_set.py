@@ -9,12 +9,10 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
-from posttrain.store.durable import storage_errors
+from posttrain.reports.charts.picture import COLORS, new_figure, plain_frame, save_picture
 from posttrain.tasks.description import Description, percentile
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 MAX_BARS = 12
-DOTS_PER_INCH = 150
 NUM_BINS = 40
 
 
@@ -24,14 +22,10 @@ def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Pa
     Raises:
         StorageError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = balances(found)
     columns = 2 if panels else 1
     rows = 1 + max(0, -(-(len(panels) - 1) // columns))
-    figure = Figure(figsize=(5.6 * columns, 3.4 * rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.6 * columns, 3.4 * rows + 0.6, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     grid = figure.add_gridspec(rows, columns)
     _draw_lengths(figure.add_subplot(grid[0, 0]), found, unit)
@@ -43,9 +37,7 @@ def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Pa
         raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use .png, .svg or .pdf")
     if kind_of_file(target.parent) != "folder" or kind_of_file(target) not in ("file", "nothing"):
         raise UsageError(f"--plot: {target}: no file can be written there; give one in a folder that is there")
-    with storage_errors(target.name, target):
-        figure.savefig(target, dpi=DOTS_PER_INCH, facecolor="white")
-    return target
+    return save_picture(figure, target)
 
 
 def balances(found: Description) -> list[tuple[str, Counter[str]]]:
@@ -73,7 +65,7 @@ def _draw_lengths(axes: Any, found: Description, unit: str) -> None:
     axes.set_ylabel("texts")
     axes.set_title("lengths", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
-    _plain(axes)
+    plain_frame(axes, has_grid=False)
 
 
 def _draw_bars(axes: Any, name: str, counts: Counter[str]) -> None:
@@ -86,9 +78,4 @@ def _draw_bars(axes: Any, name: str, counts: Counter[str]) -> None:
     axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=3)
     axes.margins(x=0.14)
     axes.set_title(name, loc="left", fontsize=10)
-    _plain(axes)
-
-
-def _plain(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    plain_frame(axes, has_grid=False)

@@ -1,4 +1,4 @@
-"""Which curves of a run are worth a picture: the same panels for ``curves.png`` and ``report.html``."""
+"""A panel: what a chart shows, and where its values lie in a picture (``templates/parts.jinja`` draws it)."""
 
 from __future__ import annotations
 
@@ -6,153 +6,118 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
+MAX_POINTS = 400
+NUM_COLORS = 8  # of lines that can be told apart; the style sheet has so many
+Range = tuple[float, float]
+Ticks = Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line or one row of points. ``low`` and ``high`` (95 % intervals) are empty or as long as ``values``."""
+    """One line or one row of points. ``low`` and ``high`` (95 % intervals) are empty or as long as ``ys``.
+
+    An interval is a whisker at a point and a band about a line. ``has_dots``: the line's points are shown too.
+    ``color``: a class of the style sheet; "" for the next one. ``notes``: what points say when they are pointed at;
+    empty for their numbers.
+    """
 
     label: str
-    steps: list[float]
-    values: list[float]
+    xs: list[float]
+    ys: list[float]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     is_points: bool = False
+    has_dots: bool = False
+    is_dashed: bool = False
+    color: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def drawn(self) -> list[int]:
+        """The points that are drawn: those with a number, and of a long line every so many and the last."""
+        finite = [i for i, value in enumerate(self.ys) if math.isfinite(value)]
+        stride = 1 if self.is_points else max(1, -(-len(finite) // MAX_POINTS))
+        return sorted({*finite[::stride], *finite[-1:]})
+
+    def note(self, i: int, is_share: bool) -> str:
+        """What point ``i`` says: where it lies, and its interval."""
+        if self.notes:
+            return self.notes[i]
+        show = ".1%" if is_share else ".4g"
+        interval = f" [{self.low[i]:{show}}, {self.high[i]:{show}}]" if self.low else ""
+        return f"{self.label}, {self.xs[i]:g}: {self.ys[i]:{show}}{interval}"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: its title, what to look for, its series. ``is_share``: values are shares of one."""
+    """One picture: its title, what to look for, its series. ``is_share``: values are shares of one.
+
+    With ``x_label`` it is larger and its axes are named. Ranges and ticks (value, text) that are not set follow from
+    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across.
+    """
 
     title: str
     caption: str
-    series: list[Series]
+    series: Sequence[Series]
     is_share: bool = False
+    x_label: str = ""
+    y_label: str = ""
+    x_range: Range | None = None
+    y_range: Range | None = None
+    log_x: bool = False
+    log_y: bool = False
+    x_ticks: Ticks = ()
+    y_ticks: Ticks = ()
+    levels: Sequence[tuple[str, float]] = ()
+    has_diagonal: bool = False
+    max_band: float = math.inf
+    width: float = 0.0
+
+    def frame(self) -> Frame:
+        """Where its values lie."""
+        return Frame(self)
 
 
-# title, caption, is_share, ((metric, label), ...), ((evaluation result, label), ...)
-_Plan = tuple[str, str, bool, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-_PLANS: tuple[_Plan, ...] = (
-    (
-        "Accuracy",
-        "sampled in training, and greedy on held-out problems",
-        True,
-        (("accuracy", "training"),),
-        (("accuracy", "held-out"),),
-    ),
-    ("Reward", "mean over all sampled answers", False, (("reward", "training"),), ()),
-    (
-        "Length of answers",
-        "tokens; does it pay to write more?",
-        False,
-        (("num_tokens", "all"), ("num_tokens_right", "right"), ("num_tokens_wrong", "wrong")),
-        (),
-    ),
-    ("Worked answers", "share that writes its steps", True, (("worked", "training"),), (("worked", "held-out"),)),
-    (
-        "Format",
-        "share in the asked format; cut off at the limit",
-        True,
-        (("format", "in format"), ("truncated", "cut off")),
-        (("format", "held-out"),),
-    ),
-    ("Entropy", "nats per token; near 0 nothing new is tried", False, (("entropy", "training"),), ()),
-    ("Loss", "per trained token", False, (("nll", "training"),), ()),
-    ("Margin", "implicit reward of the better answer less that of the worse", False, (("margin", "training"),), ()),
-    (
-        "Pairs in the right order",
-        "share of pairs; a tie counts half",
-        True,
-        (("pair_accuracy", "training"),),
-        (("pair_accuracy", "held-out"),),
-    ),
-    (
-        "Log-probability of the answers of a pair",
-        "nats per answer",
-        False,
-        (("chosen_logprob", "chosen"), ("rejected_logprob", "rejected")),
-        (),
-    ),
-    ("Divergence from the teacher", "nats per token", False, (("divergence", "training"),), ()),
-    (
-        "What the critic explains",
-        "share of the variance of returns",
-        False,
-        (("value_explained_variance", "training"),),
-        (),
-    ),
-    (
-        "KL from the start",
-        "nats per answer, sampled on held-out prompts",
-        False,
-        (("kl_in_reward", "in the reward"),),
-        (("kl_from_start", "held-out"),),
-    ),
-    ("KL to the reference", "nats per token", False, (("kl_ref", "training"),), ()),
-    (
-        "KL from sampler to trainer",
-        "nats per token; rounding alone, unless samples are reused",
-        False,
-        (("kl_sampler", "training"),),
-        (),
-    ),
-    (
-        "Effective sample size",
-        "share that importance weights between sampler and trainer leave",
-        True,
-        (("effective_sample_size", "training"),),
-        (),
-    ),
-    ("Clipped tokens", "share whose ratio left the trust region", True, (("clip_share", "training"),), ()),
-    (
-        "Uniform groups",
-        "share of prompts whose answers all earn the same: no signal",
-        True,
-        (("uniform_groups", "training"),),
-        (),
-    ),
-    ("Gradient norm", "before clipping", False, (("grad_norm", "training"),), ()),
-)
+class Frame:
+    """The axes of a panel in a picture of 380 by 220 units, or 460 by 270 where they are named."""
+
+    def __init__(self, panel: Panel) -> None:
+        is_named = bool(panel.x_label)
+        self.width = panel.width or (460.0 if is_named else 380.0)
+        self.height = 270.0 if is_named else 220.0
+        self.left, self.right = 56.0 if is_named else 52.0, self.width - 12.0
+        self.top, self.bottom = 12.0, self.height - (40.0 if is_named else 26.0)
+        xs = [x for s in panel.series for x in s.xs]
+        self.x_range = panel.x_range or (min(xs), max(max(xs), min(xs) + 1))
+        self.y_range = panel.y_range or axis_range(panel)
+        self.log_x, self.log_y = panel.log_x, panel.log_y
+        self.x_ticks = panel.x_ticks or [(tick, f"{tick:g}") for tick in _ticks(self.x_range, self.log_x)]
+        labels = [(tick, show_tick(tick, panel.is_share)) for tick in _ticks(self.y_range, self.log_y)]
+        self.y_ticks = panel.y_ticks or labels
+        self.levels = [(value, label) for label, value in panel.levels if math.isfinite(value)]
+        self.equal = (max(self.x_range[0], self.y_range[0]), min(self.x_range[1], self.y_range[1]))
+
+    def x(self, value: float) -> float:
+        """Where a value lies from the left."""
+        return round(self.left + _share(value, self.x_range, self.log_x) * (self.right - self.left), 1)
+
+    def y(self, value: float) -> float:
+        """Where a value lies from the top."""
+        return round(self.bottom - _share(value, self.y_range, self.log_y) * (self.bottom - self.top), 1)
 
 
-def choose_panels(rows: Sequence[MetricsRow]) -> list[Panel]:
-    """The panels for which a run has numbers. Non-finite values are left out of the lines."""
-    evaluations = evaluation_points(rows)
-    panels = []
-    for title, caption, is_share, metrics, results in _PLANS:
-        series = [s for name, label in metrics if (s := _metric_series(rows, name, label)) is not None]
-        for name, label in results:
-            series += _evaluation_series(evaluations, name, label)
-        if series:
-            panels.append(Panel(title, caption, series, is_share))
-    return panels
+def _share(value: float, limits: Range, is_log: bool) -> float:
+    """How far along an axis; a little beyond its ends, but no farther."""
+    low, high = limits
+    if is_log:
+        value, low, high = (math.log(max(v, 1e-12)) for v in (value, low, high))
+    return max(-0.02, min(1.02, (value - low) / (high - low))) if high > low else 0.5
 
 
-def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:
-    points = [(row.step, row.metrics[name]) for row in rows if math.isfinite(row.metrics.get(name, math.nan))]
-    if not points:
-        return None
-    return Series(label, [float(step) for step, _ in points], [value for _, value in points])
-
-
-def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label: str) -> list[Series]:
-    tasks = list(dict.fromkeys(e.name for e in evaluations if name in e.results))
-    found = []
-    for task in tasks:
-        points = sorted((e for e in evaluations if e.name == task and name in e.results), key=lambda e: e.step)
-        has_interval = all(f"{name}_low" in e.results for e in points)
-        found.append(
-            Series(
-                label if len(tasks) == 1 else f"{label} {task}",
-                [float(e.step) for e in points],
-                [e.results[name] for e in points],
-                [e.results[f"{name}_low"] for e in points] if has_interval else [],
-                [e.results[f"{name}_high"] for e in points] if has_interval else [],
-                is_points=True,
-            )
-        )
-    return found
+def _ticks(limits: Range, is_log: bool) -> list[float]:
+    if not is_log:
+        return nice_ticks(*limits)
+    first, last = math.ceil(math.log10(limits[0]) - 1e-9), math.floor(math.log10(limits[1]) + 1e-9)
+    return [10.0**power for power in range(first, last + 1)]
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -166,11 +131,20 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def axis_range(panel: Panel) -> tuple[float, float]:
-    """The vertical extent: 0 to 1 for shares (less where all are small), else the values with a little room."""
-    values = [v for s in panel.series for v in (*s.values, *s.low, *s.high)]
-    low, high = min(values), max(values)
-    if panel.is_share:
+def axis_range(panel: Panel) -> Range:
+    """The vertical extent: 0 to 1 for shares (less where all are small), else the values with a little room.
+
+    Intervals widen it by ``max_band`` of the values' own extent at most.
+    """
+    values = [v for s in panel.series for v in s.ys]
+    values += [value for _, value in panel.levels]
+    values = [value for value in values if math.isfinite(value)]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    bands = [v for s in panel.series for v in (*s.low, *s.high) if math.isfinite(v)]
+    reach = panel.max_band * ((high - low) or 1.0)
+    low = min([low, *(max(value, low - reach) for value in bands)])
+    high = max([high, *(min(value, high + reach) for value in bands)])
+    if panel.is_share and low >= 0:
         return 0.0, 1.0 if high > 0.25 or high <= 0 else high * 1.15
     if low > 0 and low < 0.35 * high:
         low = 0.0

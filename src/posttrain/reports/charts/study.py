@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.evals.seeds import Summary
-from posttrain.reports.charts.comparison import COLORS, DASHES
-from posttrain.store.durable import storage_errors
+from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, titled_grid
 from posttrain.sweeps.best_of_n import Chosen
 from posttrain.sweeps.overoptimization import MethodCourse, distances
 from posttrain.sweeps.study_curves import Fit, MeanPoint, Point, fitted
 
-DOTS_PER_INCH = 150
 DISTANCE = "√KL from the start (KL in nats per answer)"
 _Get = Callable[[MeanPoint], Summary]
 
@@ -51,7 +49,7 @@ def draw_overoptimization(methods: Sequence[MethodCourse], title: str, path: str
     _dress(plane, "Gold against proxy", "up and right: the proxy means what it says", "proxy", is_share=True)
     handles = [_handle(method.name, COLORS[i % len(COLORS)]) for i, method in enumerate(methods)]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=10)
-    return _save(figure, path)
+    return save_picture(figure, path)
 
 
 def draw_best_of_n(found: Sequence[Chosen], num_models: int, title: str, path: str | Path) -> Path:
@@ -87,19 +85,12 @@ def draw_best_of_n(found: Sequence[Chosen], num_models: int, title: str, path: s
     _dress(shares, "Right answers among those chosen", "band: 95 % over problems", "n answers to choose from", True)
     _dress(gains, "Gain over a random pick", "points; thin: single seeds", "n answers to choose from")
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=10)
-    return _save(figure, path)
+    return save_picture(figure, path)
 
 
 def _make_figure(size: tuple[float, float], title: str, num_rows: int) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size)
-    FigureCanvasAgg(figure)
-    top = 0.905 if num_rows == 2 else 0.8
-    grid = figure.add_gridspec(num_rows, 2, left=0.062, right=0.985, top=top, bottom=0.06 if num_rows == 2 else 0.11,
-                               hspace=0.34, wspace=0.16)  # fmt: skip
-    figure.text(0.062, 1 - 0.32 / size[1], title, fontsize=14, fontweight="bold")
+    top, bottom = (0.905, 0.06) if num_rows == 2 else (0.8, 0.11)
+    figure, grid = titled_grid(title, size, num_rows, top, bottom=bottom, hspace=0.34)
     return figure, [figure.add_subplot(grid[row, column]) for row in range(num_rows) for column in range(2)]
 
 
@@ -140,25 +131,8 @@ def _handle(name: str, color: str, dashes: Any = "solid") -> Any:
 
 
 def _dress(axes: Any, title: str, subtitle: str, label: str, is_share: bool = False) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
-    axes.text(0.0, 1.025, subtitle, transform=axes.transAxes, fontsize=8.5, color="#666666")
-    axes.set_xlabel(label, fontsize=9)
+    label_panel(axes, title, subtitle, label, is_share=is_share)
     heights = [float(y) for line in axes.lines for y in line.get_ydata()]  # few seeds have bands far beyond any line
     low, high = min(heights), max(heights)
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
-    if is_share:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.tick_params(labelsize=8.5, length=0)
-    axes.grid(alpha=0.22)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _save(figure: Any, path: str | Path) -> Path:
-    target = Path(path)
-    with storage_errors(target.name, target):
-        figure.savefig(target, dpi=DOTS_PER_INCH, facecolor="white")
-    return target

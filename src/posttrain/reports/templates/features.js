@@ -1,11 +1,4 @@
-"""The script of ``features.html``: search, order, and drawing of what is on the screen. Plain JavaScript, no library.
-
-Text enters the page through ``textContent`` alone.
-"""
-
-from __future__ import annotations
-
-SCRIPT = r"""
+// Search, order, and drawing of what is on the screen. Text enters the page through `textContent` alone.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const texts = data.texts;
@@ -197,4 +190,3 @@ new IntersectionObserver(seen => { if (seen.some(s => s.isIntersecting) && drawn
 drawOverview();
 choose();
 followLink();
-"""

@@ -1,0 +1,293 @@
+"""``report.html`` of a comparison of two models: what did training change? Drawn from ``diff.json`` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from posttrain.evals.seeds import student_t_quantile, summarize_seeds
+from posttrain.evals.tables import TextTable
+from posttrain.reports.charts.panels import Panel, Range, Series
+from posttrain.reports.difference_sentences import causal_lines, findings
+from posttrain.reports.page import decimals, render, visible
+
+Facts = Mapping[str, Any]
+NUM_RATIOS = 20
+NUM_LATENTS = 16
+
+
+def render_diff(found: Facts) -> str:
+    """The whole page as HTML (``templates/differences.jinja``)."""
+    about = f"Base: {found['base']}. Post: {found['post']}. Read at {found['activations']['site']}."
+    kl = found["divergence"]
+    return render(
+        "differences.jinja",
+        title=found["title"],
+        lead=f"{found['description']} {about}" if found["description"] else about,
+        found=found,
+        findings=findings(found),
+        causal_findings=causal_lines(found["causal"]) if "causal" in found else [],
+        half_width=_half_width(kl["per_answer_error"], kl["documents"]),
+        largest_kl=max([value for shown in kl["shown"] for value in shown["kl"]] + [1e-9]),
+        panels=_panels(found),
+        tables=_tables(found),
+        seconds=[(name, f"{value:g} s") for name, value in found["seconds"].items()],
+        command=found["command"],
+    )
+
+
+def _panels(found: Facts) -> dict[str, Any]:
+    """Every chart of the page by its place there."""
+    return {
+        "changes": _change_panels(found["dictionaries"][0]),
+        "ratios": _ratio_panels([f for f in found["features"] if f["mean_ratio"] is not None][:NUM_RATIOS]),
+        "divergence": _divergence_panels(found["divergence"]["places"]),
+        "patching": [_patching_panel(found["patching"])] if "patching" in found else [],
+        "causal": _causal_panels(found["causal"]) if "causal" in found else [],
+    }
+
+
+def _change_panels(dictionary: Facts) -> list[Panel]:
+    """Every feature's firing rate before and after, and the amplification that latent scaling reads."""
+    rates, scaling = dictionary["rates"], dictionary["scaling"]
+    tested = [i for i, (before, is_tested) in enumerate(zip(rates["base"], rates["tested"], strict=True))
+              if before and is_tested]  # fmt: skip
+    fired = [
+        (i, rates["base"][i], after, rates["mean_post"][i] > rates["mean_base"][i], f"{after:.3%} of tokens in post")
+        for i in tested
+        if (after := rates["post"][i])
+    ]
+    scaled = [
+        (i, rates["base"][i], max(-0.5, min(3.0, value)), value > 1, f"{value:.2f} times as much in the post model")
+        for i in tested
+        if (value := scaling["amplification"][i]) is not None and scaling["energy"][i]
+    ]
+    panels = []
+    where = "share of tokens on which it fires"
+    if fired:
+        limits = _decades([value for dot in fired for value in dot[1:3]])
+        panels.append(
+            Panel("How often each feature fires", "on the dotted line: as often as before", _dots(rates, fired),
+                  x_label=f"{where}: base", y_label="post", x_range=limits, y_range=limits, log_x=True, log_y=True,
+                  has_diagonal=True)
+        )  # fmt: skip
+    if scaled:
+        about = "latent scaling: the factor by which its direction is present in the post model where the base has it"
+        panels.append(
+            Panel("How much of each feature is left, or more", about, _dots(rates, scaled), x_label=f"{where} (base)",
+                  y_label="times as much", x_range=_decades([dot[1] for dot in scaled]), log_x=True,
+                  levels=[("as much", 1.0)])
+        )  # fmt: skip
+    return panels
+
+
+def _dots(rates: Facts, dots: Iterable[tuple[int, float, float, bool, str]]) -> list[Series]:
+    """Features (number, x, y, whether it rose, note) as points: those that did not change, rose, and fell."""
+    labels = {"soft": "not changed", "c1": "changed, rose", "c0": "changed, fell"}
+    groups = {color: Series(label, [], [], is_points=True, color=color) for color, label in labels.items()}
+    for i, x, y, has_risen, note in dots:
+        group = groups["soft" if not rates["changed"][i] else "c1" if has_risen else "c0"]
+        group.xs.append(x)
+        group.ys.append(y)
+        group.notes.append(f"feature {i}: {x:.3%} of tokens in the base, {note}")
+    return list(groups.values())
+
+
+def _ratio_panels(features: Sequence[Facts]) -> list[Panel]:
+    """Mean activations, post over base, with their intervals, spread as powers of two."""
+    values = [f[key] for f in features for key in ("mean_ratio", "mean_low", "mean_high")]
+    reach = min(6.0, max([1.0, *(abs(math.log2(v)) for v in values if v and v > 0 and math.isfinite(v))]))
+    series = []
+    for color, label in (("c1", "more"), ("c0", "less")):
+        own = [(i, f) for i, f in enumerate(features) if (f["mean_ratio"] > 1) == (color == "c1")]
+        xs, ys = [float(i) for i, _ in own], [f["mean_ratio"] for _, f in own]
+        low, high = ([f[key] or math.nan for _, f in own] for key in ("mean_low", "mean_high"))
+        notes = [f"feature {f['feature']}: {y:.3g} [{a:.3g}, {b:.3g}]"
+                 for (_, f), y, a, b in zip(own, ys, low, high, strict=True)]  # fmt: skip
+        series.append(Series(label, xs, ys, low, high, is_points=True, color=color, notes=notes))
+    powers = range(-int(reach), int(reach) + 1)
+    chart = Panel(
+        "Mean activation, post over base", "the most changed; 95 % intervals over documents", series,
+        x_label="feature", y_label="times", x_range=(-0.6, len(features) - 0.4), log_y=True,
+        y_range=(2.0 ** -(reach + 0.2), 2.0 ** (reach + 0.2)), width=920.0,
+        x_ticks=[(float(i), f"{f['feature']}") for i, f in enumerate(features)],
+        y_ticks=[(2.0**power, f"{2**power}×" if power >= 0 else f"1/{2**-power}") for power in powers],
+    )  # fmt: skip
+    return [chart] if features else []
+
+
+def _divergence_panels(places: Sequence[Facts]) -> list[Panel]:
+    """KL at each token of an answer."""
+    if not places:
+        return []
+    xs, ys = [place["place"] + 1.0 for place in places], [place["kl"] for place in places]
+    halves = [_half_width(place["error"], place["answers"]) for place in places]
+    low, high = ([y + sign * half for y, half in zip(ys, halves, strict=True)] for sign in (-1, 1))
+    line = Series("KL(post ‖ base)", xs, ys, low, high, has_dots=True)
+    return [
+        Panel("KL along the answer", "mean over answers; band: 95 %", [line], x_label="token of the answer",
+              y_label="KL, nats", x_range=(1, max(2.0, xs[-1])))
+    ]  # fmt: skip
+
+
+def _patching_panel(patching: Facts) -> Panel:
+    """The share of KL recovered against the number of features."""
+    xs = [float(count) for count in patching["counts"]]
+    lines = [
+        _over_seeds("most changed features", xs, patching["changed"], "c1"),
+        _over_seeds("random features like them", xs, patching["random"], "c0"),
+        Series("frozen random dictionary, its most changed", xs, patching["frozen"], has_dots=True, is_dashed=True,
+               color="c3"),
+    ]  # fmt: skip
+    if "difference" in patching:
+        lines.append(Series("dictionary of the difference", xs, patching["difference"], has_dots=True, color="c2"))
+    levels = [("all of the difference", patching["everything"]), ("mean difference", patching["mean_vector"])]
+    return Panel(
+        "How much the changed features explain", "band: 95 % over seeds (Student t)", lines, is_share=True,
+        x_label="features patched into the base", y_label="share of KL recovered", log_x=True, levels=levels,
+        x_range=(xs[0], max(xs[-1], xs[0] + 1)), x_ticks=_named(xs),
+    )  # fmt: skip
+
+
+def _causal_panels(causal: Facts) -> list[Panel]:
+    """Outcomes against the number of features and against the dose, for each test."""
+    unchanged, everything = causal["unchanged"], causal["everything"]
+    base, post = ("base, untouched", unchanged["base"]), ("post, untouched", unchanged["post"])
+    all_post, all_base = ("all of post's activations", everything["base"]), ("all of base's", everything["post"])
+    tests = (
+        ("given", "The base, given the changes", [base, all_post]),
+        ("returned", "The post model, changes undone", [post, all_base]),
+        ("scaled", "The post model, features scaled", [post]),
+    )
+    panels = []
+    for test, title, levels in tests:
+        by_count = [[point for point in row if point["dose"] == 1.0] for row in causal[test]]
+        by_dose = [[point for point in row if point["features"] == causal["features"]] for row in causal[test]]
+        if len(by_count[0]) > 1 and test != "scaled":
+            panels.append(_causal_panel(title, "all the way", "features", by_count, levels, causal["measure"]))
+        if len(by_dose[0]) > 1:
+            caption = f"{causal['features']} features, by dose"
+            panels.append(_causal_panel(title, caption, "dose", by_dose, levels, causal["measure"]))
+    return panels
+
+
+def _causal_panel(
+    title: str,
+    caption: str,
+    key: str,
+    rows: Sequence[Sequence[Facts]],
+    levels: Sequence[tuple[str, float]],
+    measure: str,
+) -> Panel:
+    xs = [float(point[key]) for point in rows[0]]
+    changed = [[point["changed"] for point in row] for row in rows]
+    others = [[sum(point["random"]) / len(point["random"]) for point in row] for row in rows]
+    lines = [
+        _over_seeds("most changed features", xs, changed, "c1"),
+        _over_seeds("random features like them", xs, others, "c0"),
+    ]
+    return Panel(  # a band over few seeds may be wider than anything that can happen
+        title, f"{caption}; band: 95 % over seeds", lines, x_label=key, y_label=measure, log_x=key == "features",
+        x_range=(xs[0], max(xs[-1], xs[0] + 1e-9)), x_ticks=_named(xs), max_band=0.35, levels=levels,
+    )  # fmt: skip
+
+
+def _tables(found: Facts) -> dict[str, TextTable]:
+    """Every table of the page by its place there."""
+    answers = [
+        [who, f"{x['answers']}", f"{x['accuracy']:.1%}", f"{x['reward']:.3f}", f"{x['tokens']:.1f}"]
+        for who in ("base", "post")
+        if (x := found["documents"].get(who)) is not None
+    ]
+    lens = [
+        [entry["where"], *(" ".join(visible(token) for token, _ in entry[side]) for side in ("up", "down")),
+         f"{entry['norm']:.1%}"]
+        for entry in found["lens"]
+    ]  # fmt: skip
+    seeds = [
+        [f"{pair['first']} in {pair['second']}", f"{pair['count']}",
+         *(decimals(pair[key]) for key in ("share", "by_chance", "cosine"))]
+        for pair in found["overlap"]["pairs"]
+    ]  # fmt: skip
+    tables = {
+        "answers": TextTable("", ["answers of", "number", "right", "reward", "tokens"], answers),
+        "tokens_at": _token_table("the token itself", found["divergence"]["tokens_at"]),
+        "tokens_after": _token_table("the token before", found["divergence"]["tokens_after"]),
+        "lens": TextTable("", ["mean over", "for", "against", "size"], lens, num_labels=3),
+        "trust": _trust_table(found),
+        "seeds": TextTable("", ["seeds", "changed", "found again", "of all", "mean cosine"], seeds),
+    }
+    tables |= {name: _latent_table(found[name]) for name in ("difference", "crosscoder") if name in found}
+    return tables | ({"verdicts": _verdict_table(found["causal"])} if "causal" in found else {})
+
+
+def _token_table(head: str, entries: Sequence[Facts]) -> TextTable:
+    lines = [[visible(e["token"]), f"{e['share']:.1%}", f"{e['mean']:.3f}", f"{e['count']:,}"] for e in entries]
+    return TextTable("", [head, "share of KL", "mean, nats", "times"], lines)
+
+
+def _latent_table(dictionary: Facts) -> TextTable:
+    lines = [
+        [
+            *(f"{latent['latent']}", " ".join(visible(token) for token, _ in latent["promotes"]["up"])),
+            *(f"{latent['share'] or 0:.1%}", f"{latent['density'] or 0:.2%}"),
+            *(decimals(latent[key]) for key in ("beta_base", "beta_post", "nu")),
+        ]
+        for latent in dictionary["latents"][:NUM_LATENTS]
+    ]
+    header = ["latent", "speaks for", "share", "fires on", "β base", "β post", "ν"]
+    return TextTable("", header, lines, num_labels=2)
+
+
+def _trust_table(found: Facts) -> TextTable:
+    """Null tests, seeds, and the frozen decoder."""
+    names = [f"seed {i}" for i in range(len(found["dictionaries"]))] + ["frozen decoder"]
+    lines = [
+        [
+            name,
+            *(f"{dictionary['quality'][model]['fvu']:.3f}" for model in ("base", "post")),
+            *(f"{dictionary['counts'][key]}" for key in ("tested", "significant", "changed")),
+            *(f"{dictionary['null'][key]['changed']}" for key in ("itself", "swapped", "halves")),
+        ]
+        for name, dictionary in zip(names, [*found["dictionaries"], found["frozen"]], strict=True)
+    ]
+    header = ["dictionary", "FVU base", "FVU post", "tested", "significant", "changed"]
+    return TextTable("", [*header, "null: itself", "swapped", "halves"], lines)
+
+
+def _verdict_table(causal: Facts) -> TextTable:
+    lines = []
+    for name, verdict in causal["verdicts"].items():
+        mean, half = verdict["mean"], verdict["half_width"]
+        interval = "one seed" if half is None else f"{mean - half:+.3f} to {mean + half:+.3f}"
+        seeds = ", ".join(f"{value:+.3f}" for value in verdict["values"])
+        answer = "—" if verdict["separates"] is None else "yes" if verdict["separates"] else "no"
+        lines.append([name, f"{mean:+.4f}", interval, seeds, answer])
+    return TextTable("", ["test", "difference", "95 % interval", "seeds", "separates"], lines)
+
+
+def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], color: str) -> Series:
+    """The mean over seeds (rows) at each x, with its 95 % Student-t band where there are several."""
+    summaries = [s for column in zip(*rows, strict=True) if (s := summarize_seeds(list(column))) is not None]
+    means = [s.mean for s in summaries]
+    halves = [s.half_width for s in summaries if s.half_width is not None]
+    low, high = (
+        [mean + sign * half for mean, half in zip(means, halves, strict=True)] if len(halves) == len(means) else []
+        for sign in (-1, 1)
+    )
+    return Series(label, xs, means, low, high, has_dots=True, color=color)
+
+
+def _half_width(error: float, num_answers: int) -> float:
+    """Of the 95 % Student-t interval of a mean over answers, from its standard error."""
+    return student_t_quantile(max(1, num_answers - 1)) * error
+
+
+def _decades(values: Sequence[float]) -> Range:
+    """The powers of ten around positive values."""
+    return 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
+
+
+def _named(values: Sequence[float]) -> list[tuple[float, str]]:
+    return [(value, f"{value:g}") for value in values]

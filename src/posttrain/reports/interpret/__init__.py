@@ -1,1 +1,0 @@
-"""Pages of features and of differences between models."""

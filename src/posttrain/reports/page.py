@@ -1,0 +1,88 @@
+"""The one door to the templates: every page, and every piece of HTML, is drawn here.
+
+What a model, a recipe or a data set wrote enters a page through ``{{ }}`` alone. That writes control and hidden
+characters out (``untrusted.harmless``) and escapes the rest; a name that a template was not given is an error. The
+shell (``page.jinja``) has the one style sheet and a policy under which a page loads nothing and runs no script but
+its own. Templates come from this package, never from a run or a user's folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from posttrain.store.durable import replace_file
+from posttrain.untrusted import harmless
+
+
+def render(template: str, **context: Any) -> str:
+    """A whole page: a file of ``templates/`` with the names that it uses."""
+    return _environment().get_template(template).render(context)
+
+
+def draw(template: str, macro: str, *arguments: Any) -> str:
+    """A piece of HTML: a macro of a file of ``templates/``. What it returns is not escaped again within another."""
+    piece: str = getattr(_environment().get_template(template).module, macro)(*arguments)
+    return piece
+
+
+def write_html(page: str, path: str | Path) -> Path:
+    """Write a page; an older one is replaced at once.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    replace_file(Path(path), page.encode("utf-8"), durable=False)
+    return Path(path)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested facts as lines for a table: ``("hardware: cores", 2)``; those that are None are left out."""
+    lines: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines += flatten(value, f"{prefix}{name}: ")
+        elif value is not None:
+            lines.append((f"{prefix}{name}", value))
+    return lines
+
+
+def visible(text: str) -> str:
+    """A token with its spaces and line ends to be seen."""
+    return repr(text)[1:-1]
+
+
+def decimals(value: float | None) -> str:
+    """Two decimals, or a dash."""
+    return "—" if value is None else f"{value:.2f}"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("posttrain.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if not isinstance(value, str) or hasattr(value, "__html__") else harmless(value),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # JSON within a page is ASCII without <, > and &, so that it ends no script element.
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.tests["finite"] = math.isfinite
+    environment.filters |= {
+        "fmt": format,
+        "flatten": flatten,
+        "visible": visible,
+        "decimals": decimals,
+        "base64": lambda content: base64.b64encode(content).decode("ascii"),
+        "sha256": lambda text: base64.b64encode(hashlib.sha256(str(text).encode()).digest()).decode("ascii"),
+    }
+    return environment
