@@ -46,6 +46,7 @@ from parity_trl import (
 )
 from torch import Tensor
 
+from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.registry import find
 from posttrain.types import Batch, Outputs
 
@@ -102,7 +103,13 @@ def our_loss(case: Case, draw: Draw) -> Tensor:
     """Objective × aggregation, as the training loop multiplies them."""
     entry = find("objective", case.word)
     outputs, batch = our_inputs(case, draw, rows_per_unit=2 if entry.traits["level"] == "pair" else 1)
-    values = entry.bind(case.options)(outputs, batch).values
+    regularizers = {key: value for key, value in case.options.items() if key in ("kl", "entropy_bonus")}
+    objective = entry.bind({key: value for key, value in case.options.items() if key not in regularizers})
+    values = (
+        with_regularizers(objective, **regularizers)(outputs, batch).values
+        if regularizers
+        else objective(outputs, batch).values
+    )
     name, options = case.aggregate
     weights = find("aggregation", name).bind(options)(
         batch.mask if entry.traits["level"] == "token" else batch.unit_mask

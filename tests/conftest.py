@@ -11,6 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast examples are made says how loaded the machine is, and nothing about the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "olmo2", "gpt2")
 

@@ -49,7 +49,7 @@ STUDY: dict[str, Any] = {
     "study": "best_of_n",
     "description": "which answer",
     "start": {"recipe": "tiny/sft"},
-    "reward_models": {"plain": {"recipe": "tiny/reward-bt"}},
+    "reward_models": {"plain": {"recipe": "tiny/rm"}},
     "best_of_n": {"task": {"name": "stories"}, "n": 4, "samples": 2, "max_tokens": 8},
     "seeds": 1,
 }

@@ -190,7 +190,7 @@ def data_cases(random: Random) -> list[Case]:
             cases.append(_ask(random, f"data: {what}", task, plain, files))
         for key in keys:
             for value in WRONG_VALUES:
-                if isinstance(value, list | dict) and _allowed(task, key, value):
+                if _allowed(task, key, value):
                     continue
                 content = lines(row | {key: value})
                 cases.append(_ask(random, "data: wrong value", task, "rows.jsonl", {"rows.jsonl": content}))
@@ -217,7 +217,11 @@ OPTIONAL = {
 
 
 def _allowed(task: str, key: str, value: Any) -> bool:
-    """Lists where lists belong: an empty one of steps before this one, alternatives of answers."""
+    """What a reader takes: an empty list of steps before this one, answers that are truth values, no arguments."""
+    if value is True:
+        return task in ("llmbar", "pandalm") and key.startswith(("output", "response"))
+    if value == [None]:
+        return (task, key) == ("ifeval", "kwargs")
     return value == [] and (task, key) in {("prm800k", "responses"), ("prmbench", "error_steps")}
 
 

@@ -19,6 +19,8 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.sweeps.study import StudyFile
 
+# Sections whose keys all have defaults: nothing said is something.
+ALL_OPTIONAL = ("adapter",)
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (text, frozenset(types.split()))
@@ -103,6 +105,8 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
     lists_enum = any("enum" in c or "const" in c for c in choices)
     bad = []
     for text, fits in POOL:
+        if text == "{}" and last in ALL_OPTIONAL:
+            continue
         taken = set(types)
         if last in SEEDS and text in ("100000000000", "1e11", "1e30"):
             continue
@@ -210,7 +214,7 @@ def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model
             Case(
                 "unknown key",
                 (*command, "mine.yaml"),
-                (name[:40], wrong[:40]),
+                (name[:40], wrong[:40], *(["a key of 300 characters"] if len(wrong) == 300 else [])),
                 {"mine.yaml": with_value(own, name, "1")},
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from posttrain import registry
 from posttrain.algorithms.objectives.actor_critic import ppo
 from posttrain.algorithms.objectives.policy_gradient import grpo
+from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.types import Batch, Outputs
 
 F64 = torch.float64
@@ -75,8 +77,10 @@ def test_the_policy_part_is_the_clipped_surrogate():
     outputs, batch = make(new, old, advantages, values, values, targets)
     outputs.entropy = torch.rand(1, 7, generator=generator, dtype=F64)
     batch.streams["ref_logprobs"] = torch.randn(1, 7, generator=generator, dtype=F64)
-    options = {"clip_low": 0.1, "clip_high": 0.3, "kl": 0.05, "kl_estimator": "k2", "entropy_bonus": 0.01}
-    ours, theirs = ppo(outputs, batch, value_weight=0.0, **options), grpo(outputs, batch, **options)
+    options = {"clip_low": 0.1, "clip_high": 0.3}
+    objectives = (partial(ppo, value_weight=0.0, **options), partial(grpo, **options))
+    regularizers = {"kl": 0.05, "kl_estimator": "k2", "entropy_bonus": 0.01}
+    ours, theirs = (with_regularizers(each, **regularizers)(outputs, batch) for each in objectives)
     assert torch.equal(ours.values, theirs.values)
     for name, metric in theirs.metrics.items():
         assert torch.equal(ours.metrics[name], metric)

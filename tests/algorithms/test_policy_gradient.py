@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from posttrain import registry
 from posttrain.algorithms.objectives import policy_gradient
 from posttrain.algorithms.objectives.policy_gradient import grpo, reinforce
+from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.types import Batch, Outputs
 
 ALL = ("reinforce", "grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
@@ -68,7 +70,7 @@ def test_grpo_kl_by_hand():
     outputs, batch = one_token(math.log(0.5), math.log(0.5), 0.0, ref_logprobs=math.log(0.25))
     r = math.log(2.0)  # log π − log π_ref
     for name, expected in (("k1", r), ("k2", r * r / 2), ("k3", 0.5 - 1 + r)):
-        assert grpo(outputs, batch, kl=0.1, kl_estimator=name).values[0, 1].item() == pytest.approx(
+        assert with_regularizers(grpo, kl=0.1, kl_estimator=name)(outputs, batch).values[0, 1].item() == pytest.approx(
             0.1 * expected, abs=1e-12
         )
 
@@ -94,7 +96,8 @@ def test_grpo_against_a_plain_python_reference():
     new, old, ref, adv = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     mask = torch.ones(3, 4, dtype=torch.bool)
     batch = make_batch(mask, advantages=adv, old_logprobs=old, ref_logprobs=ref)
-    got = grpo(Outputs(logprobs=new), batch, clip_low=0.1, clip_high=0.3, kl=0.05).values
+    clipped = partial(grpo, clip_low=0.1, clip_high=0.3)
+    got = with_regularizers(clipped, kl=0.05)(Outputs(logprobs=new), batch).values
     for b in range(3):
         for t in range(4):
             rho = math.exp(new[b, t] - old[b, t])
@@ -107,7 +110,7 @@ def test_grpo_gradient_by_finite_differences():
     outputs, batch = one_token(-1.3, -1.25, 0.7, ref_logprobs=-1.6)
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
-        return grpo(Outputs(logprobs=logprobs), batch, kl=0.3).values[:, 1:].sum()
+        return with_regularizers(grpo, kl=0.3)(Outputs(logprobs=logprobs), batch).values[:, 1:].sum()
 
     assert torch.autograd.gradcheck(value, (outputs.logprobs.detach().requires_grad_(),), eps=1e-6, atol=1e-8)
 
@@ -118,7 +121,7 @@ def test_entropy_bonus_lowers_the_value_by_the_entropy(name: str):
     outputs.entropy = torch.tensor([[0.0, 1.5]], dtype=torch.float64, requires_grad=True)
     objective = getattr(policy_gradient, name)
     plain = objective(outputs, batch).values[0, 1].item()
-    loss = objective(outputs, batch, entropy_bonus=0.2)
+    loss = with_regularizers(objective, entropy_bonus=0.2)(outputs, batch)
     assert loss.values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
     assert loss.metrics["entropy"].tolist() == [[0.0, 1.5]]
     assert not loss.metrics["entropy"].requires_grad
@@ -131,7 +134,8 @@ def test_every_objective_takes_the_same_kl(name: str, estimator: str):
     """What the option adds is β · k(r), with its own gradient, whatever the objective is."""
     outputs, batch = one_token(math.log(0.5), math.log(0.4), 1.5, ref_logprobs=math.log(0.25))
     objective = getattr(policy_gradient, name)
-    plain, with_kl = objective(outputs, batch), objective(outputs, batch, kl=0.1, kl_estimator=estimator)
+    plain = objective(outputs, batch)
+    with_kl = with_regularizers(objective, kl=0.1, kl_estimator=estimator)(outputs, batch)
     r = math.log(2.0)
     value = {"k1": r, "k2": r * r / 2, "k3": 0.5 - 1 + r}[estimator]
     slope = {"k1": 1.0, "k2": r, "k3": 1 - 0.5}[estimator]  # dk/dr
@@ -140,7 +144,7 @@ def test_every_objective_takes_the_same_kl(name: str, estimator: str):
     assert added == pytest.approx(0.1 * slope, abs=1e-12)
     assert with_kl.metrics["kl_ref"][0, 1].item() == pytest.approx(0.5 - 1 + r, abs=1e-12)
     assert "kl_ref" not in plain.metrics
-    assert registry.find("objective", name).traits["optional_needs"] == {"kl": "ref_logprobs"}
+    assert registry.find("objective", name).traits["policy_term"] is True
 
 
 @pytest.mark.parametrize(("new", "old"), [(0.0, -1e6), (-1e6, 0.0), (-0.1, -math.inf)])

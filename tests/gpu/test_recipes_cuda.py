@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recipes import NAMES, NUM_STEPS, local_data, random_models, small  # the fixtures of the CPU test
 
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
+from test_recipes import NAMES, NUM_STEPS, local_data, random_models, small  # the fixtures of the CPU test
 
 __all__ = ["local_data", "random_models"]
 

@@ -168,7 +168,8 @@ def test_a_run_on_cuda_stops_and_resumes(model: dict[str, Any], tmp_path: Path) 
             "task": {"name": "stories", "size": 64, "max_steps": 1},
             "rewards": ["is_number", {"name": "overlong", "limit": 24, "cache": 12}],
             "rollout": {"prompts": 4, "group": 4, "max_tokens": 24},
-            "objective": {"name": "grpo", "kl": 0.1},
+            "objective": "grpo",
+            "regularize": {"kl": 0.1},
             "train": {"steps": 4, "lr": 1e-5, "epochs": 2},
         }
     ).resolve()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import make_recipe, run, save_perturbed
 from test_annotate import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
 from posttrain.train.build import REFERENCE_CACHE, Parts, prepare
@@ -18,6 +17,7 @@ from posttrain.train.checkpoint import load_checkpoint, restore_model
 from posttrain.train.sources import dataset as sources
 from posttrain.train.streams import Annotator
 from posttrain.types import Batch
+from small_runs import make_recipe, run, save_perturbed
 
 DPO = {"objective": {"name": "dpo"}, "data": {"batch": 3}}
 

@@ -394,3 +394,22 @@ def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) ->
     above = tmp_path / "above.yaml"
     above.write_text(f"extends: {name}\n{section}: {{{option}: null}}\n")
     assert value_in(load_recipe(str(above)).resolve()) is None
+
+
+def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
+    base = {"task": "stories", "rollout": {"prompts": 2, "group": 2}, "objective": "grpo"}
+    assert validate_recipe(base).resolve().dump()["regularize"] == {
+        "kl": 0.0,
+        "kl_estimator": "k3",
+        "entropy_bonus": 0.0,
+    }
+    recipe = validate_recipe(base | {"regularize": {"kl": 0.1, "entropy_bonus": 0.01}}).resolve()
+    assert (recipe.regularize.kl, recipe.regularize.entropy_bonus) == (0.1, 0.01)
+    for objective in ("dpo", "on_policy_distillation"):
+        assert "regularize" not in validate_recipe(base | {"objective": objective}).resolve().dump()
+        with pytest.raises(RecipeError, match=f"regularize: objective '{objective}' has no policy term"):
+            validate_recipe(base | {"objective": objective, "regularize": {"kl": 0.1}}).resolve()
+    with pytest.raises(RecipeError, match="'regularize' has no key 'kl_weight'"):
+        validate_recipe(base | {"regularize": {"kl_weight": 0.1}})
+    with pytest.raises(RecipeError, match="objective 'grpo' has no key 'kl'"):
+        validate_recipe(base | {"objective": {"name": "grpo", "kl": 0.1}}).resolve()

@@ -6,7 +6,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-from small_runs import make_recipe, run, steps_of
 
 from posttrain import registry
 from posttrain.cli import main
@@ -16,6 +15,7 @@ from posttrain.reward_models import reward as module
 from posttrain.reward_models.scoring import load_reward_model
 from posttrain.rewards.calling import bind_reward
 from posttrain.types import Example, Message
+from small_runs import make_recipe, run, steps_of
 
 EXAMPLE = Example("e", (Message("user", "What is 1 plus 4?"),), "5")
 TEXTS = ["<think>1 + 4 = 5. </think> <answer> 5 </answer>", "<think>no", "<think>" + "1 + 4 = 5. " * 300]

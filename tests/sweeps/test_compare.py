@@ -119,9 +119,9 @@ def test_methods_and_seeds_can_be_chosen() -> None:
 
 
 def test_overrides_of_the_base_reach_every_cell() -> None:
-    plan = load(("train.steps", "7"), ("methods.grpo.objective.kl", "0.5"), ("start.train.steps", "3"))
+    plan = load(("train.steps", "7"), ("methods.grpo.regularize.kl", "0.5"), ("start.train.steps", "3"))
     assert {cell.recipe.train.steps for cell in plan.cells} == {7}
-    assert [cell.recipe.objective.options.get("kl") for cell in plan.cells[:2]] == [0.5, 0.0]
+    assert [cell.recipe.regularize.kl for cell in plan.cells[:2]] == [0.5, 0.0]
     assert plan.start is not None
     assert plan.start.recipe.train.steps == 3
 
@@ -139,13 +139,14 @@ def test_the_resolved_file_makes_the_same_cells_again(tmp_path: Path) -> None:
 
 
 def test_a_base_may_be_a_name_with_a_method_of_its_own(tmp_path: Path) -> None:
-    text = "base: {recipe: tiny/grpo, task: {size: 40}}\nmethods: {as_it_is: , kl: {objective: {kl: 0.1}}}\n"
+    text = "base: {recipe: tiny/grpo, task: {size: 40}}\nmethods: {as_it_is: , kl: {regularize: {kl: 0.1}}}\n"
     plan = load_text(tmp_path, text)
     assert plan.num_seeds == 3
     assert plan.start is None
     first, second = (method.recipe for method in plan.methods)
     assert first.objective == load_recipe("tiny/grpo").resolve().objective
-    assert second.objective.options == {**first.objective.options, "kl": 0.1}
+    assert second.objective == first.objective
+    assert (first.regularize.kl, second.regularize.kl) == (0.0, 0.1)
     assert first.task.options["seed"] == 2  # tiny/grpo's
     assert first.model.name == "tiny"
 
@@ -200,7 +201,7 @@ def test_mistakes_are_named_with_method_line_and_remedy(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("objective.kl", "1", "this belongs to the methods; give it to one of them: --methods.NAME.objective.kl"),
+        ("regularize.kl", "1", "this belongs to the methods; give it to one of them: --methods.NAME.regularize.kl"),
         ("rollout.select", "every", "--methods.NAME.rollout.select"),
         ("train.seed", "1", "--seeds says how many"),
         ("methods.gropo.train.lr", "1", "has no method 'gropo'. Did you mean 'grpo'?"),

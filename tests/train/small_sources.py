@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from small_runs import make_recipe
 
 from posttrain import registry
 from posttrain.consent import declare_code
@@ -20,6 +19,7 @@ from posttrain.train.assemble import build_rollout_source
 from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.train.streams import Annotator, needed_streams
 from posttrain.types import Batch, Example, Message, Rollout
+from small_runs import make_recipe
 
 DIGITS = "0123456789"
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.heads import ScalarHead
 from posttrain.train.streams import KNOWN_STREAMS
@@ -27,6 +28,7 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
     "unit_mean": {},
 }
 REGULARIZED = {"kl": 0.05, "entropy_bonus": 0.1}
+REGULARIZERS = ("kl", "kl_estimator", "entropy_bonus")
 WIDE_CLIP = {"clip_low": 0.9, "clip_high": 5.0}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "reinforce": [REGULARIZED],
@@ -81,6 +83,17 @@ class Case:
         return registry.find("objective", self.objective)
 
     @property
+    def own_options(self) -> dict[str, Any]:
+        return {key: value for key, value in self.options.items() if key not in REGULARIZERS}
+
+    def bind(self) -> Any:
+        """The objective, with its regularizers where it has a policy term."""
+        objective = self.entry.bind(self.own_options)
+        regularizers = {key: value for key, value in self.options.items() if key in REGULARIZERS}
+        assert self.entry.traits.get("policy_term") or not regularizers
+        return with_regularizers(objective, **regularizers) if self.entry.traits.get("policy_term") else objective
+
+    @property
     def level(self) -> str:
         return str(self.entry.traits["level"])
 
@@ -98,9 +111,10 @@ class Case:
 
     def streams(self) -> set[str]:
         """What the objective reads with these options, and what rollouts always have."""
-        traits, options = self.entry.traits, self.entry.options(self.options)
+        traits, options = self.entry.traits, self.entry.options(self.own_options)
         needs = set(traits["needs"])
         needs |= {stream for option, stream in traits.get("optional_needs", {}).items() if options[option]}
+        needs |= {"ref_logprobs"} if self.options.get("kl") else set()
         assert needs <= set(KNOWN_STREAMS), "nothing fills it"
         return needs | ({"correction"} if self.with_correction else set()) | {"sampler_logprobs"}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BASE, make_recipe, run, save_perturbed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +19,7 @@ from posttrain.train.build import Parts, prepare
 from posttrain.train.step import accumulate, apply_update
 from posttrain.train.streams import needed_streams
 from posttrain.types import Batch, Completion
+from small_runs import BASE, make_recipe, run, save_perturbed
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
@@ -28,7 +28,7 @@ CLOSE = 3e-5
 
 
 def reference_recipe(**changes: Any) -> Recipe:
-    return make_recipe("grpo", objective={"name": "grpo", "kl": 0.1}, **changes)
+    return make_recipe("grpo", objective="grpo", regularize={"kl": 0.1}, **changes)
 
 
 def update(parts: Parts, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
@@ -151,8 +151,8 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
 )
 def test_streams_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
     entry = registry.find("objective", name)
-    assert needed_streams(entry, entry.options(options), True) == needs
-    parts = prepare(make_recipe("grpo", objective={"name": name} | options))
+    assert needed_streams(entry, {}, True, **options) == needs
+    parts = prepare(make_recipe("grpo", objective=name, regularize=options))
     assert set(parts.source(1).batch.streams) == needs | {"sampler_logprobs"}
 
 

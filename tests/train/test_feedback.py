@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BASE, make_recipe
 from small_sources import groups_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +16,7 @@ from posttrain.render.encoding import markers_of
 from posttrain.train.build import prepare
 from posttrain.train.feedback import Feedback
 from posttrain.types import Completion, Example, Message, Rollout
+from small_runs import BASE, make_recipe
 
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
 

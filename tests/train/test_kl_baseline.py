@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_recipe
 from test_annotate import TEMPERATURE, initial_model, plain_logprobs, update
 
 from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
 from posttrain.train.streams import Annotator, mismatch_answers
 from posttrain.types import Batch, Sample, collate
+from small_runs import make_recipe
 
 KTO = {
     "objective": {"name": "kto"},

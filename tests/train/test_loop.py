@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
@@ -24,14 +23,18 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop
 from posttrain.train.build import prepare
+from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (recipe, updates after which it is stopped)
-    "grpo": ({"kind": "grpo", "objective": {"name": "grpo", "kl": 0.1}, "train": {"steps": 4, "save_every": 2}}, 3),
+    "grpo": (
+        {"kind": "grpo", "regularize": {"kl": 0.1}, "train": {"steps": 4, "save_every": 2}},
+        3,
+    ),
     "sft": ({"kind": "sft", "train": {"steps": 5, "schedule": "cosine", "warmup_steps": 2}}, 2),
-    "lora": ({"kind": "grpo", "model": LORA, "objective": {"name": "grpo", "kl": 0.1}}, 2),
+    "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl": 0.1}}, 2),
     "inside a rollout batch": ({"kind": "grpo", "train": {"steps": 5, "epochs": 2, "minibatches": 2, "keep": 9}}, 3),
     "dynamic sampling": ({"kind": "grpo", "rollout": {"drop_uniform_groups": True, "temperature": 1.2}}, 1),
 }

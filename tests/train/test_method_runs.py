@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import make_recipe, recorded, run, same_bits, save_perturbed, saved_tensors, steps_of, untimed
 
 from posttrain.models.sources import TINY
+from small_runs import make_recipe, recorded, run, same_bits, save_perturbed, saved_tensors, steps_of, untimed
 
 # Two minibatches, twice: of the six steps the first four share a rollout batch.
 SHARED_BATCH = {"steps": 6, "epochs": 2, "minibatches": 2}

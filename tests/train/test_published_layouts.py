@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import make_recipe
 from transformers import AutoTokenizer
 
 from posttrain import registry
@@ -17,6 +16,7 @@ from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Batch
+from small_runs import make_recipe
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:

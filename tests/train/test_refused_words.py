@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_runs import make_recipe
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.registry import register
 from posttrain.train.build import prepare
 from posttrain.types import Batch, Loss, Outputs
+from small_runs import make_recipe
 
 
 def refused(kind: str = "grpo", **changes: Any) -> str:

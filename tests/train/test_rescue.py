@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipes.recipe import Recipe
@@ -16,6 +15,7 @@ from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.manifest import verify
 from posttrain.train import loop
 from posttrain.train.sources.rollouts import RolloutSource
+from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
 EVALUATION = {"every": 2, "n": 3, "max_tokens": 8}
 TWO_TASKS = {"tasks": [{"name": "stories", "size": 64, "split": s} for s in ("validation", "test")]}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, load_file, save
-from small_runs import make_recipe, run, saved_tensors, steps_of
 from small_sources import (
     groups_of,
     mostly_uniform,
@@ -32,6 +31,7 @@ from posttrain.render import Template, encode_prompt
 from posttrain.train.build import prepare
 from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.types import Batch, Loss, Outputs, Rollout
+from small_runs import make_recipe, run, saved_tensors, steps_of
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import make_recipe, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.models.forward.forward import Forward
@@ -19,6 +18,7 @@ from posttrain.models.scorer import classifier_class, save_scorer
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import ModelSection
 from posttrain.types import Sample, collate
+from small_runs import make_recipe, run
 
 ROWS = [[5, 9, 31, 7, 2], [5, 9, 8, 2], [11, 2]]
 END = 2

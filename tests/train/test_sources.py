@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_recipe
 from small_sources import (
     groups_of,
     mostly_uniform,
@@ -30,6 +29,7 @@ from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
+from small_runs import make_recipe
 
 
 @pytest.fixture(scope="module")

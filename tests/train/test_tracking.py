@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_runs import Events, make_recipe, run, steps_of, untimed, watched
 
 from posttrain.errors import MissingExtra, UnknownWord
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.train import loop
+from small_runs import Events, make_recipe, run, steps_of, untimed, watched
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
 

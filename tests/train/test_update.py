@@ -57,7 +57,7 @@ class Trainer:
             parameter.grad = None
         loss, metrics = accumulate(
             self.forward,
-            self.case.entry.bind(self.case.options),
+            self.case.bind(),
             registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate]),
             batch,
             TrainSection(**train),

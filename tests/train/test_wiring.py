@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_recipe, run, save_perturbed, steps_of
 
 from posttrain.errors import UsageError
 from posttrain.train.build import _build_optimizer, prepare
 from posttrain.train.step import accumulate
+from small_runs import make_recipe, run, save_perturbed, steps_of
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 

@@ -29,6 +29,7 @@ from posttrain.recipes.sections import (
     KLInRewardSection,
     ModelSection,
     PromptSection,
+    RegularizeSection,
     RewardWord,
     RolloutSection,
     Section,
@@ -51,6 +52,7 @@ __all__ = [
     "ModelSection",
     "PromptSection",
     "Recipe",
+    "RegularizeSection",
     "RewardWord",
     "RolloutSection",
     "TeacherSection",
@@ -109,6 +111,7 @@ class Recipe(Section):
     kl_in_reward: KLInRewardSection | None = None
     correction: Word | None = None
     objective: Word
+    regularize: RegularizeSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Word | None = None
@@ -176,6 +179,13 @@ class Recipe(Section):
         level = traits.get("level", "token")
         if self.aggregate is None:
             self.aggregate = Word(name="token_mean" if level == "token" else "unit_mean")
+        if traits.get("policy_term"):
+            self.regularize = self.regularize or RegularizeSection()
+        elif self.regularize is not None:
+            raise RecipeError(
+                f"regularize: objective {self.objective.name!r} has no policy term that a KL or an entropy bonus could "
+                "be added to; leave 'regularize' out"
+            )
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
         if self.rollout is not None:

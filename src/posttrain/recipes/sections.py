@@ -121,6 +121,20 @@ class ModelSection(Section):
         return self
 
 
+class RegularizeSection(Section):
+    """What is added to the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
+
+    ``kl``: β; 0 loads no reference. ``kl_estimator``: of KL(π‖π_ref) from the sampled tokens, differentiated as it
+    stands. On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as GRPO was
+    published) that of KL(π_ref‖π), and of k1 zero, so that k1 regularizes nothing here (Tang & Munos 2025, section 3);
+    k1 is right in the reward (``kl_in_reward``). ``entropy_bonus``: c_H, in nats.
+    """
+
+    kl: float = Field(default=0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_bonus: float = 0.0
+
+
 class PromptSection(Section):
     """How an example becomes token ids. Longer prompts are dropped, counted and reported."""
 

@@ -11,6 +11,7 @@ from posttrain.runs.directory import flatten
 # The keys that a method's recipe brings into a comparison. Everything else is the base's.
 METHOD_KEYS = (
     "objective",
+    "regularize",
     "advantage",
     "aggregate",
     "correction",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Grader, build_grader
 from posttrain.errors import RecipeError
@@ -100,7 +101,8 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
     template = build_template(recipe.prompt.template)
     entry = registry.find("objective", recipe.objective.name, "objective")
-    needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None)
+    kl = recipe.regularize.kl if recipe.regularize is not None else 0.0
+    needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None, kl)
     level = entry.traits.get("level", "token")
     assert recipe.aggregate is not None, "resolved"
     aggregation = registry.find("aggregation", recipe.aggregate.name, "aggregate")
@@ -135,10 +137,10 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         parameters=named,
         optimizer=optimizer,
         source=source,
-        objective=entry.bind(recipe.objective.options, "objective"),
+        objective=_bind_objective(recipe, entry),
         aggregate=aggregation.bind(recipe.aggregate.options, "aggregate"),
         level=level,
-        entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
+        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
         grader=grader,
         engine=engine,
         eval_tasks=eval_tasks,
@@ -150,6 +152,11 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         reward_sources=_reward_sources(recipe),
         drift_sampling=_drift_sampling(recipe, policy, grader, tokenizer),
     )
+
+
+def _bind_objective(recipe: Recipe, entry: Entry) -> Objective:
+    objective: Objective = entry.bind(recipe.objective.options, "objective")
+    return objective if recipe.regularize is None else with_regularizers(objective, **recipe.regularize.model_dump())
 
 
 def _supervised(

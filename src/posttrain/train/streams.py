@@ -31,8 +31,8 @@ KNOWN_STREAMS = (*FROM_ROLLOUTS, *FROM_MODELS, *FROM_DATA)
 TEACHER_STREAMS = {"teacher_logprobs", "teacher_ids", "teacher_candidate_logprobs"}
 
 
-def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool) -> frozenset[str]:
-    """The streams that an objective reads, given its options.
+def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
+    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
 
     A function of a user's that was not registered states no needs; it gets what costs no extra
     forward pass.
@@ -43,6 +43,8 @@ def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool) ->
     default = ("advantages", "old_logprobs") if has_rollouts else ()
     needs = set(entry.traits.get("needs", default))
     needs |= {stream for option, stream in entry.traits.get("optional_needs", {}).items() if options.get(option)}
+    if kl > 0:
+        needs.add("ref_logprobs")
     unknown = needs - set(KNOWN_STREAMS)
     if unknown:
         raise RecipeError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import log_ratio
-from posttrain.algorithms.objectives.surrogate import KlEstimator, NotNegative, clipped_surrogate, regularized
+from posttrain.algorithms.objectives.surrogate import NotNegative, clipped_surrogate
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
@@ -15,7 +15,7 @@ from posttrain.types import Batch, Loss, Outputs
     "objective",
     level="token",
     needs=("advantages", "old_logprobs", "returns", "old_values"),
-    optional_needs={"kl": "ref_logprobs"},
+    policy_term=True,
     head="value",
 )
 def ppo(
@@ -26,18 +26,15 @@ def ppo(
     clip_high: NotNegative = 0.2,
     value_weight: NotNegative = 0.5,
     value_clip: NotNegative | None = 0.2,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Proximal policy optimization: the clipped surrogate and a value function with a clipped loss.
 
-    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + c_V · L_V + β · kl − c_H · H``, with
+    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + c_V · L_V``, with
     ``L_V = ½ max((V − R)², (clip(V, V_old − ε_V, V_old + ε_V) − R)²)``.
 
     Schulman et al. (2017), "Proximal policy optimization algorithms", eq. 7 (surrogate). The paper has
     a plain squared error; its clip is that of the authors' code. As in RLHF: ``advantage: gae``,
-    ``aggregate: token_mean``, and the KL in the reward (``kl_in_reward``), not in the loss.
+    ``aggregate: token_mean``, and the KL in the reward (``kl_in_reward``), not in the loss (``regularize``).
 
     Shapes: logprobs, scores (V, the value of the state before token t), advantages, returns and
     old_values ``[B, T]``. The metrics ``value_error`` (R − V), ``value_error_squared``, ``returns`` and
@@ -50,7 +47,6 @@ def ppo(
         clip_low, clip_high: ε_low and ε_high.
         value_weight: c_V.
         value_clip: ε_V, in units of the return; none for the plain squared error.
-        kl, kl_estimator, entropy_bonus: as in ``grpo``.
     """
     assert outputs.scores is not None, "the value head was not asked for"
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
@@ -66,8 +62,7 @@ def ppo(
         "returns": returns,
         "returns_squared": returns.square(),
     }
-    both = Loss(loss.values + value_weight * value_loss, metrics)
-    return regularized(both, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return Loss(loss.values + value_weight * value_loss, metrics)
 
 
 def _value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ All take advantages that were computed outside (``advantages.py``), so credit as
 are two small steps. Shapes: logprobs, streams and values ``[B, T]``; values mean something where
 ``batch.mask`` is True.
 
-All have the same regularizers, ``kl`` with ``kl_estimator`` and ``entropy_bonus``; what they do is
-said at ``grpo``.
+To all of them the loop may add the same regularizers, a KL to the reference and an entropy bonus: ``regularize`` in
+``surrogate.py``, the section ``regularize`` of a recipe.
 """
 
 from __future__ import annotations
@@ -13,53 +13,37 @@ from __future__ import annotations
 import torch
 
 from posttrain.algorithms.objectives.primitives import log_ratio, row_mean
-from posttrain.algorithms.objectives.surrogate import KlEstimator, NotNegative, Positive, clipped_surrogate, regularized
+from posttrain.algorithms.objectives.surrogate import NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
 from posttrain.types import Batch, Loss, Outputs
 
-KL_STREAM = {"kl": "ref_logprobs"}
 
-
-@register("objective", level="token", needs=("advantages",), optional_needs=KL_STREAM)
-def reinforce(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
-) -> Loss:
+@register("objective", level="token", needs=("advantages",), policy_term=True)
+def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     """The score-function estimator.
 
-    ``values = −A · log π(a_t | s_t) + β · kl − c_H · H(π(· | s_t))``
+    ``values = −A · log π(a_t | s_t)``
 
     Williams (1992), "Simple statistical gradient-following algorithms for connectionist reinforcement
     learning"; the baseline is in the advantage (``raw``, ``centered``, ``leave_one_out`` ...).
 
     There is no importance ratio: with several optimizer steps per rollout batch
     (``train.epochs`` × ``train.minibatches`` > 1) the later steps are off-policy.
-
-    Args:
-        kl, kl_estimator, entropy_bonus: β, its estimator and c_H, as in ``grpo``.
     """
-    loss = Loss(-batch.stream("advantages") * outputs.logprobs)
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return Loss(-batch.stream("advantages") * outputs.logprobs)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def grpo(
     outputs: Outputs,
     batch: Batch,
     *,
     clip_low: NotNegative = 0.2,
     clip_high: NotNegative = 0.2,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Group-relative policy optimization: PPO's clipped surrogate with group advantages.
 
-    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + β · kl − c_H · H``,
+    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
     with ``ρ = π(a_t | s_t) / μ(a_t | s_t)``.
 
     Shao et al. (2024), "DeepSeekMath", eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
@@ -71,28 +55,18 @@ def grpo(
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
-        kl: β, the weight of the KL to the reference model; 0 loads no reference.
-        kl_estimator: estimator of KL(π‖π_ref) from the sampled tokens, differentiated as it stands.
-            On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3
-            (as published) that of KL(π_ref‖π), and of k1 zero, so that k1 regularizes nothing here;
-            Tang & Munos (2025), section 3. k1 is right in the reward (``kl_in_reward``).
-        entropy_bonus: c_H, in nats.
     """
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
-    loss = clipped_surrogate(log_rho.exp(), batch.stream("advantages"), clip_low, clip_high)
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return clipped_surrogate(log_rho.exp(), batch.stream("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def gspo(
     outputs: Outputs,
     batch: Batch,
     *,
     clip_low: NotNegative = 3e-4,
     clip_high: NotNegative = 4e-4,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Group sequence policy optimization: one importance ratio for a whole sequence.
 
@@ -105,24 +79,19 @@ def gspo(
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
-        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
     """
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
     ratio = row_mean(log_rho, batch.mask).exp()[:, None].expand_as(log_rho)
-    loss = clipped_surrogate(ratio, batch.stream("advantages"), clip_low, clip_high)
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return clipped_surrogate(ratio, batch.stream("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def gspo_token(
     outputs: Outputs,
     batch: Batch,
     *,
     clip_low: NotNegative = 3e-4,
     clip_high: NotNegative = 4e-4,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
 
@@ -135,25 +104,20 @@ def gspo_token(
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
-        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
     """
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
     sequence = row_mean(log_rho, batch.mask)[:, None].detach()
     own = torch.where(batch.mask, outputs.logprobs - outputs.logprobs.detach(), torch.zeros_like(log_rho))
-    loss = clipped_surrogate((sequence + own).exp(), batch.stream("advantages"), clip_low, clip_high)
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return clipped_surrogate((sequence + own).exp(), batch.stream("advantages"), clip_low, clip_high)
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def cispo(
     outputs: Outputs,
     batch: Batch,
     *,
     clip_low: NotNegative = 1.0,
     clip_high: NotNegative = 4.0,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
 
@@ -166,26 +130,21 @@ def cispo(
 
     Args:
         clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
-        kl, kl_estimator, entropy_bonus: as in ``grpo``.
     """
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask).detach()
     ratio = log_rho.exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     values = -weight * batch.stream("advantages") * outputs.logprobs
-    loss = Loss(values, {"ratio": ratio, "clip_share": (weight != ratio).to(ratio.dtype)})
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return Loss(values, {"ratio": ratio, "clip_share": (weight != ratio).to(ratio.dtype)})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def sapo(
     outputs: Outputs,
     batch: Batch,
     *,
     tau_positive: Positive = 1.0,
     tau_negative: Positive = 1.05,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
@@ -197,26 +156,21 @@ def sapo(
 
     Args:
         tau_positive, tau_negative: the temperatures of the gate.
-        kl, kl_estimator, entropy_bonus: as in ``grpo``.
     """
     advantages = batch.stream("advantages")
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
     ratio = log_rho.exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     values = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
-    loss = Loss(values, {"ratio": ratio.detach()})
-    return regularized(loss, outputs, batch, kl, kl_estimator, entropy_bonus)
+    return Loss(values, {"ratio": ratio.detach()})
 
 
-@register("objective", level="token", needs=("advantages", "old_logprobs"), optional_needs=KL_STREAM)
+@register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
 def gmpo(
     outputs: Outputs,
     batch: Batch,
     *,
     clip: NotNegative = 0.4,
-    kl: NotNegative = 0.0,
-    kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
 ) -> Loss:
     """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
 
@@ -229,7 +183,6 @@ def gmpo(
 
     Args:
         clip: ε, in nats.
-        kl, kl_estimator, entropy_bonus: per token, as in ``grpo``.
     """
     advantages = batch.stream("advantages")
     log_rho = log_ratio(outputs.logprobs, batch.stream("old_logprobs"), batch.mask)
@@ -237,4 +190,4 @@ def gmpo(
     ratio = row_mean(clipped, batch.mask).exp()[:, None].expand_as(log_rho)
     is_clipped = (clipped != log_rho) & (advantages != 0)
     metrics = {"ratio": log_rho.detach().exp(), "clip_share": is_clipped.to(ratio.dtype)}
-    return regularized(Loss(-advantages * ratio, metrics), outputs, batch, kl, kl_estimator, entropy_bonus)
+    return Loss(-advantages * ratio, metrics)

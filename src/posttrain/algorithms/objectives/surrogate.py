@@ -5,6 +5,7 @@ Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
@@ -27,10 +28,30 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     return Loss(-torch.minimum(ratio * advantages, clipped * advantages), metrics)
 
 
-def regularized(
-    loss: Loss, outputs: Outputs, batch: Batch, kl: float, kl_estimator: KlEstimator, entropy_bonus: float
+def with_regularizers(
+    objective: Callable[[Outputs, Batch], Loss],
+    *,
+    kl: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_bonus: float = 0.0,
+) -> Callable[[Outputs, Batch], Loss]:
+    """The objective with ``regularize`` behind it."""
+
+    def regularized(outputs: Outputs, batch: Batch) -> Loss:
+        loss = objective(outputs, batch)
+        if not isinstance(loss, Loss):
+            return loss  # of a user's own function; the loop says what is wrong with it
+        return regularize(loss, outputs, batch, kl=kl, kl_estimator=kl_estimator, entropy_bonus=entropy_bonus)
+
+    return regularized
+
+
+def regularize(
+    loss: Loss, outputs: Outputs, batch: Batch, *, kl: float, kl_estimator: KlEstimator, entropy_bonus: float
 ) -> Loss:
-    """``values + β · kl − c_H · H``, with the metrics ``kl_ref`` (k3, if β > 0) and ``entropy``.
+    """``values + β · kl − c_H · H`` of an objective with a policy term, whose values are per token, ``[B, T]``.
+
+    The metrics ``kl_ref`` (k3, if β > 0) and ``entropy`` are added. ``kl`` is β, ``entropy_bonus`` c_H in nats.
 
     What counts of an estimator in the loss is its gradient, and an unbiased estimator of the KL need
     not have an unbiased gradient. With tokens drawn from the policy itself (Tang & Munos 2025, "On a

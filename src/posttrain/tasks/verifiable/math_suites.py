@@ -250,7 +250,8 @@ def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -
     for key, kept in _META.items():
         if row.has(key) and kept not in meta:
             value = row.data[key]
-            if not isinstance(value, str | int | float) or isinstance(value, bool) or value != value:
+            is_endless = isinstance(value, float) and not isfinite(value)
+            if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
                 raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
             meta[kept] = _MISSPELLED.get(value, value) if isinstance(value, str) else value
     if len(golds) > 1:
