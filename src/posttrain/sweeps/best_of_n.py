@@ -8,18 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from posttrain.errors import DataError
+from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
 from posttrain.evals.seeds import Summary, summarize_seeds
 from posttrain.evals.statistics import Difference, item_interval, paired_bootstrap, pass_at_k
 from posttrain.evals.tables import TextTable
 from posttrain.evals.voting import majority_at_k
-from posttrain.sweeps.study_curves import powers_of_two
-from posttrain.sweeps.study_results import show_summary, summary_data
+from posttrain.sweeps.study import StudyPlan
+from posttrain.sweeps.study_results import KindReport, show_summary, summary_data
 
 MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
 POINTS = 100.0
+
+
+def powers_of_two(samples: int) -> list[int]:
+    """1, 2, 4, ... below ``samples``, and ``samples``."""
+    return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
 
 
 @dataclass(frozen=True)
@@ -230,3 +235,30 @@ def to_data(found: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[st
             for d in differences
         ],
     }
+
+
+def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]]) -> KindReport:
+    """What is told of a study.
+
+    Args:
+        chosen: by reward model and seed, what it has chosen among.
+
+    Raises:
+        RunFailure: too little is finished.
+        DataError: reward models chose among different answers.
+    """
+    names = list(dict.fromkeys(part.method for part in plan.trainings("reward_models")))
+    shared = sorted(set.intersection(*(set(chosen.get(name, {})) for name in names)))
+    if not shared:
+        raise RunFailure("nothing to report yet: for no seed have all reward models chosen")
+    evaluations = {name: [chosen[name][seed] for seed in shared] for name in names}
+    check_alike(evaluations, str(plan.folder / "chosen"))
+    choices = choose(evaluations)
+    differences = contrasts(choices, len(names))
+    return KindReport(
+        tables=tables(choices, differences),
+        findings=findings(choices[: len(names)], differences),
+        notes=notes(len(shared), len(evaluations[names[0]][0])),
+        data=to_data(choices, differences),
+        shown=(choices, len(names)),
+    )

@@ -14,6 +14,17 @@ from posttrain.markdown import paragraph, plain
 
 
 @dataclass(frozen=True)
+class KindReport:
+    """What a kind of study tells: as of a ``StudyReport``; ``shown`` is what its drawing takes."""
+
+    tables: list[TextTable]
+    findings: list[str]
+    notes: list[str]
+    data: dict[str, Any]
+    shown: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class StudyReport:
     """All that is told about a study.
 

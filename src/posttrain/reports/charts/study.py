@@ -13,8 +13,7 @@ from posttrain.evals.seeds import Summary
 from posttrain.reports.charts.comparison import COLORS, DASHES
 from posttrain.store.durable import storage_errors
 from posttrain.sweeps.best_of_n import Chosen
-from posttrain.sweeps.overoptimization import MethodCourse, distances
-from posttrain.sweeps.study_curves import Fit, MeanPoint, Point, fitted
+from posttrain.sweeps.overoptimization import Fit, MeanPoint, MethodCourse, Point, distances, fitted
 
 DOTS_PER_INCH = 150
 DISTANCE = "√KL from the start (KL in nats per answer)"
