@@ -35,9 +35,9 @@ ROOMS: dict[str, int] = {
     "train": 2750,
     "interpret": 6640,
     "runs": 2510,
-    "sweeps": 2810,
+    "sweeps": 2550,
     "reports": 3240,
-    "commands": 7810,
+    "commands": 7760,
 }
 
 

@@ -122,12 +122,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     _add_demo_options(add("demo", "watch a small model learn to reason, and read the report", places))
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
-    sweep.add_compare_options(
-        add("compare", "train several methods alike and tabulate them", places, epilog=sweep.COMPARE_EPILOG)
-    )
-    sweep.add_study_options(
-        add("study", "see what becomes of reward models when they are optimized", places, epilog=sweep.STUDY_EPILOG)
-    )
+    sweep.add_options(add, places)
     evaluation_options.add_options(
         add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
     )

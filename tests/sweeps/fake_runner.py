@@ -78,7 +78,7 @@ class FakeRunner:
 
     def command(self, part: Part, resume: bool) -> list[str]:
         asked = self.doing.get(part.name, self.doing.get(part.method, "finish"))
-        recipe = str(part.settings_file) if isinstance(part, Training) else ""
+        recipe = str(part.settings[0]) if isinstance(part, Training) else ""
         what = "resume" if resume else asked
         return [sys.executable, "-S", "-c", SCRIPT, str(part.folder), part.name, recipe, what,
                 json.dumps(self.evaluations)]  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from fake_runner import FakeRunner, doings, starts, status_of
 
 from posttrain.errors import RunConflict, RunFailure
+from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.comparison import write_comparison
 from posttrain.runs import directory
 from posttrain.runs.children import thread_settings, threads_per_child
@@ -21,7 +22,7 @@ from posttrain.runs.directory import lock_run
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.compare import ComparisonPlan, load_comparison
 from posttrain.sweeps.comparison import collect_comparison
-from posttrain.sweeps.runner import last_error, num_cores, part_command, run_sweep
+from posttrain.sweeps.runner import last_error, part_command, run_sweep
 
 TEXT = """\
 base:
@@ -53,7 +54,7 @@ def test_every_cell_runs_and_tells_its_evaluations(tmp_path: Path, make_plan: Ca
     plan, stand = make_plan(num_seeds=2), FakeRunner()
     outcome = stand.run(plan, jobs=2)
     assert (outcome.failures, outcome.interrupted, outcome.num_jobs) == ({}, False, 2)
-    threads = max(1, num_cores() // 2)
+    threads = max(1, count_cpus() // 2)
     assert stand.plan_facts == {"num_parts": 4, "num_finished": 0, "num_jobs": 2, "num_threads": threads}
     for cell in plan.cells:
         assert starts(plan, cell.name) == [f"finish {threads}"]
@@ -116,6 +117,20 @@ def test_finished_cells_are_kept_and_new_seeds_added(tmp_path: Path, make_plan: 
     assert stand.plan_facts["num_finished"] == 2
     assert sorted(name for event, name in stand.told if event == "begin") == ["good-seed1", "other-seed1"]
     assert len(starts(plan, "good-seed0")) == 1
+
+
+def test_a_cell_that_was_killed_after_its_last_step_goes_on(
+    tmp_path: Path, make_plan: Callable[..., ComparisonPlan]
+) -> None:
+    """Nothing is left to do of it, so that no time that remains can be told."""
+    plan = make_plan()
+    FakeRunner().run(plan)
+    status = plan.cells[1].folder / "status.json"
+    status.write_text(status.read_text().replace("finished", "running"))
+    again = FakeRunner()
+    assert again.run(plan).failures == {}
+    ends = [facts["remaining"] for event, facts in again.events if event == "end"]
+    assert (again.names("end"), ends) == (["other-seed0"], [None])
 
 
 def test_a_signal_ends_the_cells_and_the_same_command_goes_on(

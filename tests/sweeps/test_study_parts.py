@@ -15,9 +15,10 @@ import pytest
 from fake_runner import STUDIED, FakeRunner, doings
 
 from posttrain.errors import RunConflict, RunFailure
+from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.study import write_study
-from posttrain.sweeps.runner import Outcome, num_cores, part_command, run_sweep
-from posttrain.sweeps.standings import standings, unfinished
+from posttrain.sweeps.runner import Outcome, part_command, run_sweep
+from posttrain.sweeps.standings import standings
 from posttrain.sweeps.study import StudyPlan, load_study
 from posttrain.sweeps.study_report import collect_study
 
@@ -47,11 +48,15 @@ def run(plan: StudyPlan, jobs: int = 2, doing: dict[str, str] | None = None) -> 
     return fake.run(plan, jobs=jobs), fake
 
 
+def unfinished_parts(plan: StudyPlan) -> list[str]:
+    return [name for name, standing in standings(plan).items() if standing != "finished"]
+
+
 def test_every_part_begins_after_what_it_needs(make_plan) -> None:
     plan = make_plan()
     outcome, fake = run(plan, jobs=3)
-    assert (outcome.failures, outcome.interrupted, unfinished(plan)) == ({}, False, [])
-    threads = max(1, num_cores() // 3)
+    assert (outcome.failures, outcome.interrupted, unfinished_parts(plan)) == ({}, False, [])
+    threads = max(1, count_cpus() // 3)
     assert fake.plan_facts == {"num_parts": 7, "num_finished": 0, "num_jobs": 3, "num_threads": threads}
     order = [told for told in fake.told if told[0] in ("begin", "end")]
     for part in plan.parts:
@@ -83,7 +88,7 @@ def test_a_failure_stops_only_what_needs_it(make_plan) -> None:
         "proxy-seed0-best-of-4": "not begun, for proxy-seed0 failed",
     }
     assert set(fake.names("dropped")) == {"grpo-seed0", "proxy-seed0-best-of-4"}
-    assert set(unfinished(plan)) == set(outcome.failures)
+    assert set(unfinished_parts(plan)) == set(outcome.failures)
     found = collect_study(plan, outcome, "again")
     assert found.report.problems[0] == "proxy-seed0: it broke at"
     assert found.report.data["methods"]["grpo"]["seeds"].keys() == {"1"}

@@ -6,6 +6,7 @@ Only the standard library is imported here until one of them runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,22 +25,20 @@ the same command again goes on where it stopped; finished parts are kept:
 """
 
 
-def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    """Which comparison, which rows, how many seeds, where."""
-    parser.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a compare/ name that `posttrain recipes` lists, or a file")
-    parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
-    _add_options(parser, "runs", "runs of each method")
+def add_options(add: Callable[..., argparse.ArgumentParser], places: argparse.ArgumentParser) -> None:
+    """The two commands, with which sweep, how many seeds, where."""
+    compare = add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG)
+    compare.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
+    study = add("study", "see what becomes of reward models when they are optimized", places, epilog=STUDY_EPILOG)
+    study.usage = "posttrain study RECIPE [options] [--section.key value ...] [--policies.NAME.key value ...]"
+    compare.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
+    _add_shared(compare, "runs", "runs of each method")
+    _add_shared(study, "parts", "how often all is done")
 
 
-def add_study_options(parser: argparse.ArgumentParser) -> None:
-    """Which study, how many seeds, where."""
-    parser.usage = "posttrain study RECIPE [options] [--section.key value ...] [--policies.NAME.key value ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a study/ name that `posttrain recipes` lists, or a file")
-    _add_options(parser, "parts", "how often all is done")
-
-
-def _add_options(parser: argparse.ArgumentParser, parts: str, seeds: str) -> None:
+def _add_shared(parser: argparse.ArgumentParser, parts: str, seeds: str) -> None:
+    kind = parser.prog.rpartition(" ")[2]
+    parser.add_argument("recipe", metavar="RECIPE", help=f"a {kind}/ name that `posttrain recipes` lists, or a file")
     parser.add_argument("--seeds", type=repetitions, metavar="N", help=f"{seeds} (default: the recipe's)")
     parser.add_argument("--jobs", type=positive, metavar="N", help=f"{parts} at a time (default: cores; 1 on a GPU)")
     parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")

@@ -19,7 +19,7 @@ from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
 from posttrain.sweeps.plan import Plan
 from posttrain.sweeps.runner import Outcome, run_sweep
-from posttrain.sweeps.study_report import StudyFound
+from posttrain.sweeps.study_results import StudyFound
 
 DEFAULT_RUNS = "runs"
 MAX_COLUMNS = 400

@@ -48,7 +48,7 @@ from posttrain.recipes.files import apply_override, interpretation_names, merge,
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
-from posttrain.sweeps.plan import Plan, Training, copy_for_seed, plan_start
+from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SourceReader, SweepFile, label_of, read_sweep_file
 
 # A base need not name an objective; one of these stands in while the base is checked by itself.
@@ -154,13 +154,8 @@ def load_comparison(
     own, common = _split_overrides(overrides)
     content, reader = read_sweep_file(CompareFile, name_or_path, own)
     base, base_data = _read_base(reader, content.base, common)
-    rows = []
-    for name in _choose_methods(list(content.methods), methods, reader.place):
-        recipe = _read_method(reader, name, content.methods[name], base, base_data)
-        changes = differences(base.dump(), recipe.dump())
-        if content.start is not None and "model.name" in changes:
-            changes["model.name"] = ("the start", recipe.model.name)
-        rows.append(Method(name, recipe, label_of(content.methods[name]), changes))
+    names = _choose_methods(list(content.methods), methods, reader.place)
+    rows = [_read_row(reader, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
         raise RecipeError(
             f"{reader.place}: base.eval.every: 0 switches evaluation off; without it there is nothing to compare"
@@ -176,32 +171,21 @@ def load_comparison(
     if start is not None:
         for recipe in (base, *(row.recipe for row in rows if "model.name" not in row.differs)):
             recipe.model.name = start.weights
-    cells = [_cell(row, seed, Path(folder), start) for seed in seeds for row in rows]
+    parts = [start] if start is not None else []
+    for seed in seeds:
+        for row in rows:
+            needs = ["start"] if start is not None and row.recipe.model.name == start.weights else []
+            role = "cell of the comparison"
+            parts.append(plan_run(Path(folder), "methods", row.name, seed, row.recipe, role, needs))
     return ComparisonPlan(
         folder=Path(folder),
         description=content.description,
-        parts=[start, *cells] if start is not None else [*cells],
+        parts=[*parts],
         num_seeds=len(seeds),
         resolved=resolved,
         base=base,
         start_source=label_of(content.start) if content.start is not None else base.model.name,
         methods=rows,
-    )
-
-
-def _cell(method: Method, seed: int, folder: Path, start: Training | None) -> Training:
-    description = f"{method.name} with seed {seed}, a cell of the comparison {folder.name}."
-    recipe = copy_for_seed(method.recipe, seed, description)
-    name = f"{method.name}-seed{seed}"
-    needs = ("start",) if start is not None and recipe.model.name == start.weights else ()
-    return Training(
-        name=name,
-        group="methods",
-        method=method.name,
-        seed=seed,
-        folder=folder / "cells" / name,
-        needs=needs,
-        recipe=recipe,
     )
 
 
@@ -238,11 +222,11 @@ def _read_base(
         return recipe.resolve(), checked
 
 
-def _read_method(
-    reader: SourceReader, name: str, source: Mapping[str, Any], base: Recipe, base_data: Mapping[str, Any]
-) -> Recipe:
-    """One row, resolved: the base with the method's recipe and overrides."""
-    where = f"methods.{name}"
+def _read_row(
+    reader: SourceReader, content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
+) -> Method:
+    """One row: the base with the method's recipe and overrides."""
+    where, source = f"methods.{name}", content.methods[name]
     with reader.named(f"method {name!r}"):
         data = dict(base_data)
         if "recipe" in source:
@@ -258,7 +242,11 @@ def _read_method(
         data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
         if data.get("objective") is None:
             raise RecipeError(f"{reader.place_of(where)}{where}: give a recipe or an objective; the base has none")
-        return reader.recipe(data, where).resolve()
+        recipe = reader.recipe(data, where).resolve()
+    changes = differences(base.dump(), recipe.dump())
+    if content.start is not None and "model.name" in changes:
+        changes["model.name"] = ("the start", recipe.model.name)
+    return Method(name, recipe, label_of(source), changes)
 
 
 def _choose_methods(known: list[str], wanted: Sequence[str] | None, place: str) -> list[str]:

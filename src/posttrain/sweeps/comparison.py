@@ -139,18 +139,13 @@ def area_under(points: Sequence[tuple[int, float]]) -> float:
 
 def _costs(rows: Sequence[MetricsRow]) -> dict[str, float]:
     trained = [row for row in rows if "step_seconds" in row.timing]
-    evaluated = [row.timing["evaluation_seconds"] for row in rows if "evaluation_seconds" in row.timing]
-    facts: dict[str, float] = {}
-    if trained:
-        facts["train_seconds"] = math.fsum(row.timing["step_seconds"] for row in trained)
-    if evaluated:
-        facts["evaluation_seconds"] = math.fsum(evaluated)
-    sampled = [tokens for row in trained if (tokens := _sampled_tokens(row)) is not None]
-    if sampled:
-        facts["sampled_tokens"] = math.fsum(sampled)
-    if any("tokens" in row.metrics for row in trained):
-        facts["trained_tokens"] = math.fsum(row.metrics.get("tokens", 0.0) for row in trained)
-    return facts
+    costs = {
+        "train_seconds": [row.timing["step_seconds"] for row in trained],
+        "evaluation_seconds": [row.timing["evaluation_seconds"] for row in rows if "evaluation_seconds" in row.timing],
+        "sampled_tokens": [tokens for row in trained if (tokens := _sampled_tokens(row)) is not None],
+        "trained_tokens": [row.metrics["tokens"] for row in trained if "tokens" in row.metrics],
+    }
+    return {name: math.fsum(values) for name, values in costs.items() if values}
 
 
 def _sampled_tokens(row: MetricsRow) -> float | None:
@@ -281,10 +276,8 @@ def _without_reward(cell: CellResult) -> CellResult:
 
 
 def _show_change(key: str, old: Any, new: Any) -> str:
-    def shown(value: Any) -> str:
-        return "nothing" if value is None else str(value)
-
-    return f"{key} = {shown(new)} (base: {shown(old)})"
+    shown = ["nothing" if value is None else str(value) for value in (new, old)]
+    return f"{key} = {shown[0]} (base: {shown[1]})"
 
 
 def describe_common(plan: ComparisonPlan, cells: Sequence[CellResult], outcome: Outcome) -> list[tuple[str, str]]:

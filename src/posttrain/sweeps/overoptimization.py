@@ -19,7 +19,7 @@ from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two
 from posttrain.sweeps.study import StudyPlan
-from posttrain.sweeps.study_results import KindReport, show_summary, summary_data
+from posttrain.sweeps.study_results import StudyFound, StudyReport, show_summary
 
 BEST_OF_N = "best of n"
 PROXY = "sampled_reward"  # the proxy is a policy's whole reward
@@ -235,8 +235,7 @@ def training_points(rows: Sequence[MetricsRow]) -> list[Point]:
 
 def choosing_points(items: Sequence[Item]) -> list[Point]:
     """Best-of-n for n = 1, 2, 4, ... up to the samples that each item has."""
-    samples = min(len(item.samples) for item in items if item.samples)
-    return best_of_n_points(items, powers_of_two(samples))
+    return best_of_n_points(items, powers_of_two(min(len(item.samples) for item in items if item.samples)))
 
 
 def describe_method(name: str, shape: Shape, courses: Sequence[Course]) -> MethodCourse:
@@ -329,26 +328,16 @@ def to_data(methods: Sequence[MethodCourse]) -> dict[str, Any]:
                 "seeds": {
                     str(c.seed): [asdict(p) | {"distance": p.distance} for p in c.points] for c in method.courses
                 },
-                "mean": [
-                    {"at": p.at, "distance": p.distance, "gold": summary_data(p.gold), "proxy": summary_data(p.proxy)}
-                    for p in method.means
-                ],
+                "mean": [asdict(point) for point in method.means],
                 "form": FORMS[method.shape],
-                "alpha": summary_data(method.alpha),
-                "beta": summary_data(method.beta),
+                "alpha": asdict(method.alpha) if method.alpha else None,
+                "beta": asdict(method.beta) if method.beta else None,
                 "fits": [asdict(fit) for fit in method.fits],
-                "turn_over": _turn_data(method.turn),
+                "turn_over": asdict(method.turn) | {"is_shown": method.turn.is_shown} if method.turn else None,
             }
             for method in methods
         }
     }
-
-
-def _turn_data(turn: TurnOver | None) -> dict[str, Any] | None:
-    if turn is None:
-        return None
-    found: dict[str, Any] = {"peak_at": turn.peak_at, "is_shown": turn.is_shown}
-    return found | {name: summary_data(getattr(turn, name)) for name in ("start", "peak", "end", "drop")}
 
 
 def distances(method: MethodCourse, count: int = 60) -> list[float]:
@@ -357,8 +346,8 @@ def distances(method: MethodCourse, count: int = 60) -> list[float]:
     return [last * (i + 1) / count for i in range(count)] if last > 0 and math.isfinite(last) else []
 
 
-def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]]) -> KindReport:
-    """What is told of a study.
+def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyFound:
+    """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
 
     Args:
         chosen: by reward model and seed, what it has chosen among.
@@ -381,10 +370,11 @@ def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]]) -> K
         )
         for name, own in courses.items()
     ]
-    return KindReport(
+    told = replace(
+        base,
         tables=tables(methods),
         findings=findings(methods),
         notes=notes(methods, plan.best_of_n.samples, len(by_seed)),
-        data=to_data(methods),
-        shown=(methods,),
+        data=base.data | to_data(methods),
     )
+    return StudyFound(plan.study, told, (methods,))

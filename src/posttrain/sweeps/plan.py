@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -46,12 +47,8 @@ class Part(ABC):
 
     @property
     @abstractmethod
-    def settings_file(self) -> Path:
-        """Where ``settings``, the text of what makes it, is kept: beside its folder."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> str: ...
+    def settings(self) -> tuple[Path, str]:
+        """The text of what makes it, and where that is kept: beside its folder."""
 
     @abstractmethod
     def words(self, resume: bool) -> list[str]:
@@ -66,18 +63,18 @@ class Part(ABC):
     def whereabouts(self) -> str:
         """How far it is, as a user reads it."""
 
+    @property
+    def status(self) -> RunStatus | None:
+        """Of a run that has begun; evaluations have none."""
+        return RunDirectory(self.folder).read_status()
+
+    def metrics(self) -> list[MetricsRow]:
+        """What a run has recorded; evaluations have nothing of the kind."""
+        return MetricsLog(self.folder / "metrics.jsonl").read()
+
     def complete(self) -> str | None:
         """Do what remains to be done when its process has ended well; says what went wrong, if anything did."""
         return None
-
-    @property
-    def status(self) -> RunStatus | None:
-        """Of a run that has begun."""
-        return None
-
-    def metrics(self) -> list[MetricsRow]:
-        """What it has recorded; nothing, of an evaluation."""
-        return MetricsLog(self.folder / "metrics.jsonl").read()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +89,6 @@ class Training(Part):
         return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
 
     @property
-    def status(self) -> RunStatus | None:
-        return RunDirectory(self.folder).read_status()
-
-    @property
     def standing(self) -> Standing:
         if not RunDirectory(self.folder).recipe_path.is_file():
             return "new"
@@ -103,15 +96,11 @@ class Training(Part):
         return "finished" if status is not None and status.state == "finished" else "unfinished"
 
     @property
-    def settings_file(self) -> Path:
-        return self.folder.with_name(f"{self.name}.yaml")
-
-    @property
-    def settings(self) -> str:
-        return self.recipe.to_yaml()
+    def settings(self) -> tuple[Path, str]:
+        return self.folder.with_name(f"{self.name}.yaml"), self.recipe.to_yaml()
 
     def words(self, resume: bool) -> list[str]:
-        words = ["train", str(self.settings_file), "--runs-dir", str(self.folder.parent), "--run", self.name, "--quiet"]
+        words = ["train", str(self.settings[0]), "--runs-dir", str(self.folder.parent), "--run", self.name, "--quiet"]
         return [*words, "--resume"] if resume else words
 
     def conflict(self) -> str | None:
@@ -141,19 +130,15 @@ class Sampling(Part):
         return "new" if not self.folder.exists() else "finished" if self.last_file.is_file() else "unfinished"
 
     @property
-    def settings_file(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.command.json")
-
-    @property
-    def settings(self) -> str:
-        return json.dumps(list(self.command), indent=1) + "\n"
+    def settings(self) -> tuple[Path, str]:
+        return self.folder.with_name(f"{self.folder.name}.command.json"), json.dumps(self.command, indent=1) + "\n"
 
     def words(self, resume: bool) -> list[str]:
         return list(self.command)
 
     def conflict(self) -> str | None:
         try:
-            before = json.loads(self.settings_file.read_text(encoding="utf-8"))
+            before = json.loads(self.settings[0].read_text(encoding="utf-8"))
         except (OSError, ValueError):
             before = None
         return None if before == list(self.command) else f"{self.folder}: made with other settings of {self.group}"
@@ -237,8 +222,12 @@ def plan_start(folder: Path, recipe: Recipe, *, alone: bool) -> Training:
     return Training(name="start", group="start", method="start", seed=seed, folder=place, alone=alone, recipe=recipe)
 
 
-def copy_for_seed(recipe: Recipe, seed: int, description: str) -> Recipe:
-    """A method's recipe as one of its runs has it."""
-    own = recipe.model_copy(deep=True)
-    own.train.seed, own.description = seed, description
-    return own
+def plan_run(
+    folder: Path, group: str, method: str, seed: int, recipe: Recipe, role: str, needs: Sequence[str] = ()
+) -> Training:
+    """A run under ``cells/`` of a sweep's ``folder``, by a copy of the method's recipe. ``role``: what it is there."""
+    own, name = recipe.model_copy(deep=True), f"{method}-seed{seed}"
+    own.train.seed = seed
+    own.description = f"{method} with seed {seed}, a {role} {folder.name}."
+    place, needs = folder / "cells" / name, tuple(needs)
+    return Training(name=name, group=group, method=method, seed=seed, folder=place, needs=needs, recipe=own)

@@ -6,16 +6,16 @@ ones go on from where they were, and a part that fails stops only those that nee
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.consent import consent_options
 from posttrain.errors import RunFailure
+from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, threads_per_child
 from posttrain.runs.directory import lock_run
 from posttrain.runs.launch import stop_on_signals
@@ -44,17 +44,12 @@ class Outcome:
 
 @dataclass
 class _Work:
-    """A part in progress. ``first_share`` of it was done, and so many evaluations told, before it went on."""
+    """A part in progress. So many evaluations were told before it went on."""
 
     part: Part
     child: Child
-    first_share: float
     num_evaluations: int
     metrics_bytes: int = -1
-
-    @property
-    def share_done(self) -> float:
-        return max(0.0, _share_done(self.part) - self.first_share)
 
     def new_evaluations(self) -> list[EvaluationPoint]:
         """Those that were recorded since it was last asked."""
@@ -69,38 +64,18 @@ class _Work:
         return points[known:]
 
 
-@dataclass
-class _Pace:
-    """How much of the work is done, in shares of a part; from it the time that remains."""
-
-    started: float = field(default_factory=time.monotonic)
-    total: float = 1.0
-    done: float = 0.0
-
-    def remaining(self, in_progress: float) -> float | None:
-        done = self.done + in_progress
-        if done < MIN_SHARE_DONE * self.total:  # loading the first models would count for too much
-            return None
-        return (time.monotonic() - self.started) / done * (self.total - done)
-
-
 def part_command(part: Part, resume: bool) -> list[str]:
     """The command that makes a part, with the Python that runs now."""
     return [sys.executable, "-m", "posttrain.cli", *part.words(resume), *consent_options()]
 
 
-def num_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _default_jobs(plan: Plan) -> int:
     """One part per core; one at a time where a GPU trains."""
     if all(part.recipe.model.device == "cpu" for part in plan.parts if isinstance(part, Training)):
-        return num_cores()
+        return count_cpus()
     import torch
 
-    return 1 if torch.cuda.is_available() else num_cores()
+    return 1 if torch.cuda.is_available() else count_cpus()
 
 
 def run_sweep(
@@ -115,8 +90,8 @@ def run_sweep(
 
     ``observer`` is told ``plan`` (num_parts and num_finished, without a part that stands alone; num_jobs,
     num_threads), then per part ``begin`` (resumed), ``end`` (seconds, accuracy, remaining seconds), ``failure``
-    (message, log) or ``dropped`` (message); ``evaluation`` (step, steps, accuracy, remaining) where parts are even,
-    elsewhere now and then ``progress`` (a line per part at work); and ``stop``.
+    (message, log) or ``dropped`` (message); ``evaluation`` (step, accuracy, remaining) where parts are even, elsewhere
+    now and then ``progress`` (a line per part at work); and ``stop`` (num_working).
 
     Raises:
         RunConflict: the directory belongs to something else; nothing was changed.
@@ -129,14 +104,14 @@ def run_sweep(
         counted = [part for part in plan.parts if not part.alone]
         todo = [part for part in counted if standing[part.name] != "finished"]
         num_jobs = max(1, min(jobs if jobs is not None else _default_jobs(plan), len(counted)))
-        num_threads = threads_per_child(max(1, num_cores() // num_jobs))
+        num_threads = threads_per_child(max(1, count_cpus() // num_jobs))
         replace_file(plan.folder / plan.file_name, plan.to_yaml().encode())
         counts = {"num_parts": len(counted), "num_finished": len(counted) - len(todo)}
         observer("plan", counts | {"num_jobs": num_jobs, "num_threads": num_threads})
         runner = _Runner(standing, plan.is_even, observer, command, poll_seconds)
         for part in plan.parts:
             if part.alone and todo and standing[part.name] != "finished":
-                runner.run([part], 1, num_cores())
+                runner.run([part], 1, count_cpus())
                 if runner.failures:
                     message = runner.failures[part.name]
                     raise RunFailure(f"the {part.name} of the {plan.what} failed: {message}")
@@ -160,15 +135,16 @@ class _Runner:
         self.command, self.poll_seconds = command, poll_seconds
         self.failures: dict[str, str] = {}
         self.interrupted = False
+        self.parts: Sequence[Part] = ()
         self.waiting: list[Part] = []
         self.working: list[_Work] = []
-        self.pace = _Pace()
-        self.told = time.monotonic()
+        self.shares: dict[str, float] = {}  # of each part of this round, what was done when it began
+        self.started = self.told = time.monotonic()
 
     def run(self, parts: Sequence[Part], num_jobs: int, num_threads: int) -> None:
         """All parts, ``num_jobs`` at a time. After a signal none is begun, and those at work save and end."""
-        self.waiting = list(parts)
-        self.pace = _Pace(total=sum(1.0 - _share_done(part) for part in parts))
+        self.waiting, self.parts, self.started = list(parts), parts, time.monotonic()
+        self.shares = {part.name: _share_done(part) for part in parts}
         with stop_on_signals() as should_stop:
             try:
                 while self.waiting or self.working:
@@ -209,12 +185,13 @@ class _Runner:
 
     def _begin(self, part: Part, num_threads: int) -> _Work:
         resume = self.standing[part.name] == "unfinished"
-        replace_file(part.settings_file, part.settings.encode(), durable=False)
-        log = part.settings_file.with_name(f"{part.name}.log")
+        path, settings = part.settings
+        replace_file(path, settings.encode(), durable=False)
+        log = path.with_name(f"{part.name}.log")
         child = start_child(self.command(part, resume), log, "a part", num_threads)
         evaluated = len(evaluation_points(part.metrics())) if resume else 0
         self.observer("begin", {"part": part, "resumed": resume})
-        return _Work(part, child, _share_done(part), evaluated)
+        return _Work(part, child, evaluated)
 
     def _look(self) -> None:
         for work in list(self.working):
@@ -234,11 +211,16 @@ class _Runner:
             self.observer("evaluation", facts | {"remaining": self._remaining()})
 
     def _remaining(self) -> float | None:
-        return self.pace.remaining(sum(work.share_done for work in self.working)) if self.is_even else None
+        """Seconds, told from the shares of the parts that are done; None while that says too little."""
+        total = len(self.parts) - sum(self.shares.values())
+        done = sum(1.0 if part.name in self.failures else _share_done(part) for part in self.parts)
+        done -= sum(self.shares.values())
+        if not self.is_even or done <= MIN_SHARE_DONE * total:  # loading the first models would count for too much
+            return None
+        return (time.monotonic() - self.started) / done * (total - done)
 
     def _end(self, work: _Work, code: int) -> None:
         part = work.part
-        self.pace.done += 1.0 - work.first_share
         message = last_error(work.child.log, work.child.log_start, code) if code != 0 else part.complete()
         if message is None and part.standing == "finished":
             self.standing[part.name] = "finished"

@@ -71,11 +71,6 @@ def prepare_folder(plan: Plan) -> None:
             part.folder.parent.mkdir(parents=True, exist_ok=True)
 
 
-def unfinished(plan: Plan) -> list[str]:
-    """Names of the parts that are not finished."""
-    return [part.name for part in plan.parts if part.standing != "finished"]
-
-
 def problems(plan: Plan, failures: Mapping[str, str]) -> dict[str, str]:
     """Why parts are not finished, by name: from now (``failures``), or from an earlier attempt."""
     told = dict(failures)

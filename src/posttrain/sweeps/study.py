@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -46,10 +46,12 @@ from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
 from posttrain.registry import suggest
-from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, copy_for_seed, plan_start
+from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SweepFile, label_of, read_sweep_file
 
 Kind = Literal["overoptimization", "best_of_n"]
+# Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
+_TASK_OF_STEPS = {"task": {"name": "preferences", "path": "", "step_separator": ""}}
 # Recipes by (key of the file, name), reward models first.
 Recipes = Mapping[tuple[str, str], Recipe]
 
@@ -162,11 +164,9 @@ def load_study(
     recipes = {}
     for section in StudyFile.groups:
         for name, source in getattr(content, section).items():
-            steps = _task_of_steps("") if content.learns_steps(name) else {}
-            recipes[section, name] = recipe = reader.source({**source, **steps}, f"{section}.{name}")
-            _check_part(section, name, recipe, source, reader.place)
-            if section == "policies":
-                _check_temperature(name, recipe, content.best_of_n, reader.place)
+            task = _TASK_OF_STEPS if content.learns_steps(name) else {}
+            recipes[section, name] = recipe = reader.source({**source, **task}, f"{section}.{name}")
+            _check_part(content, section, name, recipe, reader.place)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
     sources = {name: getattr(content, section)[name] for section, name in recipes}
     return StudyPlan(
@@ -181,7 +181,7 @@ def load_study(
     )
 
 
-def _check_part(section: str, name: str, recipe: Recipe, source: Mapping[str, Any], place: str) -> None:
+def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, place: str) -> None:
     """Raises RecipeError for a part that is of the wrong kind, or that says what is the study's to say."""
     where = f"{place}: {section}.{name}"
     scores = recipe.trains_scorer
@@ -196,26 +196,18 @@ def _check_part(section: str, name: str, recipe: Recipe, source: Mapping[str, An
         return
     if scores or recipe.rollout is None:
         raise RecipeError(f"{where}: a policy learns from answers that it samples; give a recipe with 'rollout'")
-    if "rewards" in source:
+    if "rewards" in content.policies[name]:
         raise RecipeError(f"{where}.rewards: the reward of a policy is the study's reward model; leave this out")
     if not recipe.eval.every or not recipe.eval.drift_prompts:
         raise RecipeError(
             f"{where}.eval: give every and drift_prompts; there gold, proxy and KL are measured along the way"
         )
-
-
-def _check_temperature(name: str, policy: Recipe, best_of_n: BestOfNSection, place: str) -> None:
-    drawn = policy.rollout.temperature if policy.rollout is not None else None
-    if drawn != best_of_n.temperature:
+    drawn, asked = recipe.rollout.temperature, content.best_of_n.temperature
+    if drawn != asked:
         raise RecipeError(
-            f"{place}: policies.{name}.rollout.temperature: {drawn} here and {best_of_n.temperature} in best_of_n; KL "
-            "is told from one and the same distribution, so give both the same"
+            f"{where}.rollout.temperature: {drawn} here and {asked} in best_of_n; KL is told from one and the same "
+            "distribution, so give both the same"
         )
-
-
-def _task_of_steps(path: str) -> dict[str, Any]:
-    """Steps as they were cut: each keeps the white space before it, so nothing is put between them."""
-    return {"task": {"name": "preferences", "path": path, "step_separator": ""}}
 
 
 def _resolve(content: StudyFile, start: Recipe, recipes: Recipes, num_seeds: int) -> dict[str, Any]:
@@ -251,29 +243,20 @@ def _parts(content: StudyFile, folder: Path, recipe: Recipe, recipes: Recipes, s
 def _training(
     content: StudyFile, start: Training, labelling: Labelling | None, key: tuple[str, str], seed: int, recipe: Recipe
 ) -> Training:
-    section, method = key
-    study, name = start.folder.parent, f"{method}-seed{seed}"
-    own = copy_for_seed(recipe, seed, f"{method} with seed {seed}, a part of the study {study.name}.")
-    own.model.name = start.weights
-    needs = ["start"]
-    if section == "policies":
+    group, method = key
+    folder = start.folder.parent
+    run = plan_run(folder, group, method, seed, recipe, "part of the study", ["start"])
+    run.recipe.model.name = start.weights
+    if group == "policies":
         (proxy,) = content.reward_models
-        needs.append(f"{proxy}-seed{seed}")
-        rewarder = {"name": "reward_model", "run": str(study / "cells" / needs[1])}
-        own.rewards = [RewardWord.model_validate(rewarder)]
-        own = own.resolve()
-    elif labelling is not None and content.learns_steps(method):
-        needs.append(labelling.name)
-        own.task = own.task.model_copy(update={"path": str(labelling.target)})
-    return Training(
-        name=name,
-        group=section,
-        method=method,
-        seed=seed,
-        folder=study / "cells" / name,
-        needs=tuple(needs),
-        recipe=own,
-    )
+        needed = f"{proxy}-seed{seed}"
+        rewarder = {"name": "reward_model", "run": str(folder / "cells" / needed)}
+        run.recipe.rewards = [RewardWord.model_validate(rewarder)]
+        return replace(run, recipe=run.recipe.resolve(), needs=("start", needed))
+    if labelling is not None and content.learns_steps(method):
+        run.recipe.task = run.recipe.task.model_copy(update={"path": str(labelling.target)})
+        return replace(run, needs=("start", labelling.name))
+    return run
 
 
 def _choosing(asked: BestOfNSection, start: Training, scorer: Training) -> Sampling:

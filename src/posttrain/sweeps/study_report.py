@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from posttrain.evals.items import Item, read_items
 from posttrain.recipes.recipe import Recipe
@@ -14,21 +12,12 @@ from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study import Kind, StudyPlan
-from posttrain.sweeps.study_results import KindReport, StudyReport
+from posttrain.sweeps.study_results import StudyFound, StudyReport
 
-_KINDS: Mapping[Kind, Callable[..., KindReport]] = {
+_KINDS: Mapping[Kind, Callable[..., StudyFound]] = {
     "overoptimization": overoptimization.report,
     "best_of_n": best_of_n.report,
 }
-
-
-@dataclass(frozen=True)
-class StudyFound:
-    """The report of a study, and what its picture shows, as its kind's drawing takes it."""
-
-    kind: Kind
-    report: StudyReport
-    shown: tuple[Any, ...]
 
 
 def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyFound:
@@ -42,20 +31,19 @@ def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyFound
     for part in plan.choosing:
         if part.standing == "finished":
             chosen.setdefault(part.method, {})[part.seed] = read_items(part.folder / ITEMS)
-    told = _KINDS[plan.study](plan, chosen)
-    report = StudyReport(
+    base = StudyReport(
         title=plan.folder.name,
         description=" ".join(plan.description.split()),
-        tables=told.tables,
-        findings=told.findings,
-        notes=told.notes,
+        tables=[],
+        findings=[],
+        notes=[],
         common=describe_common(plan),
-        data={"study": plan.study, "sources": plan.sources} | told.data,
+        data={"study": plan.study, "sources": plan.sources},
         command=command,
         problems=[f"{name}: {message}" for name, message in problems(plan, outcome.failures).items()],
         environment=plan.environment(),
     )
-    return StudyFound(plan.study, report, told.shown)
+    return _KINDS[plan.study](plan, chosen, base)
 
 
 def describe_common(plan: StudyPlan) -> list[tuple[str, str]]:
