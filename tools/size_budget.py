@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "train": 2750,
     "interpret": 6640,
     "runs": 2510,
-    "sweeps": 2810,
+    "sweeps": 2550,
     "reports": 2870,
     "commands": 7760,
 }

@@ -21,23 +21,21 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain import __version__
+from posttrain.commands import sweep
 from posttrain.commands.evaluate import options as evaluation_options
 from posttrain.commands.interpret import features_options
 from posttrain.commands.interpret import options as interpret_options
 from posttrain.commands.options import consent as consent_options
 from posttrain.commands.options import quantize as quantize_options
 from posttrain.commands.options import serve as serve_options
-from posttrain.commands.options import study as study_options
 from posttrain.commands.options.argument_types import (
     Parser,
     add_runs_dir,
-    names,
     natural,
     new_place,
     nonnegative_float,
     port,
     positive,
-    repetitions,
     seed,
     share,
     shown,
@@ -51,8 +49,8 @@ from posttrain.untrusted import guard_output
 BODIES = {
     "demo": ("posttrain.commands.demo", "run_demo"),
     "train": ("posttrain.commands.train", "run_train"),
-    "compare": ("posttrain.commands.compare", "run_compare"),
-    "study": ("posttrain.commands.study", "run_study"),
+    "compare": ("posttrain.commands.sweep", "run_compare"),
+    "study": ("posttrain.commands.sweep", "run_study"),
     "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
     "generate": ("posttrain.commands.generate", "run_generate"),
     "chat": ("posttrain.commands.chat.command", "run_chat"),
@@ -124,10 +122,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     _add_demo_options(add("demo", "watch a small model learn to reason, and read the report", places))
     _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
-    _add_compare_options(add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG))
-    study_options.add_options(
-        add("study", "see what becomes of reward models when they are optimized", places, epilog=study_options.EPILOG)
-    )
+    sweep.add_options(add, places)
     evaluation_options.add_options(
         add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
     )
@@ -159,12 +154,6 @@ any key of the recipe is an option:
   posttrain train my-recipe.yaml --dry-run
 """
 
-COMPARE_EPILOG = """\
-the same command again goes on where it stopped; finished runs are kept:
-  posttrain compare compare/ppo-grpo-dpo --seeds 3
-  posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
-"""
-
 DATA_EPILOG = """\
 options of the task go behind its name:
   posttrain data show stories --n 2000 --model tiny --plot
@@ -185,17 +174,6 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-changes", action="store_true", help=records_options.ACCEPT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
-
-
-def _add_compare_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a compare/ name that `posttrain recipes` lists, or a file")
-    parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
-    parser.add_argument("--seeds", type=repetitions, metavar="N", help="runs of each method (default: the recipe's)")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: cores; 1 on a GPU)")
-    parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; train nothing")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
 
 
 def _add_generate_options(parser: argparse.ArgumentParser) -> None:

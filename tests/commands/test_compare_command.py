@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli import main, parse
-from posttrain.commands.compare import CompareProgress
+from posttrain.commands.sweep_view import SweepProgress
 from posttrain.sweeps.compare import load_comparison
 
 EXAMPLE = Path(__file__).parent.parent / "sweeps" / "comparison.yaml"
@@ -101,12 +101,12 @@ def test_options_are_told_from_overrides() -> None:
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     cell = load_comparison(str(EXAMPLE), folder="runs/x").cells[0]
-    view = CompareProgress(Console(highlight=False, width=200), quiet=False)
-    view("plan", {"num_cells": 6, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
-    view("begin", {"cell": cell, "resumed": True})
-    view("evaluation", {"cell": cell, "step": 1, "steps": 2, "accuracy": 0.25, "remaining": 130.0})
-    view("end", {"cell": cell, "seconds": 65.0, "accuracy": 0.5, "remaining": None})
-    view("failure", {"cell": cell, "message": "too hot", "log": "a.log"})
+    view = SweepProgress(Console(highlight=False, width=200), False, "runs")
+    view("plan", {"num_parts": 6, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
+    view("begin", {"part": cell, "resumed": True})
+    view("evaluation", {"part": cell, "step": 1, "accuracy": 0.25, "remaining": 130.0})
+    view("end", {"part": cell, "seconds": 65.0, "accuracy": 0.5, "remaining": None})
+    view("failure", {"part": cell, "message": "too hot", "log": "a.log"})
     assert capsys.readouterr().out.splitlines() == [
         "6 runs, 2 at a time, 1 threads each; 2 are finished already",
         "grpo-seed0: goes on",
@@ -118,8 +118,8 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_only_failures_are_shown_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     cell = load_comparison(str(EXAMPLE), folder="runs/x").cells[0]
-    view = CompareProgress(Console(highlight=False, width=200), quiet=True)
-    view("plan", {"num_cells": 6, "num_finished": 0, "num_jobs": 2, "num_threads": 1})
-    view("begin", {"cell": cell, "resumed": False})
-    view("failure", {"cell": cell, "message": "too hot", "log": "a.log"})
+    view = SweepProgress(Console(highlight=False, width=200), True, "runs")
+    view("plan", {"num_parts": 6, "num_finished": 0, "num_jobs": 2, "num_threads": 1})
+    view("begin", {"part": cell, "resumed": False})
+    view("failure", {"part": cell, "message": "too hot", "log": "a.log"})
     assert capsys.readouterr().out == "grpo-seed0: failed: too hot (a.log)\n"

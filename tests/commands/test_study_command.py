@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli import main, parse
-from posttrain.commands.study import StudyProgress, command_of, folder_name
+from posttrain.commands.sweep_view import SweepProgress, command_of, folder_of
 from posttrain.sweeps.study import load_study
 
 SMALL = """\
@@ -136,27 +136,27 @@ def test_mistakes_are_one_message(
 
 def test_names_and_commands() -> None:
     namespace = parse(["study", "overoptimization", "--seeds", "2", "--policies.grpo.train.steps", "9", "--jobs", "1"])
-    assert folder_name(namespace) == "study-overoptimization"
+    assert folder_of(namespace) == Path("runs/study-overoptimization")
     assert command_of(namespace) == "posttrain study overoptimization --seeds 2 --jobs 1 --policies.grpo.train.steps 9"
-    assert folder_name(parse(["study", "study/prm-vs-orm"])) == "study-prm-vs-orm"
+    assert folder_of(parse(["study", "study/prm-vs-orm"])) == Path("runs/study-prm-vs-orm")
 
 
 def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = load_study("overoptimization", folder="runs/x").policies[0]
-    view = StudyProgress(Console(highlight=False, width=200), quiet=False)
-    view("plan", {"num_parts": 13, "num_finished": 2, "num_jobs": 2})
+    part = load_study("overoptimization", folder="runs/x").trainings("policies")[0]
+    view = SweepProgress(Console(highlight=False, width=200), False, "parts")
+    view("plan", {"num_parts": 13, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
     view("begin", {"part": part, "resumed": True})
     view("progress", {"lines": ["a at step 1/2", "b samples and scores"]})
-    view("end", {"part": part, "seconds": 65.0})
+    view("end", {"part": part, "seconds": 65.0, "accuracy": None, "remaining": None})
     view("failure", {"part": part, "message": "too hot", "log": "a.log"})
     view("dropped", {"part": part, "message": "not begun"})
     assert capsys.readouterr().out.splitlines() == [
-        "13 parts, 2 at a time; 2 are finished already",
+        "13 parts, 2 at a time, 1 threads each; 2 are finished already",
         "grpo-seed0: goes on",
         "a at step 1/2; b samples and scores",
         "grpo-seed0: finished in 1m 05s (3 of 13)",
         "grpo-seed0: failed: too hot (a.log)",
         "grpo-seed0: not begun",
     ]
-    StudyProgress(Console(), quiet=True)("begin", {"part": part, "resumed": False})
+    SweepProgress(Console(), True, "parts")("begin", {"part": part, "resumed": False})
     assert capsys.readouterr().out == ""

@@ -16,19 +16,16 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from posttrain import cli
-from posttrain.commands import compare, study
+from posttrain.commands import sweep, sweep_view
 from posttrain.commands import train as training
 from posttrain.commands.evaluate import command as evaluation
 from posttrain.commands.evaluate import scores as evaluation_scores
 from posttrain.runs import children
-from posttrain.sweeps import cells as compare_cells
-from posttrain.sweeps import comparison_files as compare_results
-from posttrain.sweeps import parts as study_parts
-from posttrain.sweeps import study_files as study_results
+from posttrain.sweeps import comparison, runner, study_report
 from posttrain.train import loop
 
-IMPORTED = (compare, evaluation, evaluation_scores, study, training)
-IMPORTED += (compare_cells, compare_results, study_parts, study_results, loop)  # before forking, which is the point
+IMPORTED = (sweep, sweep_view, evaluation, evaluation_scores, training)
+IMPORTED += (comparison, runner, study_report, loop)  # before forking, which is the point
 
 
 class Forked(subprocess.Popen[bytes]):

@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.compare import Plan, load_comparison
+from posttrain.sweeps.compare import ComparisonPlan, load_comparison
 
 SEEDS = (0, 1, 2)
 STEPS = 20
@@ -35,14 +35,14 @@ SLOW_LEARNERS = {"sdpo": (3, 0.2), "gspo": (3, 0.1), "gspo-token": (3, 0.1)}
 
 
 @cache
-def plan_of(name: str) -> Plan:
+def plan_of(name: str) -> ComparisonPlan:
     overrides = POLICY_GRADIENT if name == "all-policy-gradient" else PREFERENCE
     plan = load_comparison(name, overrides, folder="unused")
-    for method in plan.methods:
-        if method.name == "rejection-sampling":  # as many answers as the others, all at once
-            method.recipe.rollout.prompts, method.recipe.train.minibatches = 8 * STEPS, STEPS
-            method.recipe.train.epochs = 1
-        method.recipe.train.steps = STEPS * SLOW_LEARNERS.get(method.name, (1, GAIN))[0]
+    for cell in plan.cells:
+        if cell.method == "rejection-sampling":  # as many answers as the others, all at once
+            cell.recipe.rollout.prompts, cell.recipe.train.minibatches = 8 * STEPS, STEPS
+            cell.recipe.train.epochs = 1
+        cell.recipe.train.steps = STEPS * SLOW_LEARNERS.get(cell.method, (1, GAIN))[0]
     return plan
 
 
@@ -59,7 +59,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
 
 
-def course_of(plan: Plan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
+def course_of(plan: ComparisonPlan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
     """The metrics of one cell, row by row."""
     cell = next(cell for cell in plan.cells if (cell.method, cell.seed) == (method, seed))
     cell.recipe.model.name = str(start)

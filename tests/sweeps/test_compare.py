@@ -12,22 +12,22 @@ from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.recipes.files import merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.compare import (
-    Plan,
+    ComparisonPlan,
     comparison_names,
     describe_comparison,
     load_comparison,
     training_recipe_names,
 )
-from posttrain.sweeps.compare_merge import METHOD_KEYS, changes_between, differences, method_part, without_method
+from posttrain.sweeps.methods import METHOD_KEYS, changes_between, differences, method_part, without_method
 
 EXAMPLE = Path(__file__).with_name("comparison.yaml")
 
 
-def load(*overrides: tuple[str, str], **wanted: Any) -> Plan:
+def load(*overrides: tuple[str, str], **wanted: Any) -> ComparisonPlan:
     return load_comparison(str(EXAMPLE), overrides, folder="runs/example", **wanted)
 
 
-def load_text(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> Plan:
+def load_text(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> ComparisonPlan:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return load_comparison(str(path), overrides, folder=tmp_path / "out")

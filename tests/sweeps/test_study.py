@@ -13,7 +13,8 @@ from posttrain.errors import PosttrainError, RecipeError, UsageError
 from posttrain.recipes.files import recipe_names, study_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import training_recipe_names
-from posttrain.sweeps.study import Choosing, Labelling, StudyPlan, Training, load_study
+from posttrain.sweeps.plan import Labelling, Sampling, Training
+from posttrain.sweeps.study import StudyPlan, load_study
 
 TEXT = """\
 study: overoptimization
@@ -76,23 +77,23 @@ def test_a_policy_is_rewarded_by_the_proxy_of_its_seed_alone(study, tmp_path: Pa
     plan = study(TEXT, DRIFT)
     weights = str(tmp_path / "out" / "start" / "checkpoints" / "step-000002")
     for seed in (0, 1):
-        policy = plan.policies[seed].cell
+        policy = plan.trainings("policies")[seed]
         (reward,) = policy.recipe.rewards
         assert (reward.name, reward.weight) == ("reward_model", 1.0)
         assert reward.options["run"] == str(tmp_path / "out" / "cells" / f"proxy-seed{seed}")
         assert (policy.recipe.train.seed, policy.recipe.model.name) == (seed, weights)
         assert policy.folder == tmp_path / "out" / "cells" / f"grpo-seed{seed}"
-        proxy = plan.reward_models[seed].cell.recipe
+        proxy = plan.trainings("reward_models")[seed].recipe
         assert (proxy.train.seed, proxy.model.name) == (seed, weights)
         assert [word.name for word in proxy.rewards] == ["correct"]
-    assert plan.start.cell.recipe.model.name == "tiny"
+    assert plan.start.recipe.model.name == "tiny"
 
 
 def test_best_of_n_is_an_ordinary_evaluation(study, tmp_path: Path) -> None:
     from posttrain.cli import parse
 
     part = study(TEXT, DRIFT).choosing[1]
-    namespace = parse(part.words)
+    namespace = parse(part.words(resume=False))
     assert (namespace.command, namespace.n, namespace.samples, namespace.max_tokens) == ("evaluate", 5, 4, 8)
     assert (namespace.seed, namespace.temperature, namespace.task) == (1, 1.0, ["stories"])
     assert namespace.overrides == [("task.split", '"validation"')]
@@ -109,7 +110,7 @@ def test_the_resolved_file_makes_the_same_parts(study, tmp_path: Path, text: str
     for one, other in zip(plan.parts, again.parts, strict=True):
         if isinstance(one, Training):
             assert isinstance(other, Training)
-            assert one.cell.recipe.fingerprint() == other.cell.recipe.fingerprint()
+            assert one.recipe.fingerprint() == other.recipe.fingerprint()
         else:
             assert one == other
     resolved = yaml.safe_load(plan.to_yaml())
@@ -121,30 +122,30 @@ def test_reward_models_of_steps_learn_from_labelled_answers(study, tmp_path: Pat
     plan = study(STEPS)
     names = ["labelled-seed{}", "orm-seed{}", "prm-seed{}", "orm-seed{}-best-of-64", "prm-seed{}-best-of-64"]
     assert [part.name for part in plan.parts] == ["start", *(name.format(seed) for seed in (0, 1) for name in names)]
-    labelling = plan.labelling[1]
+    labelling = next(part for part in plan.parts if part.name == "labelled-seed1")
     assert isinstance(labelling, Labelling)
     assert labelling.target == tmp_path / "out" / "labelled" / "seed1.jsonl"
-    assert "--best-of" not in labelling.words
-    prm = plan.reward_models[3]
+    assert "--best-of" not in labelling.command
+    orm, prm = plan.trainings("reward_models")[2:]
     assert prm.needs == ("start", "labelled-seed1")
-    assert prm.cell.recipe.task.name == "preferences"
-    assert prm.cell.recipe.task.options["path"] == str(labelling.target)
-    assert prm.cell.recipe.task.options["step_separator"] == ""
-    assert plan.reward_models[1].needs == ("start",)  # the outcome model has a task of its own
-    assert all(isinstance(part, Choosing) for part in plan.choosing)
+    assert prm.recipe.task.name == "preferences"
+    assert prm.recipe.task.options["path"] == str(labelling.target)
+    assert prm.recipe.task.options["step_separator"] == ""
+    assert orm.needs == ("start",)  # the outcome model has a task of its own
+    assert all(isinstance(part, Sampling) for part in plan.choosing)
 
 
 def test_overrides_reach_every_part(study) -> None:
     changes = [("seeds", "1"), ("best_of_n.samples", "8"), ("start.train.steps", "3"), DRIFT]
     plan = study(TEXT, *changes, ("reward_models.proxy.rollout.prompts", "16"))
-    assert len(plan.reward_models) == 1
+    assert len(plan.trainings("reward_models")) == 1
     assert plan.choosing[0].name == "proxy-seed0-best-of-8"
-    assert plan.start.cell.recipe.train.steps == 3
-    assert plan.policies[0].cell.recipe.model.name.endswith("step-000003")
-    rollout = plan.reward_models[0].cell.recipe.rollout
+    assert plan.start.recipe.train.steps == 3
+    assert plan.trainings("policies")[0].recipe.model.name.endswith("step-000003")
+    rollout = plan.trainings("reward_models")[0].recipe.rollout
     assert rollout is not None
     assert rollout.prompts == 16
-    assert len(study(TEXT, DRIFT, num_seeds=3).policies) == 3
+    assert len(study(TEXT, DRIFT, num_seeds=3).trainings("policies")) == 3
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_overrides_reach_every_part(study) -> None:
         ("bradley_terry", "bradley_tery", "bradley_tery"),
         ("grpo: rl/grpo", "grpo: tiny/sft", "a policy learns from answers that it samples"),
         ("grpo: rl/grpo", "grpo: rl/grpo\n  proxy: rl/ppo", "the same name"),
-        ("grpo: rl/grpo", "a b: rl/grpo", "a name is made of letters"),
+        ("grpo: rl/grpo", "a b: rl/grpo", "a policy's name is made of letters"),
         ("grpo: rl/grpo", "grpo: {recipe: rl/grpo, rewards: correct}", "the reward of a policy is the study's"),
         ("grpo: rl/grpo", "grpo: rl/grpo", "policies.grpo.eval: give every and drift_prompts"),
         ("  proxy:\n", "  other: tiny/rm\n  proxy:\n", "has one reward model"),
@@ -183,7 +184,7 @@ def test_what_is_refused(study, old: str, new: str, message: str) -> None:
     ("key", "value", "message"),
     [
         ("policy.grpo.train.lr", "1", "a study has no key 'policy'. Did you mean 'policies'?"),
-        ("policies.grop.train.lr", "1", "has no 'grop' there. Did you mean 'grpo'?"),
+        ("policies.grop.train.lr", "1", "has no policy 'grop'. Did you mean 'grpo'?"),
         ("policies.grpo.train.lrr", "1", "command line: policies.grpo.train.lrr"),
     ],
 )

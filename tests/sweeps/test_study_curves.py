@@ -12,7 +12,8 @@ import pytest
 
 from made_up_items import make_sample
 from posttrain.evals.items import Item
-from posttrain.sweeps.study_curves import (
+from posttrain.sweeps.best_of_n import powers_of_two
+from posttrain.sweeps.overoptimization import (
     Course,
     Fit,
     Point,
@@ -22,7 +23,6 @@ from posttrain.sweeps.study_curves import (
     fitted,
     in_units_of,
     mean_course,
-    powers_of_two,
     score_scale,
     turn_over,
 )

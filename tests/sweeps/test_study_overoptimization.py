@@ -12,6 +12,9 @@ from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.best_of_n import choose
 from posttrain.sweeps.overoptimization import (
+    Course,
+    Point,
+    best_of_n_kl,
     choosing_points,
     describe_method,
     distances,
@@ -21,7 +24,6 @@ from posttrain.sweeps.overoptimization import (
     to_data,
     training_points,
 )
-from posttrain.sweeps.study_curves import Course, Point, best_of_n_kl
 
 
 def evaluated(step: int, task: str = "stories/validation", **results: float) -> MetricsRow:

@@ -12,7 +12,7 @@ from posttrain import registry
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item, write_items
 from posttrain.reward_models.scoring import reasoning_of, split_steps
-from posttrain.sweeps.study_steps import label_steps, labelled_rows, write_labelled
+from posttrain.sweeps.labelling import label_steps, labelled_rows, write_labelled
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message
 

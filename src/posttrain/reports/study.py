@@ -9,8 +9,7 @@ from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.sweeps.study import Kind
-from posttrain.sweeps.study_files import StudyFound
-from posttrain.sweeps.study_results import StudyReport, to_json, to_page
+from posttrain.sweeps.study_results import StudyFound, StudyReport, to_json, to_page
 from posttrain.untrusted import harmless
 
 PICTURE = "study.png"

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.errors import DataError
+from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
 from posttrain.evals.seeds import Summary, summarize_seeds
 from posttrain.evals.statistics import Difference, item_interval, paired_bootstrap, pass_at_k
 from posttrain.evals.tables import TextTable
 from posttrain.evals.voting import majority_at_k
-from posttrain.sweeps.study_curves import powers_of_two
-from posttrain.sweeps.study_results import show_summary, summary_data
+from posttrain.sweeps.study import StudyPlan
+from posttrain.sweeps.study_results import StudyFound, StudyReport, show_summary
 
 MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
 POINTS = 100.0
+
+
+def powers_of_two(samples: int) -> list[int]:
+    """1, 2, 4, ... below ``samples``, and ``samples``."""
+    return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,6 @@ class Chosen:
 
     def mean(self, n: int) -> float:
         return statistics.fmean(self.values[n])
-
-    def over_seeds(self, n: int) -> Summary:
-        found = summarize_seeds(self.seeds[n])
-        assert found is not None
-        return found
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,8 @@ def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
     first = next(iter(evaluations.values()))
     samples = min(len(item.samples) for items in first for item in items if item.samples)
     ns = powers_of_two(samples)
-    found = []
-    for name, seeds in evaluations.items():
-        found.append(_chosen(name, ns, seeds, _by_score))
-    for name, worth in ((MAJORITY, _by_vote), (RANDOM, _at_random), (ORACLE, _by_oracle)):
-        found.append(_chosen(name, ns, first, worth))
-    return found
+    chosen = [_chosen(name, ns, seeds, _by_score) for name, seeds in evaluations.items()]
+    return [*chosen, *(_chosen(name, ns, first, worth) for name, worth in _OTHERS.items())]
 
 
 def _by_score(item: Item, n: int) -> float:
@@ -98,29 +94,28 @@ def _by_score(item: Item, n: int) -> float:
     return best_of_n(scores, [float(sample.is_right) for sample in item.samples], n)
 
 
-def _by_vote(item: Item, n: int) -> float:
-    return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], n)
+# How often the answer is right that they choose among n of an item's.
+_OTHERS: Mapping[str, Callable[[Item, int], float]] = {
+    MAJORITY: lambda item, n: majority_at_k(
+        [sample.extracted for sample in item.samples], [sample.is_right for sample in item.samples], n
+    ),
+    RANDOM: lambda item, n: item.share,
+    ORACLE: lambda item, n: pass_at_k(len(item.samples), item.num_right, n),
+}
 
 
-def _at_random(item: Item, n: int) -> float:
-    return item.share
-
-
-def _by_oracle(item: Item, n: int) -> float:
-    return pass_at_k(len(item.samples), item.num_right, n)
-
-
-def _chosen(name: str, ns: Sequence[int], seeds: Sequence[Sequence[Item]], worth: Any) -> Chosen:
-    values: dict[int, list[float]] = {}
-    by_seed: dict[int, list[float]] = {}
-    low, high = {}, {}
+def _chosen(
+    name: str, ns: Sequence[int], seeds: Sequence[Sequence[Item]], worth: Callable[[Item, int], float]
+) -> Chosen:
+    choices = Chosen(name, list(ns), {}, {}, {}, {})
     for n in ns:
         table = [[worth(item, n) if item.samples else 0.0 for item in items] for items in seeds]
-        values[n] = [statistics.fmean(column) for column in zip(*table, strict=True)]
-        by_seed[n] = [statistics.fmean(row) for row in table]
-        used = 1 if worth is _at_random else n  # of an item's answers, by one choice
-        low[n], high[n] = item_interval(values[n], len(seeds) * max(1, max(ns) // used))
-    return Chosen(name, list(ns), values, by_seed, low, high)
+        choices.values[n] = [statistics.fmean(column) for column in zip(*table, strict=True)]
+        choices.seeds[n] = [statistics.fmean(row) for row in table]
+        used = 1 if name == RANDOM else n  # of an item's answers, by one choice
+        draws = len(seeds) * max(1, max(ns) // used)
+        choices.low[n], choices.high[n] = item_interval(choices.values[n], draws)
+    return choices
 
 
 def contrast(a: Chosen, b: Chosen) -> Contrast:
@@ -225,8 +220,36 @@ def to_data(found: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[st
                 "a": d.a,
                 "b": d.b,
                 "by_n": {str(n): asdict(own) for n, own in d.by_n.items()},
-                "over_seeds": {str(n): summary_data(s) for n, s in d.over_seeds.items()},
+                "over_seeds": {str(n): asdict(summary) for n, summary in d.over_seeds.items()},
             }
             for d in differences
         ],
     }
+
+
+def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyFound:
+    """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
+
+    Args:
+        chosen: by reward model and seed, what it has chosen among.
+
+    Raises:
+        RunFailure: too little is finished.
+        DataError: reward models chose among different answers.
+    """
+    names = list(dict.fromkeys(part.method for part in plan.trainings("reward_models")))
+    shared = sorted(set.intersection(*(set(chosen.get(name, {})) for name in names)))
+    if not shared:
+        raise RunFailure("nothing to report yet: for no seed have all reward models chosen")
+    evaluations = {name: [chosen[name][seed] for seed in shared] for name in names}
+    check_alike(evaluations, str(plan.folder / "chosen"))
+    choices = choose(evaluations)
+    differences = contrasts(choices, len(names))
+    told = replace(
+        base,
+        tables=tables(choices, differences),
+        findings=findings(choices[: len(names)], differences),
+        notes=notes(len(shared), len(evaluations[names[0]][0])),
+        data=base.data | to_data(choices, differences),
+    )
+    return StudyFound(plan.study, told, (choices, len(names)))

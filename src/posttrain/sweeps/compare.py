@@ -39,46 +39,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.option_types import Repetitions, Unread
-from posttrain.recipes.files import (
-    apply_override,
-    interpretation_names,
-    parse_yaml,
-    recipe_names,
-    recipe_text,
-    study_names,
-)
+from posttrain.recipes.files import apply_override, interpretation_names, merge, recipe_names, study_names
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Section
-from posttrain.registry import explain_validation, suggest
-from posttrain.runs.directory import NAME_RULE, RUN_NAME
-from posttrain.strict_yaml import write_yaml
-from posttrain.sweeps.compare_merge import belongs_to_method, changes_between, differences, without_method
-from posttrain.sweeps.compare_sources import SourceReader
+from posttrain.registry import suggest
+from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
+from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
+from posttrain.sweeps.sources import Source, SourceReader, SweepFile, label_of, read_sweep_file
 
-COMPARISONS = "compare/"  # the folder of the shipped recipes that holds compare files
-
-
-def _as_source(value: Any) -> Any:
-    return {"recipe": value} if isinstance(value, str) else {} if value is None else value
+# A base need not name an objective; one of these stands in while the base is checked by itself.
+_STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
 
 
-Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
-
-
-class CompareFile(Section):
+class CompareFile(SweepFile):
     """The keys of a compare file. A source is a recipe's name, a recipe, or a name with overrides."""
 
-    description: str = ""
+    label = "a comparison"
+    shelf = "compare/"
+    singles = ("start", "base")
+    groups: ClassVar[Mapping[str, str]] = {"methods": "method"}
+
     start: Source | None = None
     base: Source
     methods: Annotated[dict[str, Source], Field(min_length=1)]
-    seeds: Repetitions = 3
+
+    @classmethod
+    def check_kind(cls, data: Mapping[str, Any], place: str) -> None:
+        if "methods" not in data and "objective" in data:
+            raise RecipeError(
+                f"{place}: this is a recipe of one run; train it with: posttrain train. A compare file has 'base' and "
+                "'methods', and may have 'description', 'start' and 'seeds'"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,52 +89,28 @@ class Method:
     differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of the comparison: a method with a seed, its resolved recipe and its folder."""
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPlan(Plan):
+    """A checked comparison. Its start stands alone; its cells follow seed by seed."""
 
-    method: str
-    seed: int
-    recipe: Recipe
-    folder: Path
+    what = "comparison"
+    file_name = "compare.yaml"
+    verb = "Compare"
+    parts_are = "runs"
+    is_even = True
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A checked comparison: what is trained where. ``start`` is a cell of its own, trained first."""
-
-    folder: Path
-    description: str
-    start: Cell | None
-    start_source: str
     base: Recipe
+    start_source: str
     methods: list[Method]
-    num_seeds: int
-    resolved: dict[str, Any]
 
     @property
-    def cells(self) -> list[Cell]:
-        """Seed by seed, so that an interrupted comparison has seen every method."""
-        return [self._cell(method, seed) for seed in range(self.num_seeds) for method in self.methods]
-
-    def _cell(self, method: Method, seed: int) -> Cell:
-        recipe = method.recipe.model_copy(deep=True)
-        recipe.train.seed = seed
-        recipe.description = f"{method.name} with seed {seed}, a cell of the comparison {self.folder.name}."
-        return Cell(method.name, seed, recipe, self.folder / "cells" / f"{method.name}-seed{seed}")
-
-    def to_yaml(self) -> str:
-        """The compare file with everything resolved."""
-        return write_yaml(self.resolved)
+    def cells(self) -> list[Training]:
+        return self.trainings("methods")
 
 
 def comparison_names() -> list[str]:
     """Names of the compare files that ship, such as ``compare/ppo-grpo-dpo``."""
-    return [name for name in recipe_names() if name.startswith(COMPARISONS)]
+    return [name for name in recipe_names() if name.startswith(CompareFile.shelf)]
 
 
 def training_recipe_names() -> list[str]:
@@ -154,9 +125,7 @@ def describe_comparison(name: str) -> str:
     Raises:
         RecipeError: it is not a compare file.
     """
-    place, text = recipe_text(name)
-    data, lines = parse_yaml(text, place)
-    content = _validate_file(data, place, lines, set())
+    content, _ = read_sweep_file(CompareFile, name)
     return f"{content.description.strip()} Methods: {', '.join(content.methods)}.".strip()
 
 
@@ -167,7 +136,7 @@ def load_comparison(
     folder: str | Path,
     methods: Sequence[str] | None = None,
     num_seeds: int | None = None,
-) -> Plan:
+) -> ComparisonPlan:
     """Read a compare file and check every cell.
 
     Args:
@@ -180,43 +149,44 @@ def load_comparison(
 
     Raises:
         RecipeError, UnknownWord: with file, line, method and key.
+        UsageError: an override or a method of something that the file does not have.
     """
-    if f"{COMPARISONS}{name_or_path}" in recipe_names() and not Path(name_or_path).is_file():
-        name_or_path = f"{COMPARISONS}{name_or_path}"
-    place, text = recipe_text(name_or_path)
-    data, lines = parse_yaml(text, place)
     own, common = _split_overrides(overrides)
-    _apply_own(data, own, place)
-    given = {key for key, _ in overrides}
-    content = _validate_file(data, place, lines, {key for key, _ in own})
-    reader = SourceReader(place, lines, given)
-    base, base_data = reader.base(content.base, common)
-    names = _choose_methods(list(content.methods), methods, place)
-    rows = []
-    for name in names:
-        recipe = reader.method(name, content.methods[name], base, base_data)
-        changes = differences(base.dump(), recipe.dump())
-        if content.start is not None and "model.name" in changes:
-            changes["model.name"] = ("the start", recipe.model.name)
-        rows.append(Method(name, recipe, _label(content.methods[name]), changes))
+    content, reader = read_sweep_file(CompareFile, name_or_path, own)
+    base, base_data = _read_base(reader, content.base, common)
+    names = _choose_methods(list(content.methods), methods, reader.place)
+    rows = [_read_row(reader, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
         raise RecipeError(
-            f"{place}: base.eval.every: 0 switches evaluation off; without it there is nothing to compare"
+            f"{reader.place}: base.eval.every: 0 switches evaluation off; without it there is nothing to compare"
         )
-    target = Path(folder)
     start = None
     if content.start is not None:
-        start = _plan_start(reader.source(content.start, "start"), target)
+        recipe = reader.source(content.start, "start")
         if base.model.init is not None:
-            raise RecipeError(f"{place}: base.model.init makes a new model; it leaves nothing for 'start' to do")
-    count = num_seeds if num_seeds is not None else content.seeds
-    resolved = _resolve(content, start, base, rows, count)
+            raise RecipeError(f"{reader.place}: base.model.init makes a new model; it leaves nothing for 'start' to do")
+        start = plan_start(Path(folder), recipe, alone=True)
+    seeds = range(num_seeds if num_seeds is not None else content.seeds)
+    resolved = _resolve(content, start, base, rows, len(seeds))
     if start is not None:
-        weights = start.folder / "checkpoints" / f"step-{start.recipe.train.steps:06d}"
         for recipe in (base, *(row.recipe for row in rows if "model.name" not in row.differs)):
-            recipe.model.name = str(weights)
-    source = _label(content.start) if content.start is not None else base.model.name
-    return Plan(target, content.description, start, source, base, rows, count, resolved)
+            recipe.model.name = start.weights
+    parts = [start] if start is not None else []
+    for seed in seeds:
+        for row in rows:
+            needs = ["start"] if start is not None and row.recipe.model.name == start.weights else []
+            role = "cell of the comparison"
+            parts.append(plan_run(Path(folder), "methods", row.name, seed, row.recipe, role, needs))
+    return ComparisonPlan(
+        folder=Path(folder),
+        description=content.description,
+        parts=[*parts],
+        num_seeds=len(seeds),
+        resolved=resolved,
+        base=base,
+        start_source=label_of(content.start) if content.start is not None else base.model.name,
+        methods=rows,
+    )
 
 
 def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -234,47 +204,49 @@ def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[s
     return own, common
 
 
-def _apply_own(data: dict[str, Any], own: Sequence[tuple[str, str]], place: str) -> None:
-    """Apply overrides of the compare file's own keys, in place; a bare name gains overrides beside it."""
-    for key, value in own:
-        section, _, rest = key.partition(".")
-        holder, name = (data, section) if section != "methods" else (data.get("methods"), rest.partition(".")[0])
-        if section == "methods" and isinstance(holder, dict) and name not in holder:
-            known = ", ".join(map(str, holder))
-            hint = suggest(name, map(str, holder))
-            raise UsageError(f"--{key}: {place} has no method {name!r}.{hint} Methods: {known}")
-        if section in ("start", "base", "methods") and isinstance(holder, dict) and name in holder:
-            holder[name] = _as_source(holder[name])
-        apply_override(data, key, value)
+def _read_base(
+    reader: SourceReader, source: Mapping[str, Any], common: Sequence[tuple[str, str]]
+) -> tuple[Recipe, dict[str, Any]]:
+    """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
+    with reader.named("base"):
+        data = reader.lay_over_recipe(source)
+        for key, value in common:
+            apply_override(data, key, value)
+        has_objective = data.get("objective") is not None
+        if not has_objective:
+            data["objective"] = next((word for key, word in _STAND_IN.items() if key in data), "reinforce")
+        recipe = reader.recipe(data, "base", {f"base.{key}" for key, _ in common})
+        checked = recipe.dump()
+        if not has_objective:
+            del checked["objective"]
+        return recipe.resolve(), checked
 
 
-def _validate_file(data: Mapping[str, Any], place: str, lines: Mapping[str, int], overridden: set[str]) -> CompareFile:
-    if "methods" not in data and "objective" in data:
-        raise RecipeError(f"{place}: this is a recipe of one run; train it with: posttrain train. {_EXPECTED}")
-
-    def line_of(key: str) -> str:
-        if key in overridden:
-            return "command line: "
-        probe = key
-        while probe and probe not in lines:
-            probe = probe.rpartition(".")[0]
-        return f"{place}:{lines[probe]}: " if probe else f"{place}: "
-
-    try:
-        content = CompareFile.model_validate(data)
-    except ValidationError as error:
-        known = list(CompareFile.model_fields)
-        raise RecipeError(explain_validation(error, known, "", "a comparison", line_of)) from None
-    for name in content.methods:
-        if not RUN_NAME.fullmatch(name):
-            raise RecipeError(
-                f"{line_of(f'methods.{name}')}methods.{name}: a method's name is made of {NAME_RULE}, "
-                "because its runs are called by it"
-            )
-    return content
-
-
-_EXPECTED = "A compare file has 'base' and 'methods', and may have 'description', 'start' and 'seeds'"
+def _read_row(
+    reader: SourceReader, content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
+) -> Method:
+    """One row: the base with the method's recipe and overrides."""
+    where, source = f"methods.{name}", content.methods[name]
+    with reader.named(f"method {name!r}"):
+        data = dict(base_data)
+        if "recipe" in source:
+            donor = reader.named_recipe(source)
+            donor.resolve()
+            if (donor.rollout is None) != (base.rollout is None):
+                kinds = ("trains on data", "samples (rollout)")
+                raise RecipeError(
+                    f"the recipe {source['recipe']} {kinds[donor.rollout is not None]}, but the base "
+                    f"{kinds[base.rollout is not None]}; give the method as overrides alone"
+                )
+            data = merge(without_method(data), method_part(donor.dump()))
+        data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
+        if data.get("objective") is None:
+            raise RecipeError(f"{reader.place_of(where)}{where}: give a recipe or an objective; the base has none")
+        recipe = reader.recipe(data, where).resolve()
+    changes = differences(base.dump(), recipe.dump())
+    if content.start is not None and "model.name" in changes:
+        changes["model.name"] = ("the start", recipe.model.name)
+    return Method(name, recipe, label_of(source), changes)
 
 
 def _choose_methods(known: list[str], wanted: Sequence[str] | None, place: str) -> list[str]:
@@ -289,26 +261,16 @@ def _choose_methods(known: list[str], wanted: Sequence[str] | None, place: str) 
     return list(dict.fromkeys(wanted))
 
 
-def _label(source: Mapping[str, Any]) -> str:
-    name = source.get("recipe", "a recipe of its own")
-    return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)
-
-
-def _plan_start(recipe: Recipe, folder: Path) -> Cell:
-    return Cell("start", recipe.train.seed, recipe, folder / "start")
-
-
 def _resolve(
-    content: CompareFile, start: Cell | None, base: Recipe, rows: Sequence[Method], num_seeds: int
+    content: CompareFile, start: Training | None, base: Recipe, rows: Sequence[Method], num_seeds: int
 ) -> dict[str, Any]:
+    """The file with everything resolved. Seed and description of a row are the base's: they tell no method apart."""
     common = without_method(base.dump())
-    methods = {row.name: changes_between(common, without_cell_keys(row.recipe.dump(), common)) for row in rows}
+    methods = {}
+    for row in rows:
+        data = row.recipe.dump() | {"description": common["description"]}
+        data["train"]["seed"] = common["train"]["seed"]
+        methods[row.name] = changes_between(common, data)
     begin = {"start": start.recipe.dump()} if start is not None else {}
     about = {"description": content.description} if content.description else {}
     return {**about, **begin, "base": common, "methods": methods, "seeds": num_seeds}
-
-
-def without_cell_keys(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with the base's seed and description: what remains is the method's doing."""
-    data["train"]["seed"] = base["train"]["seed"]
-    return data | {"description": base["description"]}

@@ -1,16 +1,22 @@
-"""What a comparison has found: cells read off their records, and rows over seeds."""
+"""The results of a comparison: cells read off their records, and rows over seeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from posttrain.evals.seeds import Summary, summarize_seeds
 from posttrain.evals.statistics import wilson_interval
+from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
+from posttrain.sweeps.compare import ComparisonPlan
+from posttrain.sweeps.plan import Training
+from posttrain.sweeps.runner import Outcome
+from posttrain.sweeps.sources import label_of_word
+from posttrain.sweeps.standings import problems
 
 CellState = Literal["finished", "failed", "unfinished"]
 # Results of the last held-out evaluation that become facts of a cell under their own names.
@@ -133,18 +139,13 @@ def area_under(points: Sequence[tuple[int, float]]) -> float:
 
 def _costs(rows: Sequence[MetricsRow]) -> dict[str, float]:
     trained = [row for row in rows if "step_seconds" in row.timing]
-    evaluated = [row.timing["evaluation_seconds"] for row in rows if "evaluation_seconds" in row.timing]
-    facts: dict[str, float] = {}
-    if trained:
-        facts["train_seconds"] = math.fsum(row.timing["step_seconds"] for row in trained)
-    if evaluated:
-        facts["evaluation_seconds"] = math.fsum(evaluated)
-    sampled = [tokens for row in trained if (tokens := _sampled_tokens(row)) is not None]
-    if sampled:
-        facts["sampled_tokens"] = math.fsum(sampled)
-    if any("tokens" in row.metrics for row in trained):
-        facts["trained_tokens"] = math.fsum(row.metrics.get("tokens", 0.0) for row in trained)
-    return facts
+    costs = {
+        "train_seconds": [row.timing["step_seconds"] for row in trained],
+        "evaluation_seconds": [row.timing["evaluation_seconds"] for row in rows if "evaluation_seconds" in row.timing],
+        "sampled_tokens": [tokens for row in trained if (tokens := _sampled_tokens(row)) is not None],
+        "trained_tokens": [row.metrics["tokens"] for row in trained if "tokens" in row.metrics],
+    }
+    return {name: math.fsum(values) for name, values in costs.items() if values}
 
 
 def _sampled_tokens(row: MetricsRow) -> float | None:
@@ -233,3 +234,77 @@ def band_over_seeds(cells: Sequence[CellResult]) -> Band:
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def collect_comparison(plan: ComparisonPlan, outcome: Outcome, command: str) -> Comparison:
+    """Read every cell's records.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    failures = problems(plan, outcome.failures)
+    own_reward = {m.name for m in plan.methods if any(key.startswith("rewards") for key in m.differs)}
+    cells = [_read_result(cell, failures.get(cell.name)) for cell in plan.cells]
+    cells = [_without_reward(cell) if cell.method in own_reward else cell for cell in cells]
+    return Comparison(
+        title=plan.folder.name,
+        description=" ".join(plan.description.split()),
+        rows=rank_methods(cells, [method.name for method in plan.methods]),
+        baseline=find_baseline(cells, plan.start_source),
+        common=describe_common(plan, cells, outcome),
+        differs={
+            method.name: [_show_change(key, old, new) for key, (old, new) in sorted(method.differs.items())]
+            for method in plan.methods
+        },
+        sources={method.name: method.source for method in plan.methods},
+        command=command,
+        environment=plan.environment(),
+    )
+
+
+def _read_result(cell: Training, problem: str | None) -> CellResult:
+    is_finished = cell.standing == "finished"
+    state: CellState = "finished" if is_finished else "failed" if problem is not None else "unfinished"
+    rows = cell.metrics()
+    return read_cell(rows, cell.method, cell.seed, state, None if is_finished else problem)
+
+
+def _without_reward(cell: CellResult) -> CellResult:
+    """A cell whose reward is not that of the others: its own number would be read as a comparison."""
+    facts = {key: value for key, value in cell.facts.items() if key != "reward"}
+    return replace(cell, facts=facts, curve=[replace(point, reward=None) for point in cell.curve])
+
+
+def _show_change(key: str, old: Any, new: Any) -> str:
+    shown = ["nothing" if value is None else str(value) for value in (new, old)]
+    return f"{key} = {shown[0]} (base: {shown[1]})"
+
+
+def describe_common(plan: ComparisonPlan, cells: Sequence[CellResult], outcome: Outcome) -> list[tuple[str, str]]:
+    """What the cells have in common, as (what, value)."""
+    base = plan.base
+    start = plan.start.recipe if plan.start is not None else None
+    model = f"{start.model.name} after {plan.start_source}, {start.train.steps} steps" if start else base.model.name
+    facts = [("model", model), ("task", label_of_word(base.task))]
+    measured = next((cell for cell in cells if cell.start), None)
+    how = "greedy" if base.eval.temperature == 0 else f"temperature {base.eval.temperature:g}"
+    if measured is not None:
+        facts.append(("held-out evaluation", f"{measured.evaluation}, {measured.start['n']:.0f} problems, {how}"))
+    facts += _describe_training(base)
+    facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
+    threads = f"{outcome.num_threads} thread{'s' if outcome.num_threads > 1 else ''} each"
+    facts.append(("ran", f"{outcome.num_jobs} at a time, {threads}"))
+    return facts
+
+
+def _describe_training(base: Recipe) -> list[tuple[str, str]]:
+    facts = [("steps", f"{base.train.steps}, learning rate {base.train.lr:g} ({base.train.schedule})")]
+    if base.rollout is not None:
+        r = base.rollout
+        updates = base.train.epochs * base.train.minibatches
+        batch = f"{r.prompts} prompts × {r.group} answers of at most {r.max_tokens} tokens"
+        facts.append(("rollouts", batch + (f", for {updates} steps" if updates > 1 else ", for each step")))
+        facts.append(("rewards", ", ".join(f"{word.weight:g} × {word.name}" for word in base.rewards)))
+    elif base.data is not None:
+        facts.append(("data", f"{base.data.batch} rows in each step"))
+    return facts

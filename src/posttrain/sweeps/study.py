@@ -35,27 +35,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.option_types import Repetitions, Tokens
-from posttrain.recipes.files import apply_override, parse_yaml, recipe_names, recipe_text
+from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
-from posttrain.registry import explain_validation, suggest
-from posttrain.runs.directory import NAME_RULE, RUN_NAME
-from posttrain.strict_yaml import write_yaml
-from posttrain.sweeps.compare import Cell, Source
-from posttrain.sweeps.compare_sources import SourceReader
+from posttrain.registry import suggest
+from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
+from posttrain.sweeps.sources import Source, SweepFile, label_of, read_sweep_file
 
-STUDIES = "study/"  # the folder of the shipped recipes that holds study files
-STUDY_FILE = "study.yaml"
 Kind = Literal["overoptimization", "best_of_n"]
-_SOURCES = ("reward_models", "policies")
+# Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
+_TASK_OF_STEPS = {"task": {"name": "preferences", "path": "", "step_separator": ""}}
+# Recipes by (key of the file, name), reward models first.
+Recipes = Mapping[tuple[str, str], Recipe]
 
 
 class BestOfNSection(Section):
@@ -68,27 +66,27 @@ class BestOfNSection(Section):
     temperature: float = Field(default=1.0, gt=0)
 
 
-class LabelledSection(Section):
+class LabelledSection(BestOfNSection):
     """The problems whose answers become labelled steps, and how many answers each gets from the start."""
 
-    task: Word
     n: int = Field(default=256, ge=1)
     samples: int = Field(default=8, ge=2)
-    max_tokens: Tokens = 128
-    temperature: float = Field(default=1.0, gt=0)
 
 
-class StudyFile(Section):
+class StudyFile(SweepFile):
     """The keys of a study file."""
 
+    label = "a study"
+    shelf = "study/"
+    singles = ("start",)
+    groups: ClassVar[Mapping[str, str]] = {"reward_models": "reward model", "policies": "policy"}
+
     study: Kind
-    description: str = ""
     start: Source
     reward_models: Annotated[dict[str, Source], Field(min_length=1)]
     policies: dict[str, Source] = Field(default_factory=dict)
     labelled: LabelledSection | None = None
     best_of_n: BestOfNSection
-    seeds: Repetitions = 3
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -98,76 +96,36 @@ class StudyFile(Section):
             raise ValueError("a best_of_n study trains no policies; leave 'policies' out")
         return self
 
+    @classmethod
+    def check_kind(cls, data: Mapping[str, Any], place: str) -> None:
+        if "study" not in data:
+            command = "posttrain compare" if "methods" in data else "posttrain train"
+            raise RecipeError(f"{place}: this is no study (it has no key 'study'); run it with: {command}")
 
-@dataclass(frozen=True)
-class Training:
-    """A run of the study. ``needs``: the parts whose weights it reads."""
-
-    cell: Cell
-    needs: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.cell.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choosing:
-    """An evaluation of the study: answers of the start, scored by the reward model ``method`` with a seed.
-
-    ``words`` are those behind ``posttrain`` that make it.
-    """
-
-    name: str
-    method: str
-    seed: int
-    folder: Path
-    words: tuple[str, ...]
-    needs: tuple[str, ...] = ()
+    def learns_steps(self, name: str) -> bool:
+        """Whether a reward model learns from steps that the study labels."""
+        source = self.reward_models.get(name, {"task": None})
+        return self.labelled is not None and "task" not in source and "recipe" not in source
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelling(Choosing):
-    """Answers of the start to training problems, which become ``target``, a file of labelled steps."""
+class StudyPlan(Plan):
+    """A checked study. ``sources``: by name, where the start, the reward models and the policies are from."""
 
-    target: Path
-    asked: LabelledSection
-    template: Word
+    what = "study"
+    file_name = "study.yaml"
+    verb = "Study"
+    parts_are = "parts"
+    is_even = False
 
-
-Part = Training | Choosing
-
-
-@dataclass(frozen=True)
-class StudyPlan:
-    """A checked study: its parts in an order in which none stands before what it needs."""
-
-    kind: Kind
-    folder: Path
-    description: str
-    start: Training
-    reward_models: list[Training]
-    policies: list[Training]
-    labelling: list[Labelling]
-    choosing: list[Choosing]
+    study: Kind
     best_of_n: BestOfNSection
-    num_seeds: int
-    resolved: dict[str, Any]
     sources: dict[str, str]
 
     @property
-    def parts(self) -> list[Part]:
-        """The start, then seed by seed, so that a study that is stopped has finished seeds to tell of."""
-        later: list[Part] = [*self.labelling, *self.reward_models, *self.policies, *self.choosing]
-        return [self.start, *(part for seed in range(self.num_seeds) for part in later if _seed(part) == seed)]
-
-    def to_yaml(self) -> str:
-        """The study file with everything resolved; it makes the same study again."""
-        return write_yaml(self.resolved)
-
-
-def _seed(part: Part) -> int:
-    return part.cell.seed if isinstance(part, Training) else part.seed
+    def choosing(self) -> list[Sampling]:
+        """Where a reward model chooses among answers of the start, seed by seed."""
+        return [part for part in self.parts if isinstance(part, Sampling) and part.group == "best_of_n"]
 
 
 def load_study(
@@ -189,79 +147,41 @@ def load_study(
         RecipeError, UnknownWord: with file, line, part and key.
         UsageError: an override of something that the study does not have.
     """
-    if f"{STUDIES}{name_or_path}" in recipe_names() and not Path(name_or_path).is_file():
-        name_or_path = f"{STUDIES}{name_or_path}"
-    place, text = recipe_text(name_or_path)
-    data, lines = parse_yaml(text, place)
-    for key, value in overrides:
-        _apply(data, key, value, place)
-    content = _validate(data, place, lines, {key for key, _ in overrides})
-    reader = SourceReader(place, lines, {key for key, _ in overrides})
-    start = reader.source(content.start, "start")
-    given = {(kind, name): source for kind in _SOURCES for name, source in getattr(content, kind).items()}
-    if content.labelled is not None:
-        given = {key: source | (_task_of_steps("") if _has_no_task(source) else {}) for key, source in given.items()}
-    recipes = {key: reader.source(source, ".".join(key)) for key, source in given.items()}
-    for (section, name), recipe in recipes.items():
-        _check_part(section, name, recipe, given[section, name], place)
-        drawn = recipe.rollout.temperature if recipe.rollout is not None else None
-        if section == "policies" and drawn != content.best_of_n.temperature:
-            raise RecipeError(
-                f"{place}: policies.{name}.rollout.temperature: {drawn} here and {content.best_of_n.temperature} in "
-                "best_of_n; KL is told from one and the same distribution, so give both the same"
+    for key, _ in overrides:
+        section = key.partition(".")[0]
+        if section not in StudyFile.model_fields:
+            known = ", ".join(
+                f"{name}.NAME.KEY" if name in StudyFile.groups else name for name in StudyFile.model_fields
             )
-    count = num_seeds if num_seeds is not None else content.seeds
-    return _plan(content, Path(folder), start, recipes, count)
-
-
-def _apply(data: dict[str, Any], key: str, value: str, place: str) -> None:
-    """An override, in place; a bare name of a recipe gains overrides beside it."""
-    section, _, rest = key.partition(".")
-    if section not in StudyFile.model_fields:
-        known = ", ".join(f"{name}.NAME.KEY" if name in _SOURCES else name for name in StudyFile.model_fields)
-        raise UsageError(
-            f"--{key}: a study has no key {section!r}.{suggest(section, StudyFile.model_fields)} Its keys: {known}"
-        )
-    holder, name = (data, section) if section not in _SOURCES else (data.get(section), rest.partition(".")[0])
-    if section in _SOURCES and isinstance(holder, dict) and name not in holder:
-        names = list(map(str, holder))
-        raise UsageError(f"--{key}: {place} has no {name!r} there.{suggest(name, names)} There: {', '.join(names)}")
-    if (section in _SOURCES or section == "start") and isinstance(holder, dict) and isinstance(holder.get(name), str):
-        holder[name] = {"recipe": holder[name]}
-    apply_override(data, key, value)
-
-
-def _validate(data: Mapping[str, Any], place: str, lines: Mapping[str, int], overridden: set[str]) -> StudyFile:
-    def line_of(key: str) -> str:
-        if key in overridden:
-            return "command line: "
-        probe = key
-        while probe and probe not in lines:
-            probe = probe.rpartition(".")[0]
-        return f"{place}:{lines[probe]}: " if probe else f"{place}: "
-
-    if "study" not in data:
-        command = "posttrain compare" if "methods" in data else "posttrain train"
-        raise RecipeError(f"{place}: this is no study (it has no key 'study'); run it with: {command}")
-    try:
-        content = StudyFile.model_validate(data)
-    except ValidationError as error:
-        known = list(StudyFile.model_fields)
-        raise RecipeError(explain_validation(error, known, "", "a study", line_of)) from None
-    for section in _SOURCES:
-        for name in getattr(content, section):
-            if not RUN_NAME.fullmatch(name):
-                where = f"{section}.{name}"
-                raise RecipeError(
-                    f"{line_of(where)}{where}: a name is made of {NAME_RULE}, because runs are called by it"
-                )
+            hint = suggest(section, StudyFile.model_fields)
+            raise UsageError(f"--{key}: a study has no key {section!r}.{hint} Its keys: {known}")
+    content, reader = read_sweep_file(StudyFile, name_or_path, overrides)
     shared = set(content.reward_models) & set(content.policies)
     if shared:
-        raise RecipeError(f"{place}: {', '.join(sorted(shared))}: a reward model and a policy have the same name")
-    return content
+        names = ", ".join(sorted(shared))
+        raise RecipeError(f"{reader.place}: {names}: a reward model and a policy have the same name")
+    start = reader.source(content.start, "start")
+    recipes = {}
+    for section in StudyFile.groups:
+        for name, source in getattr(content, section).items():
+            task = _TASK_OF_STEPS if content.learns_steps(name) else {}
+            recipes[section, name] = recipe = reader.source({**source, **task}, f"{section}.{name}")
+            _check_part(content, section, name, recipe, reader.place)
+    seeds = range(num_seeds if num_seeds is not None else content.seeds)
+    sources = {name: getattr(content, section)[name] for section, name in recipes}
+    return StudyPlan(
+        folder=Path(folder),
+        description=content.description,
+        parts=_parts(content, Path(folder), start, recipes, seeds),
+        num_seeds=len(seeds),
+        resolved=_resolve(content, start, recipes, len(seeds)),
+        study=content.study,
+        best_of_n=content.best_of_n,
+        sources={name: label_of(source) for name, source in {"start": content.start, **sources}.items()},
+    )
 
 
-def _check_part(section: str, name: str, recipe: Recipe, source: Mapping[str, Any], place: str) -> None:
+def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, place: str) -> None:
     """Raises RecipeError for a part that is of the wrong kind, or that says what is the study's to say."""
     where = f"{place}: {section}.{name}"
     scores = recipe.trains_scorer
@@ -276,121 +196,103 @@ def _check_part(section: str, name: str, recipe: Recipe, source: Mapping[str, An
         return
     if scores or recipe.rollout is None:
         raise RecipeError(f"{where}: a policy learns from answers that it samples; give a recipe with 'rollout'")
-    if "rewards" in source:
+    if "rewards" in content.policies[name]:
         raise RecipeError(f"{where}.rewards: the reward of a policy is the study's reward model; leave this out")
     if not recipe.eval.every or not recipe.eval.drift_prompts:
         raise RecipeError(
             f"{where}.eval: give every and drift_prompts; there gold, proxy and KL are measured along the way"
         )
+    drawn, asked = recipe.rollout.temperature, content.best_of_n.temperature
+    if drawn != asked:
+        raise RecipeError(
+            f"{where}.rollout.temperature: {drawn} here and {asked} in best_of_n; KL is told from one and the same "
+            "distribution, so give both the same"
+        )
 
 
-def _plan(
-    content: StudyFile, folder: Path, start: Recipe, recipes: Mapping[tuple[str, str], Recipe], count: int
-) -> StudyPlan:
+def _resolve(content: StudyFile, start: Recipe, recipes: Recipes, num_seeds: int) -> dict[str, Any]:
+    """The file with everything resolved, but for what is not the file's to say: what the study gives to its parts."""
     resolved: dict[str, Any] = {"study": content.study}
     resolved |= {"description": content.description} if content.description else {}
     resolved |= {"start": start.dump()}
-    for section in _SOURCES:
-        own = {name: recipe.dump() for (kind, name), recipe in recipes.items() if kind == section}
-        # what the study gives is not the file's to say
-        taken = "rewards" if section == "policies" else "task"
-        learns = {name for name, source in getattr(content, section).items() if _has_no_task(source)}
-        strips = set(own) if section == "policies" else learns if content.labelled is not None else set()
-        own = {name: _without(data, taken) if name in strips else data for name, data in own.items()}
-        resolved |= {section: own} if own else {}
+    for (section, name), recipe in recipes.items():
+        data = recipe.dump()
+        if section == "policies":
+            del data["rewards"]
+        elif content.learns_steps(name):
+            del data["task"]
+        resolved.setdefault(section, {})[name] = data
     if content.labelled is not None:
         resolved["labelled"] = content.labelled.model_dump(mode="json")
-    resolved |= {"best_of_n": content.best_of_n.model_dump(mode="json"), "seeds": count}
-    first = Training(Cell("start", start.train.seed, start, folder / "start"))
-    weights = folder / "start" / "checkpoints" / f"step-{start.train.steps:06d}"
-    models, policies, choosing = [], [], []
-    asked = content.labelled
-    steps = [_labelling(asked, folder, seed, start, weights) for seed in range(count)] if asked is not None else []
-    for (section, name), recipe in recipes.items():
-        for seed in range(count):
-            cell = _cell(folder, name, seed, recipe, weights)
-            if section == "reward_models":
-                of_steps = content.labelled is not None and _has_no_task(content.reward_models[name])
-                if of_steps:
-                    cell.recipe.task = cell.recipe.task.model_copy(update={"path": str(steps[seed].target)})
-                models.append(Training(cell, ("start", steps[seed].name) if of_steps else ("start",)))
-                choosing.append(_choosing(content.best_of_n, folder, cell, weights))
-            else:
-                (proxy,) = content.reward_models
-                run = folder / "cells" / f"{proxy}-seed{seed}"
-                cell.recipe.rewards = [RewardWord.model_validate({"name": "reward_model", "run": str(run)})]
-                cell = Cell(cell.method, seed, cell.recipe.resolve(), cell.folder)
-                policies.append(Training(cell, ("start", run.name)))
-    sources = {name: _label(source) for part in _SOURCES for name, source in getattr(content, part).items()}
-    return StudyPlan(
-        kind=content.study,
+    return resolved | {"best_of_n": content.best_of_n.model_dump(mode="json"), "seeds": num_seeds}
+
+
+def _parts(content: StudyFile, folder: Path, recipe: Recipe, recipes: Recipes, seeds: Sequence[int]) -> list[Part]:
+    """The start, then seed by seed, so that a study that is stopped has finished seeds to tell of."""
+    start = plan_start(folder, recipe, alone=False)
+    parts: list[Part] = [start]
+    for seed in seeds:
+        labelling = _labelling(content.labelled, start, seed) if content.labelled is not None else None
+        trainings = [_training(content, start, labelling, key, seed, recipes[key]) for key in recipes]
+        scorers = [part for part in trainings if part.group == "reward_models"]
+        parts += [labelling] if labelling is not None else []
+        parts += [*trainings, *(_choosing(content.best_of_n, start, scorer) for scorer in scorers)]
+    return parts
+
+
+def _training(
+    content: StudyFile, start: Training, labelling: Labelling | None, key: tuple[str, str], seed: int, recipe: Recipe
+) -> Training:
+    group, method = key
+    folder = start.folder.parent
+    run = plan_run(folder, group, method, seed, recipe, "part of the study", ["start"])
+    run.recipe.model.name = start.weights
+    if group == "policies":
+        (proxy,) = content.reward_models
+        needed = f"{proxy}-seed{seed}"
+        rewarder = {"name": "reward_model", "run": str(folder / "cells" / needed)}
+        run.recipe.rewards = [RewardWord.model_validate(rewarder)]
+        return replace(run, recipe=run.recipe.resolve(), needs=("start", needed))
+    if labelling is not None and content.learns_steps(method):
+        run.recipe.task = run.recipe.task.model_copy(update={"path": str(labelling.target)})
+        return replace(run, needs=("start", labelling.name))
+    return run
+
+
+def _choosing(asked: BestOfNSection, start: Training, scorer: Training) -> Sampling:
+    folder = start.folder.parent / "chosen" / scorer.name
+    return Sampling(
+        name=f"{scorer.name}-best-of-{asked.samples}",
+        group="best_of_n",
+        method=scorer.method,
+        seed=scorer.seed,
         folder=folder,
-        description=content.description,
-        start=first,
-        reward_models=models,
-        policies=policies,
-        labelling=steps,
-        choosing=choosing,
-        best_of_n=content.best_of_n,
-        num_seeds=count,
-        resolved=resolved,
-        sources={"start": _label(content.start)} | sources,
+        needs=("start", scorer.name),
+        command=(*_sampling_words(asked, start, scorer.seed, folder), "--best-of", str(scorer.folder)),
     )
 
 
-def _cell(folder: Path, name: str, seed: int, recipe: Recipe, weights: Path) -> Cell:
-    own = recipe.model_copy(deep=True)
-    own.model.name = str(weights)
-    own.train.seed = seed
-    own.description = f"{name} with seed {seed}, a part of the study {folder.name}."
-    return Cell(name, seed, own, folder / "cells" / f"{name}-seed{seed}")
-
-
-def _choosing(asked: BestOfNSection, folder: Path, scorer: Cell, weights: Path) -> Choosing:
-    target = folder / "chosen" / scorer.name
-    words = [*_sampling_words(asked, weights, scorer.seed, target), "--best-of", str(scorer.folder)]
-    name = f"{scorer.name}-best-of-{asked.samples}"
-    needs = ("start", scorer.name)
-    return Choosing(name=name, method=scorer.method, seed=scorer.seed, folder=target, words=tuple(words), needs=needs)
-
-
-def _labelling(asked: LabelledSection, folder: Path, seed: int, start: Recipe, weights: Path) -> Labelling:
-    target = folder / "labelled" / f"seed{seed}"
+def _labelling(asked: LabelledSection, start: Training, seed: int) -> Labelling:
+    folder = start.folder.parent / "labelled" / f"seed{seed}"
     return Labelling(
         name=f"labelled-seed{seed}",
+        group="labelled",
         method="labelled",
         seed=seed,
-        folder=target,
-        words=tuple(_sampling_words(asked, weights, seed, target)),
+        folder=folder,
         needs=("start",),
-        target=target.with_suffix(".jsonl"),
-        asked=asked,
-        template=start.prompt.template,
+        command=_sampling_words(asked, start, seed, folder),
+        target=folder.with_suffix(".jsonl"),
+        task=asked.task,
+        n=asked.n,
+        template=start.recipe.prompt.template,
     )
 
 
-def _sampling_words(asked: BestOfNSection | LabelledSection, weights: Path, seed: int, target: Path) -> list[str]:
-    words = ["evaluate", str(weights), "--task", asked.task.name]
+def _sampling_words(asked: BestOfNSection, start: Training, seed: int, target: Path) -> tuple[str, ...]:
+    words = ["evaluate", start.weights, "--task", asked.task.name]
     for key, value in asked.task.options.items():
         words += [f"--task.{key}", json.dumps(value)]
     words += ["--n", str(asked.n), "--samples", str(asked.samples), "--max-tokens", str(asked.max_tokens)]
     words += ["--temperature", f"{asked.temperature:g}", "--seed", str(seed)]
-    return [*words, "--out", str(target), "--quiet"]
-
-
-def _has_no_task(source: Mapping[str, Any]) -> bool:
-    return "task" not in source and "recipe" not in source
-
-
-def _task_of_steps(path: str) -> dict[str, Any]:
-    """Steps as they were cut: each keeps the white space before it, so nothing is put between them."""
-    return {"task": {"name": "preferences", "path": path, "step_separator": ""}}
-
-
-def _without(data: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in data.items() if name != key}
-
-
-def _label(source: Mapping[str, Any]) -> str:
-    name = source.get("recipe", "a recipe of its own")
-    return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)
+    return (*words, "--out", str(target), "--quiet")

@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.evals.seeds import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
 from posttrain.markdown import paragraph, plain
+from posttrain.sweeps.study import Kind
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class StudyReport:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class StudyFound:
+    """The report of a study, and what its picture shows, as its kind's drawing takes it."""
+
+    kind: Kind
+    report: StudyReport
+    shown: tuple[Any, ...]
+
+
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
     """``0.61 ± 0.12``, or ``61.2 % ± 12.0`` of a share; without interval for one seed."""
     if summary is None:
@@ -41,11 +51,6 @@ def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int
     unit = " %" if is_share else ""
     mean = f"{summary.mean * scale:.{places}f}"
     return mean + (f" ± {summary.half_width * scale:.{places}f}" if summary.half_width is not None else "") + unit
-
-
-def summary_data(summary: Summary | None) -> dict[str, Any] | None:
-    """A summary as plain data."""
-    return None if summary is None else {"mean": summary.mean, "half_width": summary.half_width, "n": summary.n}
 
 
 def to_page(report: StudyReport) -> str:
@@ -62,17 +67,8 @@ def to_page(report: StudyReport) -> str:
 
 def to_json(report: StudyReport) -> str:
     """``results.json``; a number that is not finite is null."""
-    content = {
-        "title": report.title,
-        "description": report.description,
-        "findings": report.findings,
-        "notes": report.notes,
-        "problems": report.problems,
-        "common": dict(report.common),
-        "command": report.command,
-        "environment": dict(report.environment),
-    } | report.data
-    return json.dumps(_finite(content), indent=1, allow_nan=False)
+    content = {name: value for name, value in vars(report).items() if name not in ("tables", "data")}
+    return json.dumps(_finite(content | {"common": dict(report.common)} | report.data), indent=1, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 from posttrain.evals.seeds import Summary
 from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, titled_grid
 from posttrain.sweeps.best_of_n import Chosen
-from posttrain.sweeps.overoptimization import MethodCourse, distances
-from posttrain.sweeps.study_curves import Fit, MeanPoint, Point, fitted
+from posttrain.sweeps.overoptimization import Fit, MeanPoint, MethodCourse, Point, distances, fitted
 
 DISTANCE = "√KL from the start (KL in nats per answer)"
 _Get = Callable[[MeanPoint], Summary]

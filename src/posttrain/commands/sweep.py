@@ -1,0 +1,99 @@
+"""``posttrain compare`` and ``posttrain study``: many runs as one question, with one table or picture.
+
+Only the standard library is imported here until one of them runs (see ``cli``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from posttrain.commands.options.argument_types import names, positive, repetitions
+
+COMPARE_EPILOG = """\
+the same command again goes on where it stopped; finished runs are kept:
+  posttrain compare compare/ppo-grpo-dpo --seeds 3
+  posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
+"""
+STUDY_EPILOG = """\
+the same command again goes on where it stopped; finished parts are kept:
+  posttrain study overoptimization
+  posttrain study prm-vs-orm --seeds 1 --best_of_n.samples 16
+  posttrain study overoptimization --run more-pairs --reward_models.proxy.rollout.prompts 512
+"""
+
+
+def add_options(add: Callable[..., argparse.ArgumentParser], places: argparse.ArgumentParser) -> None:
+    """The two commands, with which sweep, how many seeds, where."""
+    compare = add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG)
+    compare.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
+    study = add("study", "see what becomes of reward models when they are optimized", places, epilog=STUDY_EPILOG)
+    study.usage = "posttrain study RECIPE [options] [--section.key value ...] [--policies.NAME.key value ...]"
+    compare.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
+    _add_shared(compare, "runs", "runs of each method")
+    _add_shared(study, "parts", "how often all is done")
+
+
+def _add_shared(parser: argparse.ArgumentParser, parts: str, seeds: str) -> None:
+    kind = parser.prog.rpartition(" ")[2]
+    parser.add_argument("recipe", metavar="RECIPE", help=f"a {kind}/ name that `posttrain recipes` lists, or a file")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help=f"{seeds} (default: the recipe's)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help=f"{parts} at a time (default: cores; 1 on a GPU)")
+    parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; run nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Check every cell, train those that are not finished, and write table, picture and report."""
+    from posttrain.commands.sweep_view import folder_of, print_comparison, run_sweep_command
+    from posttrain.sweeps.compare import load_comparison
+    from posttrain.sweeps.comparison import collect_comparison
+
+    plan = load_comparison(
+        arguments.recipe,
+        arguments.overrides,
+        folder=folder_of(arguments),
+        methods=arguments.methods,
+        num_seeds=arguments.seeds,
+    )
+    seeds = f"seeds 0 to {plan.num_seeds - 1}"
+    about = [f"{plan.folder}: {len(plan.cells)} runs of {plan.base.train.steps} steps, {seeds}"]
+    if plan.start is not None:
+        about.append(f"start: {plan.start_source}, {plan.start.recipe.train.steps} steps")
+    for method in plan.methods:
+        changes = ", ".join(sorted(method.differs)) or "nothing but the method"
+        about.append(f"{method.name} ({method.source}) differs from the base in {changes}")
+
+    def report(*outcome_and_command: Any) -> Any:
+        from posttrain.reports.comparison import write_comparison
+
+        comparison = collect_comparison(plan, *outcome_and_command)
+        return write_comparison(comparison, plan.folder), partial(print_comparison, comparison)
+
+    return run_sweep_command(arguments, plan, about, report)
+
+
+def run_study(arguments: argparse.Namespace) -> int:
+    """Check every part, make those that are not finished, and write tables, picture and report."""
+    from posttrain.commands.sweep_view import folder_of, print_study, run_sweep_command
+    from posttrain.sweeps.plan import Training
+    from posttrain.sweeps.study import load_study
+    from posttrain.sweeps.study_report import collect_study
+
+    plan = load_study(arguments.recipe, arguments.overrides, folder=folder_of(arguments), num_seeds=arguments.seeds)
+    about = [f"{plan.folder}: {len(plan.parts)} parts, seeds 0 to {plan.num_seeds - 1}"]
+    for part in plan.parts:
+        work = f"{part.recipe.train.steps} steps" if isinstance(part, Training) else " ".join(part.words(resume=False))
+        after = f" (after {', '.join(part.needs)})" if part.needs else ""
+        about.append(f"{part.name}: {work}{after}")
+
+    def report(*outcome_and_command: Any) -> Any:
+        from posttrain.reports.study import write_study
+
+        study = collect_study(plan, *outcome_and_command)
+        return write_study(study, plan.folder), partial(print_study, study)
+
+    return run_sweep_command(arguments, plan, about, report)

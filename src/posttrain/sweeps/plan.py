@@ -1,0 +1,233 @@
+"""A sweep: parts that are trained or sampled, each a process of its own, and what each needs before it.
+
+A comparison and a study are two kinds of file that make such a plan. A part is an ordinary run or an ordinary
+evaluation in a folder of its own: any of them can be looked at, or repeated by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from posttrain.errors import PosttrainError
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Word
+from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.strict_yaml import write_yaml
+
+Standing = Literal["new", "unfinished", "finished"]
+ITEMS, RESULTS = "items.jsonl", "results.json"  # of an evaluation; the latter is written last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(ABC):
+    """One process of a sweep.
+
+    ``group`` is the key of the sweep's file that asks for it, ``method`` its name there. ``needs`` are the names of
+    the parts whose files it reads. A part that stands ``alone`` is made before all others, with all cores; without
+    it none of them is begun.
+    """
+
+    name: str
+    group: str
+    method: str
+    seed: int
+    folder: Path
+    needs: tuple[str, ...] = ()
+    alone: bool = False
+
+    @property
+    @abstractmethod
+    def standing(self) -> Standing: ...
+
+    @property
+    @abstractmethod
+    def settings(self) -> tuple[Path, str]:
+        """The text of what makes it, and where that is kept: beside its folder."""
+
+    @abstractmethod
+    def words(self, resume: bool) -> list[str]:
+        """The words behind ``posttrain`` that make it, or go on with it."""
+
+    @abstractmethod
+    def conflict(self) -> str | None:
+        """Why what lies in its folder may not be continued, if anything speaks against it."""
+
+    @property
+    @abstractmethod
+    def whereabouts(self) -> str:
+        """How far it is, as a user reads it."""
+
+    @property
+    def status(self) -> RunStatus | None:
+        """Of a run that has begun; evaluations have none."""
+        return RunDirectory(self.folder).read_status()
+
+    def metrics(self) -> list[MetricsRow]:
+        """What a run has recorded; evaluations have nothing of the kind."""
+        return MetricsLog(self.folder / "metrics.jsonl").read()
+
+    def complete(self) -> str | None:
+        """Do what remains to be done when its process has ended well; says what went wrong, if anything did."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Part):
+    """A run. What makes it is its resolved recipe."""
+
+    recipe: Recipe
+
+    @property
+    def weights(self) -> str:
+        """The weights that it ends with."""
+        return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
+
+    @property
+    def standing(self) -> Standing:
+        if not RunDirectory(self.folder).recipe_path.is_file():
+            return "new"
+        status = self.status
+        return "finished" if status is not None and status.state == "finished" else "unfinished"
+
+    @property
+    def settings(self) -> tuple[Path, str]:
+        return self.folder.with_name(f"{self.name}.yaml"), self.recipe.to_yaml()
+
+    def words(self, resume: bool) -> list[str]:
+        words = ["train", str(self.settings[0]), "--runs-dir", str(self.folder.parent), "--run", self.name, "--quiet"]
+        return [*words, "--resume"] if resume else words
+
+    def conflict(self) -> str | None:
+        changed = RunDirectory(self.folder).changed_keys(self.recipe)
+        shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
+        return f"{self.folder}: made by another recipe; it differs in {shown}" if changed else None
+
+    @property
+    def whereabouts(self) -> str:
+        status = self.status
+        return f"{self.name} at step {status.step if status is not None else 0}/{self.recipe.train.steps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Part):
+    """An evaluation: answers of some weights. What makes it is ``command``, the words behind ``posttrain``."""
+
+    command: tuple[str, ...]
+
+    @property
+    def last_file(self) -> Path:
+        """What is written last of all."""
+        return self.folder / RESULTS
+
+    @property
+    def standing(self) -> Standing:
+        return "new" if not self.folder.exists() else "finished" if self.last_file.is_file() else "unfinished"
+
+    @property
+    def settings(self) -> tuple[Path, str]:
+        return self.folder.with_name(f"{self.folder.name}.command.json"), json.dumps(self.command, indent=1) + "\n"
+
+    def words(self, resume: bool) -> list[str]:
+        return list(self.command)
+
+    def conflict(self) -> str | None:
+        try:
+            before = json.loads(self.settings[0].read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            before = None
+        return None if before == list(self.command) else f"{self.folder}: made with other settings of {self.group}"
+
+    @property
+    def whereabouts(self) -> str:
+        return f"{self.name} samples and scores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelling(Sampling):
+    """Answers to at most ``n`` problems of a task, which become ``target``, a file of labelled steps."""
+
+    target: Path
+    task: Word
+    n: int
+    template: Word
+
+    @property
+    def last_file(self) -> Path:
+        return self.target
+
+    def complete(self) -> str | None:
+        from posttrain.render.template import build_template
+        from posttrain.sweeps.labelling import write_labelled
+        from posttrain.tasks.base import build_task
+
+        try:
+            task, template = build_task(self.task, "labelled.task"), build_template(self.template)
+            write_labelled(self.folder / ITEMS, task, self.n, template, self.target)
+        except PosttrainError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked sweep: its parts in an order in which none stands before what it needs.
+
+    Of the kind of sweep: what it and its parts are called, the name of its file, and whether all counted parts are
+    the same amount of work, so that the time that remains can be told.
+    """
+
+    what: ClassVar[str]
+    file_name: ClassVar[str]
+    verb: ClassVar[str]
+    parts_are: ClassVar[str]
+    is_even: ClassVar[bool]
+
+    folder: Path
+    description: str
+    parts: list[Part]
+    num_seeds: int
+    resolved: dict[str, Any]
+
+    @property
+    def start(self) -> Training | None:
+        """What is trained first and once, whose weights the others begin with."""
+        return next(iter(self.trainings("start")), None)
+
+    def trainings(self, group: str) -> list[Training]:
+        """The runs that a key of the file asks for, seed by seed."""
+        return [part for part in self.parts if isinstance(part, Training) and part.group == group]
+
+    def to_yaml(self) -> str:
+        """The file with everything resolved; it makes the same sweep again."""
+        return write_yaml(self.resolved)
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and hardware of the first counted run that was started, as its newest start says."""
+        runs = [RunDirectory(part.folder) for part in self.parts if isinstance(part, Training) and not part.alone]
+        newest: dict[str, Any] = next(
+            (starts[-1] for run in runs if (starts := run.read_environment().get("starts", []))), {}
+        )
+        return {key: newest[key] for key in ("started", "versions", "hardware", "git") if newest.get(key)}
+
+
+def plan_start(folder: Path, recipe: Recipe, *, alone: bool) -> Training:
+    """What is trained once, in a sweep's ``folder``, for the others to begin with."""
+    seed, place = recipe.train.seed, folder / "start"
+    return Training(name="start", group="start", method="start", seed=seed, folder=place, alone=alone, recipe=recipe)
+
+
+def plan_run(
+    folder: Path, group: str, method: str, seed: int, recipe: Recipe, role: str, needs: Sequence[str] = ()
+) -> Training:
+    """A run under ``cells/`` of a sweep's ``folder``, by a copy of the method's recipe. ``role``: what it is there."""
+    own, name = recipe.model_copy(deep=True), f"{method}-seed{seed}"
+    own.train.seed = seed
+    own.description = f"{method} with seed {seed}, a {role} {folder.name}."
+    place, needs = folder / "cells" / name, tuple(needs)
+    return Training(name=name, group=group, method=method, seed=seed, folder=place, needs=needs, recipe=own)

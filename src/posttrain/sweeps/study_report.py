@@ -1,0 +1,72 @@
+"""From the parts of a study to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from posttrain.evals.items import Item, read_items
+from posttrain.recipes.recipe import Recipe
+from posttrain.sweeps import best_of_n, overoptimization
+from posttrain.sweeps.plan import ITEMS
+from posttrain.sweeps.runner import Outcome
+from posttrain.sweeps.sources import label_of_word
+from posttrain.sweeps.standings import problems
+from posttrain.sweeps.study import Kind, StudyPlan
+from posttrain.sweeps.study_results import StudyFound, StudyReport
+
+_KINDS: Mapping[Kind, Callable[..., StudyFound]] = {
+    "overoptimization": overoptimization.report,
+    "best_of_n": best_of_n.report,
+}
+
+
+def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyFound:
+    """Read every finished part.
+
+    Raises:
+        RunFailure: too little is finished for a report.
+        DataError: a record is damaged.
+    """
+    chosen: dict[str, dict[int, list[Item]]] = {}
+    for part in plan.choosing:
+        if part.standing == "finished":
+            chosen.setdefault(part.method, {})[part.seed] = read_items(part.folder / ITEMS)
+    base = StudyReport(
+        title=plan.folder.name,
+        description=" ".join(plan.description.split()),
+        tables=[],
+        findings=[],
+        notes=[],
+        common=describe_common(plan),
+        data={"study": plan.study, "sources": plan.sources},
+        command=command,
+        problems=[f"{name}: {message}" for name, message in problems(plan, outcome.failures).items()],
+        environment=plan.environment(),
+    )
+    return _KINDS[plan.study](plan, chosen, base)
+
+
+def describe_common(plan: StudyPlan) -> list[tuple[str, str]]:
+    """What was done, as (what, value)."""
+    (start,), asked = plan.trainings("start"), plan.best_of_n
+    begin = f"{start.recipe.model.name} after {plan.sources['start']}, {start.recipe.train.steps} steps"
+    facts = [("start", begin), ("held-out problems", f"{asked.n} of {label_of_word(asked.task)}")]
+    how = f"at most {asked.max_tokens} tokens, temperature {asked.temperature:g}"
+    facts.append(("best of n", f"{asked.samples} answers to each problem, {how}"))
+    for part in (*plan.trainings("reward_models"), *plan.trainings("policies")):
+        if part.seed == 0:
+            facts.append((part.method, _training(part.recipe)))
+    facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
+    return facts
+
+
+def _training(recipe: Recipe) -> str:
+    train = recipe.train
+    told = f"{recipe.objective.name}, {train.steps} steps at {train.lr:g}"
+    if recipe.rollout is not None:
+        updates = train.epochs * train.minibatches
+        batches = max(1, -(-train.steps // updates))
+        each = f"{recipe.rollout.prompts} prompts × {recipe.rollout.group} answers"
+        return f"{told}; {each}" + (f", {batches} times" if batches > 1 else ", drawn once from the start")
+    assert recipe.data is not None
+    return f"{told}, {recipe.data.batch} rows each, of {label_of_word(recipe.task)}"
