@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.extract import Extractor, activations_of, truncate
 from posttrain.models.lora import apply_adapter, reference_mode
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.interpret.activations.lockstep import Added, write_with
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 PROMPTS = [[0, 5, 9, 30, 41], [0, 77, 3], [0, 12, 200, 201, 55, 60, 61, 62, 63], [0, 300]]
 STOPS = frozenset({0, 13, 14})

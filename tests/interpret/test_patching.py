@@ -12,7 +12,7 @@ import torch
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.patching import Patcher, divergence, encode_some, feature_patch, pad, token_kl
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 DOCUMENTS = [[0, 5, 9, 30, 41, 17, 8], [0, 77, 3, 12], [0, 9, 9, 9, 25, 60, 61, 62, 63]]
 PROMPTS = [3, 1, 4]

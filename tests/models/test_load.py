@@ -13,7 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, base_of, resolve_model_name
-from posttrain.recipes.recipe import AdapterSection, InitSection, ModelSection
+from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
 from posttrain.store.manifest import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])

@@ -163,7 +163,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a LoRA adapter on the embedded model whose weights were made up."""
     from posttrain.models.load import load_model
     from posttrain.models.lora import apply_adapter
-    from posttrain.recipes.recipe import AdapterSection, ModelSection
+    from posttrain.recipes.sections import AdapterSection, ModelSection
     from posttrain.train.checkpoint import save_checkpoint
 
     root = tmp_path_factory.mktemp("adapter") / "runs"
@@ -181,7 +181,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(folder: Path) -> torch.Tensor:
     from posttrain.models.load import load_model
-    from posttrain.recipes.recipe import ModelSection
+    from posttrain.recipes.sections import ModelSection
 
     loaded = load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
     with torch.no_grad():

@@ -39,7 +39,7 @@ from posttrain.models.load import (
 )
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
-from posttrain.recipes.recipe import AdapterSection, ModelSection, Word
+from posttrain.recipes.sections import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.quantization import compare_policies, compare_scorers, with_trunk

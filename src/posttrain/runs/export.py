@@ -207,7 +207,7 @@ def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> 
     from transformers.utils import logging  # torch comes with it
 
     from posttrain.models.load import load_model
-    from posttrain.recipes.recipe import ModelSection
+    from posttrain.recipes.sections import ModelSection
 
     chosen = {"name": str(source), "dtype": _text(recipe, "model", "dtype"), "device": "cpu"}
     loaded = load_model(ModelSection.model_validate(chosen), seed=0)

@@ -45,7 +45,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.option_types import Repetitions, Unread
-from posttrain.recipes.files import (
+from posttrain.recipes.document import (
     apply_override,
     interpretation_names,
     parse_yaml,

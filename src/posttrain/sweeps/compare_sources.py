@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord
-from posttrain.recipes.files import apply_override, merge
+from posttrain.recipes.document import apply_override, merge
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.sweeps.compare_merge import method_part, without_method
 

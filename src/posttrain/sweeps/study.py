@@ -43,7 +43,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.option_types import Repetitions, Tokens
-from posttrain.recipes.files import apply_override, parse_yaml, recipe_names, recipe_text
+from posttrain.recipes.document import apply_override, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
 from posttrain.registry import explain_validation, suggest

@@ -8,7 +8,8 @@ from typing import Any
 
 from posttrain.errors import RunFailure
 from posttrain.evals.items import Item, read_items
-from posttrain.recipes.recipe import Recipe, Word
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps import best_of_n as study_best_of_n

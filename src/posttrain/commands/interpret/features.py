@@ -22,7 +22,7 @@ from posttrain.interpret.dictionaries.training_rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features, write_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.reports.interpret.features import write_page
 from posttrain.untrusted import guard_output
 

@@ -17,7 +17,7 @@ from posttrain.interpret.activations.shards import ActivationStore, StoreWriter,
 from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.activations.store_index import Source, StoreIndex, column
 from posttrain.models.load import LoadedModel, context_length
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16

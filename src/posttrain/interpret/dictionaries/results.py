@@ -15,7 +15,7 @@ from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, split_rows
 from posttrain.interpret.features.splice import Recovered, recover
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 # What other tools call the output of the block with this index.
 _HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out"}

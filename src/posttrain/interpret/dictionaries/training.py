@@ -26,7 +26,7 @@ from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows, split_rows
-from posttrain.recipes.recipe import decisive
+from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
     checkpoint_steps,

@@ -26,7 +26,7 @@ from posttrain.interpret.activations.sites import backbone_of
 from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer, reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 CONVENTION = (
     "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
