@@ -86,7 +86,11 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("recipe.yaml", b"a: " + DEEP, "nested more than 50 deep"),
     ("recipe.yaml", BOMB, "more than 50,000 values, aliases written out"),
     ("recipe.yaml", b"a: &a [*a]\n", "*a stands for nothing that ends above"),
-    ("recipe.yaml", b"x: !!python/object/apply:os.system [ls]\n", "the tag !!python/object/apply:os.system is not for this"),
+    (
+        "recipe.yaml",
+        b"x: !!python/object/apply:os.system [ls]\n",
+        "the tag !!python/object/apply:os.system is not",
+    ),
     ("recipe.yaml", b"x: .nan\n", "nan where a number"),
     ("recipe.yaml", b"x: " + b"9" * 5000, "a number of 5,000 characters"),
     ("recipe.yaml", b"a: \xff\n", "damaged"),

@@ -75,6 +75,6 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_of_the_rows_that_are_trained_on() -> None:
-    sample = sample_rows(TensorRows(X), 5, 100, seed=0)
+    sample = sample_rows(TensorRows(X), 5, seed=0)
     assert len(sample) == 5
     assert set(sample[:, 0, 0].tolist()) <= {0.0, 2.0, 4.0, 6.0, 8.0}

@@ -145,7 +145,9 @@ class Document(Generic[T]):
             apply_override(content, key, value)
         return replace(self, content=content, overridden={*self.overridden, *(key for key, _ in overrides)})
 
-    def part(self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()) -> Document[C]:
+    def part(
+        self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()
+    ) -> Document[C]:
         """What stands below a key of this document (or was made of it) as a document whose messages say where.
 
         ``overridden``: further keys of the command line, as they are called in this document.

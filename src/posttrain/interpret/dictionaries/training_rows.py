@@ -18,6 +18,7 @@ from posttrain.randomness import generator, permutation
 
 # What is read of a store with the sources base and post: one of them, what training added, or both at once.
 DIFFERENCE, BOTH = "difference", "both"
+SAMPLE_ROWS = 65_536
 
 
 class Rows(Protocol):
@@ -109,9 +110,9 @@ def split_rows(rows: Rows, held_out: int, batch: int) -> int:
     return start
 
 
-def sample_rows(rows: Rows, num_rows: int, count: int, seed: int) -> Tensor:
-    """At most ``count`` of the first ``num_rows`` rows, drawn by the seed: float32 [n, M, d]."""
-    chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=min(count, num_rows))
+def sample_rows(rows: Rows, num_rows: int, seed: int) -> Tensor:
+    """At most ``SAMPLE_ROWS`` of the first ``num_rows`` rows, drawn by the seed: float32 [n, M, d]."""
+    chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=min(SAMPLE_ROWS, num_rows))
     return rows.gather(torch.from_numpy(np.sort(chosen)))
 
 

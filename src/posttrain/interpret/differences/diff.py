@@ -20,11 +20,11 @@ from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.store_index import column
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
+from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.recipe import DictionaryWord
 from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, sample_rows, split_rows
 from posttrain.interpret.differences.causal import Subject
-from posttrain.interpret.differences.dictionaries import fit_dictionary
 from posttrain.interpret.differences.diff_causal import measure_causes
 from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
 from posttrain.interpret.differences.features import Seen, mean_differences, scale_latents, see_changes
@@ -42,7 +42,6 @@ from posttrain.tasks.base import Task
 
 Observe = Callable[[str], None]
 LARGE_BYTES = 1 << 30
-SAMPLE_ROWS = 65_536
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
 
 
@@ -252,7 +251,7 @@ def _look_at_difference(work: Comparison, store: ActivationStore, start: int) ->
     ]
     if changes.difference is not None:
         rows = StoreRows(store, work.site, DIFFERENCE)
-        if not bool(sample_rows(rows, rows.num_rows, SAMPLE_ROWS, changes.seed).any()):
+        if not bool(sample_rows(rows, rows.num_rows, changes.seed).any()):
             work.observe("both models compute the same at this site, so there is no dictionary of their difference")
             return
         fitted = _fitted(work, "difference", rows, start, changes.difference, changes.seed)
