@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.patching import Patcher, divergence, encode_some, feature_patch, pad, token_kl
+from posttrain.interpret.activations.extract import pad
+from posttrain.interpret.differences.patching import Patcher, divergence, encode_some, feature_patch, token_kl
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 

@@ -21,7 +21,7 @@ from posttrain.interpret.dictionaries.measures import match
 from posttrain.interpret.dictionaries.planted import plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary
-from posttrain.interpret.dictionaries.training_rows import TensorRows, split_rows
+from posttrain.interpret.dictionaries.training_rows import TensorRows, first_held_out
 from posttrain.store.metrics import MetricsLog
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, sources: int, tmp_pat
 def test_a_training_in_memory_is_the_same_training(tmp_path: Path) -> None:
     given, data = recipe(steps=12), rows()
     trained = train(tmp_path, given, data).dictionary.requires_grad_(False).fold()
-    start = split_rows(data, given.eval.rows, given.train.batch)
+    start = first_held_out(data, given.eval.rows, given.train.batch)
     fitted = fit_dictionary(data, start, given.dictionary, given.train, seed=given.train.seed)
     assert all(torch.equal(value, fitted.state_dict()[name]) for name, value in trained.state_dict().items())
 

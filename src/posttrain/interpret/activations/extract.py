@@ -93,14 +93,11 @@ class Extractor:
 
         The dtype is the model's. How the documents are put together does not matter, but for rounding.
         """
-        lengths = torch.tensor([len(ids) for ids in documents])
-        tokens = torch.zeros((len(documents), int(lengths.max())), dtype=torch.long)
-        for row, ids in enumerate(documents):
-            tokens[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.long)
-        real = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self.device)
+        tokens, lengths = pad(documents, self.device)
+        real = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
         found: dict[str, Tensor] = {}
         with self._watching(found, lambda values: values[real]), suppress(_Reached):
-            self.backbone(input_ids=tokens.to(self.device), use_cache=False)
+            self.backbone(input_ids=tokens, use_cache=False)
         return {str(site): found[str(site)].cpu() for site in self.sites}
 
     @contextmanager
@@ -140,6 +137,15 @@ def activations_of(model: Any, documents: Sequence[Sequence[int]], sites: Sequen
         UsageError: no such site in this model.
     """
     return Extractor(model, sites)(documents)
+
+
+def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [B, T], lengths [B]); attention is causal, so what is behind a text is not seen by it."""
+    lengths = torch.tensor([len(ids) for ids in documents])
+    tokens = torch.zeros((len(documents), int(lengths.max())), dtype=torch.long)
+    for row, ids in enumerate(documents):
+        tokens[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.long)
+    return tokens.to(device), lengths.to(device)
 
 
 def shorten_config(config: Any, layer: int) -> None:

@@ -12,7 +12,7 @@ from posttrain.interpret.activations.store_index import column
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, split_rows
+from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, first_held_out
 from posttrain.interpret.features.splice import Recovered, recover
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
@@ -61,7 +61,7 @@ def recovered_by(
     if rows.source in (BOTH, DIFFERENCE):
         notify("eval.documents: only a dictionary of one model can be put into it; this was left out")
         return None
-    first = split_rows(rows, recipe.eval.rows, recipe.train.batch)
+    first = first_held_out(rows, recipe.eval.rows, recipe.train.batch)
     held_out = store.documents(torch.arange(first, store.num_rows)).unique().tolist()
     documents = [store.document_tokens(number) for number in held_out[-wanted:]]
     source = next(source for source in store.index.sources if source.name == rows.source)

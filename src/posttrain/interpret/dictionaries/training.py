@@ -25,7 +25,7 @@ from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import Learner, build_dictionary
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows, split_rows
+from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, first_held_out, sample_rows
 from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
@@ -83,7 +83,7 @@ def train_dictionary(
         CheckpointError: there are checkpoints, and none verifies.
     """
     settings = recipe.train
-    num_rows = split_rows(rows, recipe.eval.rows, settings.batch)
+    num_rows = first_held_out(rows, recipe.eval.rows, settings.batch)
     dictionary = build_dictionary(rows, recipe.dictionary, settings.seed)
     found = _newest_checkpoint(checkpoints, observer) if resume else None
     if found is None:

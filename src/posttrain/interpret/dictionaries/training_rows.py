@@ -93,7 +93,7 @@ class StoreRows:
         return int(self.store.documents(torch.tensor([row]))[0])
 
 
-def split_rows(rows: Rows, held_out: int, batch: int) -> int:
+def first_held_out(rows: Rows, held_out: int, batch: int) -> int:
     """How many rows are trained on: all but the last ``held_out``, and no document on both sides.
 
     Raises:

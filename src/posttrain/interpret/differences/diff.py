@@ -23,7 +23,7 @@ from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dict
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.recipe import DictionaryWord
-from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, sample_rows, split_rows
+from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, first_held_out, sample_rows
 from posttrain.interpret.differences.causal import Subject
 from posttrain.interpret.differences.diff_causal import measure_causes
 from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
@@ -140,7 +140,7 @@ def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe
 
 def held_out_start(store: ActivationStore, changes: ChangesSection) -> int:
     """The first row of the documents that no dictionary learns from."""
-    return split_rows(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
+    return first_held_out(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
 
 
 def _record(work: Comparison, answered: Answered) -> ActivationStore:

@@ -8,7 +8,7 @@ answers: 1 where the patched base predicts like the post model, below 0 where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.interpret.activations.extract import pad
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.features.splice import replaced
+from posttrain.models.forward.micro import by_length, split_padded
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -187,25 +189,8 @@ def encode_some(dictionary: Dictionary, x: Tensor, chosen: Tensor | None) -> Ten
     return positive if dictionary.architecture == "standard" else positive * (pre > dictionary.threshold[chosen])
 
 
-def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """(tokens int64 [B, T], lengths [B]); attention is causal, so what is behind a text is not seen by it."""
-    lengths = torch.tensor([len(ids) for ids in documents])
-    tokens = torch.zeros((len(documents), int(lengths.max())), dtype=torch.long)
-    for row, ids in enumerate(documents):
-        tokens[row, : len(ids)] = torch.as_tensor(list(ids), dtype=torch.long)
-    return tokens.to(device), lengths.to(device)
-
-
-def _batches(documents: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, Sequence[int]]]]:
+def _batches(documents: Sequence[Sequence[int]]) -> list[list[tuple[int, Sequence[int]]]]:
     """Documents of like length together, with their numbers, as many as fit into ``TOKENS_PER_BATCH``."""
-    current: list[tuple[int, Sequence[int]]] = []
-    for number in sorted(range(len(documents)), key=lambda i: len(documents[i])):
-        ids = documents[number]
-        if len(ids) < 2:
-            continue
-        if current and (len(current) + 1) * len(ids) > TOKENS_PER_BATCH:
-            yield current
-            current = []
-        current.append((number, ids))
-    if current:
-        yield current
+    lengths = [len(ids) for ids in documents]
+    order = [number for number in by_length(lengths) if lengths[number] > 1]
+    return [[(i, documents[i]) for i in piece] for piece in split_padded(order, lengths, TOKENS_PER_BATCH)]
