@@ -9,7 +9,7 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.training_rows import (
+from posttrain.interpret.dictionaries.rows import (
     RowBatches,
     StoreRows,
     TensorRows,

@@ -57,7 +57,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     except _Stopped:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    from posttrain.interpret.differences.diff import compare
+    from posttrain.interpret.differences.comparison import compare
     from posttrain.reports.interpret.diff_report import findings, render_diff
 
     setting, recipe = _setting(recipe, root, arguments.yes)
@@ -166,7 +166,7 @@ def _setting(recipe: DiffRecipe, root: Path, allow_large: bool) -> tuple[Any, Di
     from posttrain.commands.generate import choose_task, complete_template, find_source, grader_for, open_sampler
     from posttrain.interpret.activations.loading import check_layers, read_config
     from posttrain.interpret.differences.causal import Subject
-    from posttrain.interpret.differences.diff import Setting
+    from posttrain.interpret.differences.comparison import Setting
     from posttrain.tasks.base import build_task
 
     assert recipe.base.name is not None, "found or trained by now"

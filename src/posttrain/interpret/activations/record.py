@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import Extractor
 from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
-from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, row_norms
-from posttrain.interpret.activations.sites import read_site
-from posttrain.interpret.activations.store_index import Source, StoreIndex, column
+from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, column, row_norms
+from posttrain.interpret.activations.sites import Extractor, read_site
 from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, context_length
 from posttrain.recipes.sections import ModelSection

@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows
+from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

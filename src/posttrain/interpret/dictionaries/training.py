@@ -1,6 +1,6 @@
 """Training a dictionary with Lightning; the only module that imports it.
 
-What decides the weights is elsewhere: the rows and their order (``training_rows``), the loss (``dictionary_loss``).
+What decides the weights is elsewhere: the rows and their order (``rows``), the steps (``fitting``).
 Lightning runs the steps, and keeps optimizer, schedule and place in the data in its checkpoints, so that a run that was
 killed goes on bit for bit. Everything that a step changes is a parameter or a buffer of the module.
 """
@@ -25,7 +25,7 @@ from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import Learner, build_dictionary
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, first_held_out, sample_rows
+from posttrain.interpret.dictionaries.rows import RowBatches, Rows, first_held_out, sample_rows
 from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
