@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import seal
 
 
 def options_of(words):

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.runs import export
 from posttrain.runs.export import export_run
-from posttrain.store.checkpoint_files import step_folder
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import seal, step_folder
 
 
 @pytest.fixture

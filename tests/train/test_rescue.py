@@ -12,8 +12,7 @@ from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tens
 
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.store.checkpoint_files import checkpoint_steps
-from posttrain.store.manifest import verify
+from posttrain.store.checkpoint_files import checkpoint_steps, verify
 from posttrain.train import loop
 from posttrain.train.sources.rollouts import RolloutSource
 

@@ -29,8 +29,7 @@ from posttrain.render import Piece, Template, encode_prompt, end_id
 from posttrain.render.encoding import encode_pieces
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.render.template import build_template
-from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
-from posttrain.store.manifest import Unverified, verify
+from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
 from posttrain.types import Example, Response, Sample, collate
 
 Kind = Literal["preference", "outcome", "process"]

@@ -29,14 +29,16 @@ from posttrain.interpret.dictionaries.rows import RowBatches, Rows, first_held_o
 from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
+    Unverified,
     checkpoint_steps,
     prune_checkpoints,
     rename_into_place,
+    seal,
     set_aside_steps,
     step_folder,
+    verify,
 )
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
 
