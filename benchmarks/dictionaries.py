@@ -33,11 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.measures import match
-from posttrain.interpret.dictionaries.planted import plant, plant_change
+from posttrain.interpret.dictionaries.measures import match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary
-from posttrain.interpret.dictionaries.training_rows import TensorRows
 from posttrain.store.metrics import MetricsLog
 
 RESULTS = Path(__file__).parent / "results" / "dictionaries.json"

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.measures import match
-from posttrain.interpret.dictionaries.planted import Planted, PlantedChange, plant, plant_change
+from posttrain.interpret.dictionaries.fitting import fit_dictionary
+from posttrain.interpret.dictionaries.measures import Planted, PlantedChange, match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.training_rows import TensorRows
-from posttrain.interpret.differences.dictionaries import fit_dictionary
+from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.differences.features import Seen, see_changes
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"

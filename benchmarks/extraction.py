@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.interpret.activations.extract import Extractor, truncate
+from posttrain.interpret.activations.sites import Extractor, truncate
 
 RESULTS = Path(__file__).parent / "results" / "extraction.json"
 NUM_LAYERS, LAYER, VOCABULARY, WIDTH, TOKENS, ROWS = 16, 8, 32_000, 256, 256, 8

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection, Recipe, validate_recipe
+from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.sections import ModelSection
 from posttrain.train.build import Parts, prepare
 from posttrain.train.step import accumulate, apply_update
 

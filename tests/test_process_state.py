@@ -18,7 +18,7 @@ from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure
 from posttrain.process_state import process_kept
-from posttrain.recipes.recipe import RewardWord
+from posttrain.recipes.sections import RewardWord
 from posttrain.registry import find
 from posttrain.types import Completion, Example, Message
 

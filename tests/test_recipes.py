@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.recipes.files import interpretation_names, study_names
-from posttrain.recipes.recipe import Recipe, load_recipe, recipe_names, validate_recipe
+from posttrain.recipes.document import interpretation_names, recipe_names, study_names
+from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore

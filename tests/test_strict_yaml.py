@@ -165,7 +165,9 @@ plain = st.recursive(
 
 @given(plain)
 def test_what_is_written_is_read_again(value: Any) -> None:
-    assert read(write_yaml({"key": value})) == {"key": value}
+    text = write_yaml({"key": value})
+    assert read(text) == {"key": value}
+    assert read_yaml(text, "mine.yaml", quick=True) == read_yaml(text, "mine.yaml")
 
 
 def test_what_needs_no_quotes_is_written_as_before() -> None:

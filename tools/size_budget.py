@@ -17,23 +17,23 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50460
+MAX_PACKAGE_LINES = 50490
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2000,
-    "recipes": 810,
+    "ground": 1990,
+    "recipes": 840,
     "algorithms": 1870,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
     "tasks": 4700,
-    "store": 2060,
-    "models": 2140,
+    "store": 2010,
+    "models": 2170,
     "engines": 2830,
     "evals": 1880,
-    "reward_models": 1140,
-    "train": 2750,
-    "interpret": 6640,
+    "reward_models": 1130,
+    "train": 2760,
+    "interpret": 6230,
     "runs": 2510,
     "sweeps": 2550,
     "reports": 2870,

@@ -28,6 +28,7 @@ from posttrain.errors import RecipeError
 
 MAX_CHARS, MAX_VALUES, MAX_DEPTH = 2**19, 50_000, 50
 MAX_KEY_CHARS, MAX_DIGITS = 200, 1000
+_QUICK_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*|0x[0-9a-fA-F]+)")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
@@ -46,17 +47,18 @@ class OldTruth(str):
     """A plain ``yes``, ``no``, ``on`` or ``off``: truth to YAML 1.1, text to YAML 1.2; a key's type decides."""
 
 
-def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
+def read_yaml(text: str, place: str, *, quick: bool = False) -> tuple[Any, dict[str, int]]:
     """The one document in ``text``, and the 1-based line of every dotted key.
 
-    Keys of mappings are texts, as they stand there.
+    Keys of mappings are texts, as they stand there. ``quick``: by libyaml's parser where it is there, several times as
+    fast, whose remarks on what is no YAML are other ones.
 
     Raises:
         RecipeError: with ``place`` and the line: not YAML, more than plain data, a key twice, too large or too deep.
     """
     if len(text) > MAX_CHARS:
         raise RecipeError(f"{place}: {len(text):,} characters; a recipe has at most {MAX_CHARS:,}")
-    reader = _Reader(text, place)
+    reader = _Reader(text, place, loader=_QUICK_LOADER if quick else yaml.SafeLoader)
     try:
         return reader.read(), reader.lines
     except yaml.YAMLError as error:
@@ -107,10 +109,10 @@ def plain_value(text: str) -> Any:
 class _Reader:
     """Builds the values of one document from PyYAML's events, which know neither types nor sizes."""
 
-    def __init__(self, text: str, place: str, *, lines_told: bool = True) -> None:
+    def __init__(self, text: str, place: str, *, lines_told: bool = True, loader: Any = yaml.SafeLoader) -> None:
         self.place, self.lines_told = place, lines_told
         self.lines: dict[str, int] = {}
-        self._events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._events: Iterator[Any] = yaml.parse(text, Loader=loader)
         self._anchors: dict[str, tuple[Any, int]] = {}
         self._num_values = 0
 

@@ -13,8 +13,7 @@ import yaml
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory, RunStatus
-from posttrain.store.checkpoint_files import mark_best, step_folder
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import mark_best, seal, step_folder
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 

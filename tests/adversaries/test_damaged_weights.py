@@ -13,8 +13,8 @@ import pytest
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.models.sources import TINY, resolve_model_name
-from posttrain.store import manifest, remembered
-from posttrain.store.manifest import seal, verify
+from posttrain.store import checkpoint_files, remembered
+from posttrain.store.checkpoint_files import seal, verify
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_manifest_that_leads_out_is_refused(run: Path, tmp_path: Path) -> None
     (tmp_path / "secret").write_text("x")
     name = os.path.relpath(tmp_path / "secret", folder)
     files = {name: {"bytes": 1, "sha256": "0" * 64}}
-    (folder / "manifest.json").write_bytes(manifest._manifest_bytes(2, files))
+    (folder / "manifest.json").write_bytes(checkpoint_files._manifest_bytes(2, files))
     with pytest.raises(DataError, match="leads out of the checkpoint"):
         resolve_model_name("runs/a")
 
@@ -120,15 +120,15 @@ def test_steps_above_six_digits_are_ordered_as_numbers(run: Path) -> None:
 def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were hashed. Every file counts as large, none as just changed."""
     names: list[str] = []
-    real = manifest._digest
+    real = checkpoint_files._digest
 
     def note(path: Path) -> str:
         names.append(path.name)
         return real(path)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(manifest, "_digest", note)
-    monkeypatch.setattr(manifest, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(checkpoint_files, "_digest", note)
+    monkeypatch.setattr(checkpoint_files, "_LARGE_BYTES", 0)
     monkeypatch.setattr(remembered, "SETTLED_SECONDS", 0.0)
     forget(monkeypatch)
     return names
@@ -136,7 +136,7 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process: only what is on the disk is known."""
-    monkeypatch.setattr(manifest, "_kept", remembered.Remembered("digests"))
+    monkeypatch.setattr(checkpoint_files, "_kept", remembered.Remembered("digests"))
 
 
 def make_sealed(folder: Path) -> Path:
@@ -168,7 +168,7 @@ def test_same_size_and_time_but_another_content_is_hashed_again(
     times = os.stat(file)
     flip_byte(file, 50)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(manifest.Unverified, match="differs from its SHA-256"):
+    with pytest.raises(checkpoint_files.Unverified, match="differs from its SHA-256"):
         verify(folder, 1)
     file.write_bytes(b"w" * 100)
     aside = tmp_path / "other"  # another file of the same size and time under the name
@@ -176,7 +176,7 @@ def test_same_size_and_time_but_another_content_is_hashed_again(
     os.utime(aside, ns=(times.st_atime_ns, times.st_mtime_ns))
     os.replace(aside, file)
     forget(monkeypatch)
-    with pytest.raises(manifest.Unverified, match="differs from its SHA-256"):
+    with pytest.raises(checkpoint_files.Unverified, match="differs from its SHA-256"):
         verify(folder, 1)
 
 

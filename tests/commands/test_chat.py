@@ -14,7 +14,7 @@ from posttrain.commands.console import harmless
 from posttrain.commands.generate import open_sampler
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.types import Message
 
 QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"

@@ -12,7 +12,8 @@ from posttrain.cli import main, parse
 from posttrain.commands.evaluate.plan import Drawing, Plan, drawing_of, make_plan, slug, words_of
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Word, load_recipe
+from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory
 
 

@@ -22,7 +22,7 @@ from posttrain.interpret.activations.shards import ActivationStore, write_tensor
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
 D, FEATURES = 128, 24

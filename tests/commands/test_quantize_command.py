@@ -17,7 +17,8 @@ from posttrain.cli import main
 from posttrain.commands.generate import find_source
 from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import ModelSection, load_recipe
+from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.sections import ModelSection
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

@@ -22,8 +22,7 @@ from posttrain.commands.runs import menu as records_menu
 from posttrain.commands.runs.menu import Menu
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, run_names
 from posttrain.runs.notes import read_notes
-from posttrain.store.checkpoint_files import checkpoint_steps
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import checkpoint_steps, seal
 
 
 def make_run(root: Path, name: str, steps: int) -> None:

@@ -59,7 +59,7 @@ def other(root: Path) -> Path:
     import torch
 
     from posttrain.models.load import load_model
-    from posttrain.recipes.recipe import ModelSection
+    from posttrain.recipes.sections import ModelSection
 
     loaded = load_model(ModelSection(name="tiny", device="cpu"), seed=0)
     torch.manual_seed(0)

@@ -18,7 +18,8 @@ from posttrain.commands.generate import (
     open_sampler,
 )
 from posttrain.errors import UsageError
-from posttrain.recipes.recipe import Word, load_recipe
+from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.sections import Word
 from posttrain.types import Message
 
 

@@ -11,7 +11,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import seal
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], str]:

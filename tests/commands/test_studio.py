@@ -21,7 +21,8 @@ from posttrain.commands.chat.studio_records import TRAINING, Archive
 from posttrain.commands.generate import open_sampler
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Word, validate_recipe
+from posttrain.recipes.recipe import validate_recipe
+from posttrain.recipes.sections import Word
 from posttrain.runs.launch import launch
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message

@@ -53,7 +53,7 @@ GAPS = [
     (LOOP, "save_checkpoint", "before", 1),
     (CHECKPOINT, "seal", "before", 1),
     (CHECKPOINT, "seal", "after", 1),
-    ("posttrain.store.manifest", "sync_folder", "before", 1),
+    ("posttrain.store.checkpoint_files", "sync_folder", "before", 1),
     (FILES, "sync_folder", "before", 2),
     (LOOP, "save_checkpoint", "after", 1),
     (LOOP, "mark_best", "before", 2),

@@ -15,7 +15,7 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.models.load import load_model
 from posttrain.randomness import uniforms
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 
 @pytest.fixture(scope="module")

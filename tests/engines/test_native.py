@@ -17,7 +17,7 @@ from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.lora import apply_adapter, reference_mode
 from posttrain.randomness import derive_key, uniforms
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 
 LEAN = ("qwen3", "qwen2", "llama")
 ARCHITECTURES = (*LEAN, "olmo2", "gpt2")

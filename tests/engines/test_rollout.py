@@ -13,7 +13,7 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure, UsageError
 from posttrain.models.sources import TINY
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import RewardWord
+from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Message
 

@@ -16,8 +16,8 @@ from posttrain.engines.vllm.command import ServerOptions, fingerprint, served_na
 from posttrain.errors import UsageError
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import AdapterSection
-from posttrain.store.manifest import seal
+from posttrain.recipes.sections import AdapterSection
+from posttrain.store.checkpoint_files import seal
 
 
 def options_of(words):

@@ -22,7 +22,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
 from posttrain.models.reference import Reference
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import AdapterSection, RewardWord
+from posttrain.recipes.sections import AdapterSection, RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.tasks.base import Task
 from posttrain.types import Completion, Example, Message

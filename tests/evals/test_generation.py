@@ -13,7 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.evals.generation import evaluate, held_out_indices
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import RewardWord
+from posttrain.recipes.sections import RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message

@@ -15,7 +15,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.algorithms.advantages import normalized
 from posttrain.algorithms.aggregation import token_mean
 from posttrain.models.forward.forward import Forward
-from posttrain.recipes.recipe import TrainSection
+from posttrain.recipes.sections import TrainSection
 from posttrain.train.step import accumulate
 from posttrain.types import Sample, collate
 

@@ -12,7 +12,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.recipe import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

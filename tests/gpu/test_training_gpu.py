@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from posttrain import registry
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.recipe import AdapterSection, TrainSection, validate_recipe
+from posttrain.recipes.recipe import validate_recipe
+from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import train

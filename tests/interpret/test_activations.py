@@ -18,7 +18,7 @@ from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 
 def some_documents(n: int = 12, seed: int = 0) -> list[list[int]]:

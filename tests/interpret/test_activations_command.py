@@ -16,8 +16,9 @@ from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import ModelSection, load_recipe
-from posttrain.store.manifest import seal
+from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.sections import ModelSection
+from posttrain.store.checkpoint_files import seal
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from posttrain.interpret.activations.lockstep import Added
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.causal import (
+    Added,
     Trial,
     judge,
     leave,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.planted import plant, plant_change
+from posttrain.interpret.dictionaries.measures import plant, plant_change
 from posttrain.interpret.differences.changes import (
     Changes,
     ChangeSums,
@@ -19,7 +19,7 @@ from posttrain.interpret.differences.changes import (
     two_sided_p,
     unpaired_changes,
 )
-from posttrain.interpret.differences.latent_scaling import LatentScaling
+from posttrain.interpret.differences.features import LatentScaling
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])

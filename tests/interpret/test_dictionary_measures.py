@@ -7,7 +7,7 @@ import torch
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, match, measure
-from posttrain.interpret.dictionaries.training_rows import TensorRows
+from posttrain.interpret.dictionaries.rows import TensorRows
 
 
 def test_fvu_has_one_mean_for_all_rows() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.interpret.differences.diff_causal import plan_of
+from posttrain.interpret.differences.causal import plan_of
 from posttrain.interpret.differences.recipe import CausalSection
 from posttrain.reports.difference_sentences import causal_lines, findings
 

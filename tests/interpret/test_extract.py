@@ -10,9 +10,9 @@ from families import DOCUMENTS, FAMILIES, NUM_LAYERS, build, naive, padded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import Extractor, activations_of, truncate
+from posttrain.interpret.activations.sites import Extractor, activations_of, truncate
 from posttrain.models.lora import apply_adapter, reference_mode
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 
 
 @pytest.mark.parametrize("family", FAMILIES)

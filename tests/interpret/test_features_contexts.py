@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, write_tensors
-from posttrain.interpret.activations.store_index import Source, StoreIndex
+from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.training_rows import StoreRows
-from posttrain.interpret.features.contexts import NUM_BINS, find_contexts, hash_prefixes, whole_documents
+from posttrain.interpret.dictionaries.rows import StoreRows
+from posttrain.interpret.features.features import NUM_BINS, find_contexts, hash_prefixes, whole_documents
 
 
 def coordinates(d: int) -> Dictionary:

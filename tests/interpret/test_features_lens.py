@@ -11,7 +11,7 @@ import torch
 from posttrain.errors import UsageError
 from posttrain.interpret.features import logit_lens
 from posttrain.interpret.features.logit_lens import build_lens, show_tokens
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 
 @pytest.mark.parametrize(

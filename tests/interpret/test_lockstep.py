@@ -12,9 +12,9 @@ from torch import Tensor
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.interpret.activations.lockstep import Added, write_with
+from posttrain.interpret.differences.causal import Added, write_with
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 PROMPTS = [[0, 5, 9, 30, 41], [0, 77, 3], [0, 12, 200, 201, 55, 60, 61, 62, 63], [0, 300]]
 STOPS = frozenset({0, 13, 14})
@@ -73,7 +73,7 @@ def test_a_donor_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: 
 
 def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) -> None:
     """Along one answer, the rows that a treatment is given are those of a forward pass over the whole text."""
-    from posttrain.interpret.activations.extract import activations_of
+    from posttrain.interpret.activations.sites import activations_of
 
     seen: list[tuple[Tensor, Tensor]] = []
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.interpret.activations.sites import pad
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.patching import Patcher, divergence, encode_some, feature_patch, pad, token_kl
+from posttrain.interpret.differences.divergence import Patcher, divergence, encode_some, feature_patch, token_kl
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 DOCUMENTS = [[0, 5, 9, 30, 41, 17, 8], [0, 77, 3, 12], [0, 9, 9, 9, 25, 60, 61, 62, 63]]
 PROMPTS = [3, 1, 4]
@@ -92,7 +93,7 @@ def test_above_the_limit_nothing_is_patched(base: Any, post: Any) -> None:
 
 
 def test_the_mean_difference_is_over_real_tokens(base: Any, post: Any) -> None:
-    from posttrain.interpret.activations.extract import activations_of
+    from posttrain.interpret.activations.sites import activations_of
 
     rows = [activations_of(m, DOCUMENTS, ["resid.2"])["resid.2"] for m in (base, post)]
     patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)

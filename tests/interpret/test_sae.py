@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
 
 from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
-from posttrain.interpret.dictionaries.measures import match
-from posttrain.interpret.dictionaries.planted import plant, plant_change
+from posttrain.interpret.dictionaries.fitting import fit_dictionary
+from posttrain.interpret.dictionaries.measures import match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.rows import TensorRows, first_held_out
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary
-from posttrain.interpret.dictionaries.training_rows import TensorRows
 from posttrain.store.metrics import MetricsLog
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -112,6 +112,14 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, sources: int, tmp_pat
     finished = train(tmp_path / "cut", recipe(kind), data, resume=True)  # nothing is left to do
     assert state_of(finished) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+
+
+def test_a_training_in_memory_is_the_same_training(tmp_path: Path) -> None:
+    given, data = recipe(steps=12), rows()
+    trained = train(tmp_path, given, data).dictionary.requires_grad_(False).fold()
+    start = first_held_out(data, given.eval.rows, given.train.batch)
+    fitted = fit_dictionary(data, start, given.dictionary, given.train, seed=given.train.seed)
+    assert all(torch.equal(value, fitted.state_dict()[name]) for name, value in trained.state_dict().items())
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:

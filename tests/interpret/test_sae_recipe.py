@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import PosttrainError, RecipeError
 from posttrain.interpret.dictionaries.recipe import SaeRecipe, load_sae_recipe
-from posttrain.recipes.files import interpretation_names
+from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 
 NAMES = interpretation_names("dictionary")

@@ -11,8 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, row_norms, write_tensors
-from posttrain.interpret.activations.store_index import Source, StoreIndex
+from posttrain.interpret.activations.shards import (
+    ActivationStore,
+    Source,
+    StoreIndex,
+    StoreWriter,
+    row_norms,
+    write_tensors,
+)
 
 DOCUMENTS = [[7, 8, 9], [1], [4, 4, 5, 6]]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import activations_of
+from posttrain.interpret.activations.sites import activations_of, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.features.splice import Recovered, recover, replaced
+from posttrain.interpret.features.splice import Recovered, recover
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
 

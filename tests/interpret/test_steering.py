@@ -15,7 +15,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.stream import stream
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import activations_of
+from posttrain.interpret.activations.sites import activations_of
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.interpret.features.steering import Change, Steering, load_steering

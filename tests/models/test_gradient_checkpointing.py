@@ -12,8 +12,7 @@ from small_models import gradients, ragged_batch, random_model, relative_differe
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.recipe import TrainSection
-from posttrain.recipes.sections import AdapterSection
+from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.train.step import accumulate
 from posttrain.types import Batch, Loss, Outputs
 

@@ -13,8 +13,8 @@ from posttrain.errors import UsageError
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, base_of, resolve_model_name
-from posttrain.recipes.recipe import AdapterSection, InitSection, ModelSection
-from posttrain.store.manifest import seal
+from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
+from posttrain.store.checkpoint_files import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 TEXTS = ["Eva starts with 19 shells. She finds 12 at the beach."] * 30

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.lora import apply_adapter, has_adapter, low_rank_terms, reference_mode
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 

@@ -18,7 +18,7 @@ from posttrain.errors import MissingExtra, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, note_base_bits, num_parameters, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, reference_mode
-from posttrain.recipes.recipe import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.types import Sample, collate
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")

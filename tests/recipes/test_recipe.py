@@ -11,7 +11,9 @@ import yaml
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnknownWord
-from posttrain.recipes.recipe import Recipe, Word, apply_override, load_recipe, merge, parse_yaml, validate_recipe
+from posttrain.recipes.document import apply_override, merge, parse_yaml
+from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
+from posttrain.recipes.sections import Word
 
 TEXT = """\
 model: {name: tiny}

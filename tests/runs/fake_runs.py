@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from posttrain.runs.directory import RunDirectory, RunStatus
-from posttrain.store.checkpoint_files import step_folder
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import seal, step_folder
 from posttrain.store.metrics import MetricsLog
 
 RECIPE: dict[str, Any] = {

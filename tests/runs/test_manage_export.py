@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.runs import export
 from posttrain.runs.export import export_run
-from posttrain.store.checkpoint_files import step_folder
-from posttrain.store.manifest import seal
+from posttrain.store.checkpoint_files import seal, step_folder
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a LoRA adapter on the embedded model whose weights were made up."""
     from posttrain.models.load import load_model
     from posttrain.models.lora import apply_adapter
-    from posttrain.recipes.recipe import AdapterSection, ModelSection
+    from posttrain.recipes.sections import AdapterSection, ModelSection
     from posttrain.train.checkpoint import save_checkpoint
 
     root = tmp_path_factory.mktemp("adapter") / "runs"
@@ -181,7 +180,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(folder: Path) -> torch.Tensor:
     from posttrain.models.load import load_model
-    from posttrain.recipes.recipe import ModelSection
+    from posttrain.recipes.sections import ModelSection
 
     loaded = load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
     with torch.no_grad():

@@ -29,8 +29,7 @@ from posttrain.runs.removal import (
     refuse_live,
     unfinished_deletions,
 )
-from posttrain.store.checkpoint_files import best_step, checkpoint_steps
-from posttrain.store.manifest import verify
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, verify
 
 
 @contextmanager

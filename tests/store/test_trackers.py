@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import MissingExtra, StorageError
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.store.metrics import MetricsRow
 from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError, UnknownWord, UsageError
-from posttrain.recipes.files import merge
+from posttrain.recipes.document import merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.compare import (
     ComparisonPlan,

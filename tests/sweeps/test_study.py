@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from posttrain.errors import PosttrainError, RecipeError, UsageError
-from posttrain.recipes.files import recipe_names, study_names
+from posttrain.recipes.document import recipe_names, study_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import training_recipe_names
 from posttrain.sweeps.plan import Labelling, Sampling, Training

@@ -12,7 +12,8 @@ from posttrain.consent import declare_code
 from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.randomness import draw_indices
-from posttrain.recipes.recipe import Recipe, RewardWord
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template
 from posttrain.tasks.base import Task
 from posttrain.train.assemble import build_rollout_source

@@ -23,7 +23,7 @@ from transformers import (
 from posttrain.errors import CheckpointError, StorageError
 from posttrain.models.heads import ScalarHead
 from posttrain.models.trained_heads import companion_tensors, restore_companions
-from posttrain.store.manifest import Unverified, seal, verify
+from posttrain.store.checkpoint_files import Unverified, seal, verify
 from posttrain.train.checkpoint import (
     Checkpoint,
     best_step,

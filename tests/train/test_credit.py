@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.errors import RunFailure, UsageError
-from posttrain.recipes.recipe import KLInRewardSection
+from posttrain.recipes.sections import KLInRewardSection
 from posttrain.train.credit import Credit, pay_at_the_end
 from posttrain.types import Batch, Sample, collate
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.errors import RecipeError
 from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.train import loop
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 

@@ -16,7 +16,7 @@ from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.load import load_model
 from posttrain.models.scorer import classifier_class, save_scorer
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.types import Sample, collate
 from small_runs import make_recipe, run
 

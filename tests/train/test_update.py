@@ -26,7 +26,7 @@ from posttrain import registry
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
-from posttrain.recipes.recipe import TrainSection
+from posttrain.recipes.sections import TrainSection
 from posttrain.train.step import MeanOverBatch, accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 

@@ -24,7 +24,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.models.load import LoadedModel, load_model
-from posttrain.recipes.recipe import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 START_SECONDS = 300
 # One GiB is room enough for the small models here; nothing is asked of a hub.

@@ -22,7 +22,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ from posttrain.commands.explain import summary
 from posttrain.commands.generate import chosen_words
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.render import encode_plain
 from posttrain.reports.charts.data_set import draw_data
 from posttrain.tasks.base import Task, build_task

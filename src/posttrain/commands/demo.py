@@ -27,7 +27,8 @@ from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
 from posttrain.errors import INTERRUPTED
 from posttrain.evals.generation import Evaluation
-from posttrain.recipes.recipe import Recipe, Word, load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.sections import Word
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory, is_live

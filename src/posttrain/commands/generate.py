@@ -22,8 +22,9 @@ from posttrain.file_kinds import kind_of_file
 from posttrain.models.load import QUANTIZED_FOLDERS, context_length, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import ModelSection, Recipe, RewardWord, Word, apply_override
-from posttrain.recipes.sections import read_word
+from posttrain.recipes.document import apply_override
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ModelSection, RewardWord, Word, read_word
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.render.template import build_template
 from posttrain.runs.directory import find_run, run_names

@@ -39,15 +39,14 @@ from posttrain.models.load import (
 )
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
-from posttrain.recipes.recipe import AdapterSection, ModelSection, Word
+from posttrain.recipes.sections import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.quantization import compare_policies, compare_scorers, with_trunk
 from posttrain.reward_models.scoring import COMPANIONS, RewardModel, load_reward_model
-from posttrain.store.checkpoint_files import remove_tree, rename_into_place
+from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
 from posttrain.store.durable import aside_of, remove_asides, storage_errors
 from posttrain.store.links import refuse_links
-from posttrain.store.manifest import seal
 from posttrain.tasks.base import Task, build_task
 
 REPORT = "quantization.json"

@@ -14,8 +14,8 @@ from posttrain.commands import explain as words
 from posttrain.commands.console import Text, open_console
 from posttrain.errors import UnknownWord, UsageError
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.recipes.files import interpretation_names, study_names
-from posttrain.recipes.recipe import load_recipe, parse_yaml, recipe_names, recipe_text
+from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text, study_names
+from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import comparison_names, describe_comparison, training_recipe_names
 
 

@@ -8,7 +8,7 @@ import sys
 
 from posttrain.commands.generate import find_source
 from posttrain.engines.vllm.command import ServerOptions, server_command
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 
 def run_serve_command(arguments: argparse.Namespace) -> int:

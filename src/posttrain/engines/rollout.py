@@ -12,7 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.graders.grading import Verdict
 from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import RewardWord
+from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt
 from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
 from posttrain.types import Completion, Example, Rollout

@@ -24,7 +24,7 @@ from posttrain.models.sources import base_of, check_files, explain_loading, is_a
 from posttrain.models.stated_sizes import check_sizes
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import InitSection, ModelSection
+from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
 
 BASE_BITS = "base_quantization.json"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import AdapterSection
+from posttrain.recipes.sections import AdapterSection
 from posttrain.registry import suggest
 
 

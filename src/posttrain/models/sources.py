@@ -10,7 +10,7 @@ from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
-from posttrain.store.manifest import STEP_FOLDER, refuse_damaged
+from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import UsageError
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.render.encoding import Piece, encode_pieces, markers_of
 from posttrain.render.turns import turn_end
 from posttrain.types import Example, Message

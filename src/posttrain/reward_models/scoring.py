@@ -7,7 +7,7 @@ token of an answer, at the last token of each step. So a score here is the numbe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +21,7 @@ from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.evals.calibration import sigmoid
 from posttrain.evals.ranking import COMBINE, Combine
 from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, context_length, load_model
 from posttrain.models.trained_heads import forward_with_head, restore_companions
 from posttrain.recipes.recipe import Recipe
@@ -28,8 +29,7 @@ from posttrain.render import Piece, Template, encode_prompt, end_id
 from posttrain.render.encoding import encode_pieces
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.render.template import build_template
-from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
-from posttrain.store.manifest import Unverified, verify
+from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
 from posttrain.types import Example, Response, Sample, collate
 
 Kind = Literal["preference", "outcome", "process"]
@@ -258,7 +258,7 @@ def _good(scores: Tensor) -> list[float]:
     return [float(p) for p in good.clamp(0.0, 1.0)]
 
 
-def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> Iterator[list[int]]:
+def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:
     """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
 
     A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
@@ -269,16 +269,7 @@ def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> Iterator
         row = cast(Row, rows[index])
         families.setdefault(tuple(row.ids[: row.prompt_length]), []).append(index)
     ordered = sorted(families.values(), key=lambda family: max(lengths[i] for i in family))
-    piece: list[int] = []
-    longest = 0
-    for index in (i for family in ordered for i in family):
-        longest = max(longest, lengths[index])
-        if piece and longest * (len(piece) + 1) > budget:
-            yield piece
-            piece, longest = [], lengths[index]
-        piece.append(index)
-    if piece:
-        yield piece
+    return split_padded((index for family in ordered for index in family), lengths, budget)
 
 
 def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, int]:

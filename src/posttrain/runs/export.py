@@ -23,13 +23,15 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
 from posttrain.store.checkpoint_files import (
+    MANIFEST,
+    Unverified,
     best_step,
     checkpoint_steps,
     remove_tree,
     step_folder,
+    verify,
 )
 from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
-from posttrain.store.manifest import MANIFEST, Unverified, verify
 from posttrain.store.metrics import MetricsLog
 
 Weights = Literal["best", "last", "none"]
@@ -207,7 +209,7 @@ def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> 
     from transformers.utils import logging  # torch comes with it
 
     from posttrain.models.load import load_model
-    from posttrain.recipes.recipe import ModelSection
+    from posttrain.recipes.sections import ModelSection
 
     chosen = {"name": str(source), "dtype": _text(recipe, "model", "dtype"), "device": "cpu"}
     loaded = load_model(ModelSection.model_validate(chosen), seed=0)

@@ -1,20 +1,152 @@
-"""The folders of a run's checkpoints: their names, and moving them about safely; ``store/manifest.py`` verifies them.
+"""The folders of a run's checkpoints: their names, their manifests, and moving them about safely.
 
-No torch here, so that listing runs stays quick.
-"""
+A manifest has the size and SHA-256 of every file, so that a flipped byte shows; whoever reads weights out of a run asks
+``refuse_damaged`` first. No torch here, so that listing runs stays quick."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.store.durable import storage_errors, sync_folder
-from posttrain.store.manifest import STEP_FOLDER, Unverified, verify
+from posttrain.store.durable import storage_errors, sync_file, sync_folder
+from posttrain.store.remembered import Remembered
+
+MANIFEST = "manifest.json"
+STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
+_LARGE_BYTES = 1 << 24  # hashed in about ten milliseconds, so that smaller files need no memory on the disk
+# What decides which weights are loaded; such a file that the manifest does not name was put there later.
+_DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
+_here, _kept = Remembered(), Remembered("digests")
+
+
+class Unverified(Exception):
+    """A folder differs from its manifest; the text says where. ``name``: the file, relative to the folder."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.name = name
+        self.what = what
+
+
+def seal(path: Path, step: int) -> None:
+    """Write the manifest of a finished folder and wait until all of it is on the disk."""
+    names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
+    files = {name: {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)} for name in names}
+    (path / MANIFEST).write_bytes(_manifest_bytes(step, files))
+    for name in [*names, MANIFEST]:
+        sync_file(path / name)
+    for inner in {path, *(item for item in path.rglob("*") if item.is_dir())}:
+        sync_folder(inner)
+
+
+def verify(path: Path, step: int | None = None) -> dict[str, Any]:
+    """The manifest's entries by relative file name, all of them checked; None: of whatever step.
+
+    A file is hashed once, and again when it may have changed (``store/remembered.py``).
+
+    Raises:
+        Unverified: a file is missing or differs, or the manifest is of another step or damaged, or it does not name
+            a file with weights that is there.
+    """
+    if not (path / MANIFEST).is_file():
+        raise Unverified(MANIFEST, "is missing")
+    content = (path / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(content)
+        files, stated = dict(manifest["files"]), int(manifest["step"])
+        expected = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Unverified(MANIFEST, f"is damaged ({error})") from None
+    if content != _manifest_bytes(stated, files) or step not in (None, stated):
+        raise Unverified(MANIFEST, "is damaged")
+    for name, size, digest in expected:
+        _check(path, name, size, digest)
+    there = sorted(item.name for pattern in _DECISIVE for item in path.glob(pattern))
+    unknown = [name for name in there if name not in files]
+    if unknown:
+        raise Unverified(unknown[0], "is not in the manifest; it came later")
+    return files
+
+
+def _check(path: Path, name: str, size: int, digest: str) -> None:
+    file, parts = path / name, PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
+        raise Unverified(MANIFEST, f"names {name!r}, which leads out of the checkpoint")
+    if not file.is_file():
+        raise Unverified(name, "is missing")
+    if file.stat().st_size != size:
+        raise Unverified(name, f"has {file.stat().st_size} bytes instead of {size}")
+    if (_kept if size >= _LARGE_BYTES else _here).get(file, _digest) != digest:
+        raise Unverified(name, "differs from its SHA-256 in the manifest")
+    if size >= _LARGE_BYTES:
+        _kept.save()
+
+
+def refuse_damaged(folder: str | Path) -> None:
+    """Refuse a checkpoint that differs from its manifest. A folder that is none (a plain model) passes.
+
+    Raises:
+        DataError: with the file, and what would work.
+    """
+    path = Path(folder).resolve()
+    if not _is_checkpoint(path):
+        return
+    try:
+        verify(path, _step_of(path))
+    except Unverified as reason:
+        what = f"{reason.what}. This checkpoint is damaged and is not used"
+        raise DataError(Path(folder) / reason.name, f"{what}; {_remedy(path, Path(folder))}") from None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """A step of a run; or a copy of one elsewhere, which its manifest tells."""
+    if _step_of(path) is not None and path.parent.name == "checkpoints":
+        return (path / MANIFEST).is_file() or (path.parent.parent / "recipe.yaml").is_file()
+    if not (path / MANIFEST).is_file():
+        return False
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return (path / "state.json").is_file()
+    return isinstance(manifest, dict) and manifest.keys() == {"format", "step", "files"}
+
+
+def _step_of(path: Path) -> int | None:
+    match = STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _remedy(path: Path, shown: Path) -> str:
+    """What to use instead: the newest earlier checkpoint that verifies, else a later one."""
+    steps = {_step_of(item): item for item in path.parent.iterdir() if item != path}
+    own = _step_of(path)
+    others = [] if own is None else sorted((step for step in steps if step is not None), reverse=True)
+    for step in sorted(others, key=lambda step: step > (own or 0)):
+        try:
+            verify(steps[step], step)
+        except (Unverified, OSError):
+            continue
+        other = shown.parent / steps[step].name
+        return f"step {step} verifies: name {other} instead, or restore this one from a copy"
+    return "restore it from a copy" + (", or train again; no other checkpoint there verifies" if own else "")
+
+
+def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
+    # one spelling only, so that a flipped byte anywhere in the manifest shows
+    return (json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 BEST = "best"
 ASIDE = ".tmp-"

@@ -44,7 +44,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.files import apply_override, interpretation_names, merge, recipe_names, study_names
+from posttrain.recipes.document import apply_override, interpretation_names, merge, recipe_names, study_names
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method

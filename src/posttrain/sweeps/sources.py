@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ValidationError
 from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.option_types import Repetitions, Unread
-from posttrain.recipes.files import apply_override, merge, parse_yaml, recipe_names, recipe_text
+from posttrain.recipes.document import apply_override, merge, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.registry import explain_validation, suggest

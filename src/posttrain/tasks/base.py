@@ -9,7 +9,7 @@ from typing import overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.types import Example
 
 

@@ -16,7 +16,8 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import load_model
 from posttrain.models.reference import Reference
-from posttrain.recipes.recipe import ModelSection, Recipe, RolloutSection
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ModelSection, RolloutSection
 from posttrain.registry import Entry
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task

@@ -27,7 +27,8 @@ from posttrain.models.reference import Reference
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import Recipe, Word
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
 from posttrain.render import end_id, stop_ids
 from posttrain.render.template import build_template

@@ -29,6 +29,7 @@ from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
 from posttrain.models.trained_heads import copy_tensors
 from posttrain.store.checkpoint_files import (
     ASIDE,
+    Unverified,
     best_step,
     checkpoint_steps,
     clean_leftovers,
@@ -36,11 +37,12 @@ from posttrain.store.checkpoint_files import (
     prune_checkpoints,
     remove_tree,
     rename_into_place,
+    seal,
     set_aside_steps,
     step_folder,
+    verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors
-from posttrain.store.manifest import Unverified, seal, verify
 
 __all__ = [
     "Checkpoint",

@@ -13,7 +13,7 @@ from posttrain import registry
 from posttrain.algorithms.kl_control import adapt_kl_weight
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
-from posttrain.recipes.recipe import KLInRewardSection
+from posttrain.recipes.sections import KLInRewardSection
 from posttrain.train.streams import Annotator
 from posttrain.types import Batch
 

@@ -17,7 +17,7 @@ from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.generation import Evaluation, held_out_indices, task_label
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import ActorCritic, Forward
-from posttrain.recipes.recipe import TrainSection
+from posttrain.recipes.sections import TrainSection
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource

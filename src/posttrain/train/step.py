@@ -17,7 +17,7 @@ from posttrain.errors import NonFiniteLoss, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.micro import split_rows
-from posttrain.recipes.recipe import TrainSection
+from posttrain.recipes.sections import TrainSection
 from posttrain.types import Batch, Loss, Outputs
 
 Objective = Callable[[Outputs, Batch], Loss]

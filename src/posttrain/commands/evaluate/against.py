@@ -29,7 +29,7 @@ from posttrain.evals.win_rate import (
     summarize_kl,
 )
 from posttrain.models.forward.forward import Forward
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.reports.win_rate import contest_table, write_contest_page
 from posttrain.reward_models.scoring import RewardModel
 from posttrain.runs.environment import describe_environment

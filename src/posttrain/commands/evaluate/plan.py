@@ -18,8 +18,8 @@ from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.items import digest_of
 from posttrain.evals.measures import default_ks
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.recipe import Word, apply_override
-from posttrain.recipes.sections import read_word
+from posttrain.recipes.document import apply_override
+from posttrain.recipes.sections import Word, read_word
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
 

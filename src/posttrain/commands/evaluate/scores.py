@@ -21,7 +21,7 @@ from posttrain.commands.generate import ModelSource, choose_task, find_source
 from posttrain.errors import UsageError
 from posttrain.evals.generation import task_label
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.recipe import Word
+from posttrain.recipes.sections import Word
 from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, ways_table, write_score_page
 from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model

@@ -24,7 +24,7 @@ from posttrain.interpret.activations.pt_shards import export_pt, import_pt
 from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import context_length, load_tokenizer
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.render.template import build_template
 from posttrain.runs.directory import find_run
 from posttrain.tasks.base import build_task

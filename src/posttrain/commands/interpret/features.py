@@ -14,15 +14,14 @@ from posttrain.commands.generate import find_source
 from posttrain.commands.interpret.steering import DictionaryPlace, find_dictionary
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.loading import tokenizer_hash
-from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.activations.store_index import INDEX
+from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.interpret.dictionaries.training_rows import StoreRows
+from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features, write_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.reports.features import render_features
 from posttrain.reports.page import write_html
 from posttrain.untrusted import guard_output

@@ -57,11 +57,10 @@ class _Result:
 def _train(
     recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
 ) -> _Result:
-    from posttrain.interpret.dictionaries.exchange import save_dictionary
-    from posttrain.interpret.dictionaries.results import describe_training, recovered_by, results_of
-    from posttrain.interpret.dictionaries.sae_activations import open_or_record
+    from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
+    from posttrain.interpret.dictionaries.measures import recovered_by, results_of
+    from posttrain.interpret.dictionaries.rows import StoreRows, open_or_record
     from posttrain.interpret.dictionaries.training import train_dictionary
-    from posttrain.interpret.dictionaries.training_rows import StoreRows
     from posttrain.store.durable import replace_file
     from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
 

@@ -57,7 +57,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     except _Stopped:
         return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    from posttrain.interpret.differences.diff import compare
+    from posttrain.interpret.differences.comparison import compare
     from posttrain.reports.difference_sentences import findings
     from posttrain.reports.differences import render_diff
 
@@ -167,7 +167,7 @@ def _setting(recipe: DiffRecipe, root: Path, allow_large: bool) -> tuple[Any, Di
     from posttrain.commands.generate import choose_task, complete_template, find_source, grader_for, open_sampler
     from posttrain.interpret.activations.loading import check_layers, read_config
     from posttrain.interpret.differences.causal import Subject
-    from posttrain.interpret.differences.diff import Setting
+    from posttrain.interpret.differences.comparison import Setting
     from posttrain.tasks.base import build_task
 
     assert recipe.base.name is not None, "found or trained by now"

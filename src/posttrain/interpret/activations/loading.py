@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import shorten_config, truncate
-from posttrain.interpret.activations.sites import read_site
+from posttrain.interpret.activations.sites import read_site, shorten_config, truncate
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer, reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
 _MANIFEST = "manifest.json"

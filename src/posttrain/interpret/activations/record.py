@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import Extractor
 from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
-from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, row_norms
-from posttrain.interpret.activations.sites import read_site
-from posttrain.interpret.activations.store_index import Source, StoreIndex, column
+from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, column, row_norms
+from posttrain.interpret.activations.sites import Extractor, read_site
+from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, context_length
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
@@ -223,16 +222,7 @@ def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
 
 def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list[list[int]]:
     """Documents of like length together: ``batch`` at a time, else as many as are ``tokens`` when padded (or one)."""
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    found: list[list[int]] = []
-    current: list[int] = []
-    for i in order:
-        full = len(current) == batch if batch is not None else (len(current) + 1) * lengths[i] > tokens
-        if current and full:
-            found.append(current)
-            current = []
-        current.append(i)
-    return found + ([current] if current else [])
+    return split_padded(by_length(lengths), lengths, tokens if batch is None else float("inf"), batch)
 
 
 def _extractors(loaded: Sequence[LoadedModel], sites: Sequence[str]) -> list[Extractor]:

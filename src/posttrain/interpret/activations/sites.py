@@ -1,15 +1,21 @@
-"""Where in a transformer activations are read: ``resid.20``, ``mlp.20``, ``attn.20``.
+"""Where in a transformer activations are read, and the reading: ``resid.20``, ``mlp.20``, ``attn.20``.
 
 Layer L (1 .. num_layers) is the block with index L − 1. ``resid.L`` is what that block gives, ``hidden_states[L]`` in
 transformers (but for the last layer, whose ``hidden_states`` have gone through the final norm; ours have not).
 ``resid.0`` is what the first block reads, the embeddings. ``mlp.L`` and ``attn.L`` are what the block's two halves add
 to the residual stream, after any norm of their own: ``resid.L = resid.(L−1) + attn.L + mlp.L``.
-"""
+
+Nothing above the last site is computed: no logits, no key-value cache. Rows are padded on the right and no attention
+mask is given: attention is causal, so no token sees padding, and SDPA needs no matrix of scores. Long contexts
+therefore cost memory in proportion to their length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,3 +154,169 @@ def _agree(added: Tensor, expected: Tensor, after: Tensor) -> bool:
         return False
     error = (added - expected).norm()
     return bool(error <= 0.05 * expected.norm() + 2**-8 * after.norm())
+
+
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+
+
+class _Reached(Exception):
+    """Everything that is wanted has been computed; the layers above need not run."""
+
+
+def truncate(model: Any, layer: int) -> Any:
+    """The first ``layer`` blocks as a backbone whose ``last_hidden_state`` is ``hidden_states[layer]``, bit for bit.
+
+    The final norm is replaced by the identity. Modules are shared with ``model``, which itself stays as it is: LoRA
+    adapters inside the blocks work, and are switched on and off together with the model's. Once ``model`` is let go of,
+    so are the blocks above.
+
+    Raises:
+        UsageError: the model has fewer layers, or keeps blocks or final norm in a way that is not known here.
+    """
+    backbone = backbone_of(model)
+    check_sites(backbone, [Site(layer, "resid")])
+    name, blocks = blocks_of(backbone)
+    norms = [norm for norm in _FINAL_NORMS if norm in backbone._modules]
+    if len(norms) != 1:
+        raise UsageError(f"{type(backbone).__name__}: no final norm that could be left out")
+    shorter = copy.copy(backbone)
+    shorter._modules = dict(backbone._modules)
+    shorter._modules[name] = nn.ModuleList(blocks[:layer])
+    shorter._modules[norms[0]] = nn.Identity()
+    shorter.config = copy.deepcopy(backbone.config)
+    shorten_config(shorter.config.get_text_config(), layer)
+    return shorter
+
+
+class Extractor:
+    """Reads sites of one model; made once, called for every batch.
+
+    Args:
+        model: a causal LM, a peft model around one, or a (truncated) backbone.
+        sites: names, such as ``resid.20``.
+
+    Raises:
+        UsageError: no such site in this model, or attention that would build a matrix of scores.
+    """
+
+    def __init__(self, model: Any, sites: Sequence[str]) -> None:
+        self.backbone = backbone_of(model)
+        self.sites = [read_site(name) for name in sites]
+        check_sites(self.backbone, self.sites)
+        _refuse_eager(self.backbone)
+        self._read = [(site, *module_of(self.backbone, site)) for site in self.sites]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.backbone.get_input_embeddings().weight.device
+        return device
+
+    @torch.no_grad()
+    def __call__(self, documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """By site, ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
+
+        The dtype is the model's. How the documents are put together does not matter, but for rounding.
+        """
+        tokens, lengths = pad(documents, self.device)
+        real = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
+        found: dict[str, Tensor] = {}
+        with self._watching(found, lambda values: values[real]), suppress(_Reached):
+            self.backbone(input_ids=tokens, use_cache=False)
+        return {str(site): found[str(site)].cpu() for site in self.sites}
+
+    @contextmanager
+    def _watching(self, found: dict[str, Tensor], select: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Hooks that copy what is wanted as soon as it is there, and stop the forward pass at the last of it."""
+
+        def keep(site: Site, values: Tensor) -> Tensor:
+            found[str(site)] = select(values)
+            if len(found) == len(self._read):
+                raise _Reached
+            return values
+
+        with ExitStack() as hooks:
+            for site, module, reads_input in self._read:
+                hooks.enter_context(hooked(module, reads_input, partial(keep, site)))
+            yield
+
+
+def activations_of(model: Any, documents: Sequence[Sequence[int]], sites: Sequence[str]) -> dict[str, Tensor]:
+    """By site (``resid.20``), ``[tokens, d]`` of all tokens of the documents, one document after the other.
+
+    For many batches make one ``Extractor``.
+
+    Raises:
+        UsageError: no such site in this model.
+    """
+    return Extractor(model, sites)(documents)
+
+
+def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [B, T], lengths [B]); attention is causal, so what is behind a text is not seen by it."""
+    lengths = torch.tensor([len(ids) for ids in documents])
+    tokens = torch.zeros((len(documents), int(lengths.max())), dtype=torch.long)
+    for row, ids in enumerate(documents):
+        tokens[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.long)
+    return tokens.to(device), lengths.to(device)
+
+
+def shorten_config(config: Any, layer: int) -> None:
+    """A configuration for the first ``layer`` blocks; lists with an entry per block are cut."""
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, key, value[:layer])
+    config.num_hidden_layers = layer
+
+
+def _refuse_eager(backbone: Any) -> None:
+    implementation = getattr(backbone.config, "_attn_implementation", "sdpa")
+    if implementation == "eager" and hasattr(backbone, "_supports_sdpa") and backbone._supports_sdpa:
+        raise UsageError("this model was loaded with eager attention, which keeps all scores; load it with sdpa")
+
+
+def module_of(backbone: Any, site: Site) -> tuple[nn.Module, bool]:
+    """The module that gives what a site means, and whether its input is meant and not its output (``resid.0``).
+
+    Raises:
+        UsageError: a block whose halves are not known here.
+    """
+    if site.place == "resid":
+        return blocks_of(backbone)[1][max(site.layer, 1) - 1], site.layer == 0
+    attention, mlp = halves_of(backbone, site.layer)
+    return mlp if site.place == "mlp" else attention, False
+
+
+@contextmanager
+def hooked(module: nn.Module, reads_input: bool, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the hidden states that a module gives (or reads) go through ``change``."""
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        changed = change(first_tensor(output))
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def before(_: nn.Module, given: Any, named: Any) -> Any:
+        if given:
+            return (change(given[0]), *given[1:]), named
+        return given, named | {"hidden_states": change(named["hidden_states"])}
+
+    if reads_input:
+        hook = module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        hook = module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, whatever the site of the model gives goes through ``change`` ([batch, tokens, d] to the same shape).
+
+    Raises:
+        UsageError: no such site in this model.
+    """
+    place, backbone = read_site(site), backbone_of(model)
+    check_sites(backbone, [place])
+    with hooked(*module_of(backbone, place), change):
+        yield

@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from posttrain.errors import DataError
+from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows
 from posttrain.store.durable import replace_file, storage_errors
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
@@ -201,3 +204,33 @@ def _convert(tensors: dict[str, Tensor], configuration: Mapping[str, Any]) -> No
     if not configuration.get("apply_b_dec_to_input", True):
         shift = torch.einsum("md,mdf->f", tensors["b_dec"], tensors["W_enc"])
         tensors["b_enc"] = tensors["b_enc"] + shift
+
+
+# What other tools call the output of the block with this index.
+_HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out"}
+
+
+def hook_name(site: str) -> str:
+    """``resid.20`` is ``blocks.19.hook_resid_post``; ``resid.0`` is ``blocks.0.hook_resid_pre``."""
+    place = read_site(site)
+    return "blocks.0.hook_resid_pre" if place.layer == 0 else _HOOKS[place.place].format(place.layer - 1)
+
+
+def describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, Any]:
+    """Plain data for ``save_dictionary``: the model, the place in it, and the training."""
+    index = rows.store.index
+    site = rows.site or rows.store.sites[0]
+    used = [source for source in index.sources if rows.source in (source.name, BOTH, DIFFERENCE)]
+    return {
+        "model_name": used[-1].model,
+        "hook_name": hook_name(site),
+        "context_size": index.data.get("context_tokens"),
+        "site": site,
+        "layer": read_site(site).layer,
+        "layer_convention": index.layer_convention,
+        "source": rows.source,
+        "models": [{"name": x.name, "model": x.model, "weights_hash": x.weights_hash} for x in used],
+        "tokenizer": index.tokenizer,
+        "activations": {"data": index.data, "rows": index.rows, "dropped": index.dropped, "dtype": index.dtype},
+        "training": {"recipe": recipe.fingerprint(), "steps": step, "rows": step * recipe.train.batch},
+    }

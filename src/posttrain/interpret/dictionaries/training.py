@@ -1,6 +1,6 @@
 """Training a dictionary with Lightning; the only module that imports it.
 
-What decides the weights is elsewhere: the rows and their order (``training_rows``), the loss (``dictionary_loss``).
+What decides the weights is elsewhere: the rows and their order (``rows``), the steps (``fitting``).
 Lightning runs the steps, and keeps optimizer, schedule and place in the data in its checkpoints, so that a run that was
 killed goes on bit for bit. Everything that a step changes is a parameter or a buffer of the module.
 """
@@ -22,21 +22,23 @@ from torch import Tensor
 
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
+from posttrain.interpret.dictionaries.fitting import Learner, build_dictionary
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows, split_rows
-from posttrain.recipes.recipe import decisive
+from posttrain.interpret.dictionaries.rows import RowBatches, Rows, first_held_out, sample_rows
+from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
+    Unverified,
     checkpoint_steps,
     prune_checkpoints,
     rename_into_place,
+    seal,
     set_aside_steps,
     step_folder,
+    verify,
 )
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.store.manifest import Unverified, seal, verify
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import Observer
 
@@ -47,8 +49,6 @@ except ImportError as error:
     raise MissingExtra("lightning", "interpret", "training a dictionary") from error
 
 STATE = "state.ckpt"
-SAMPLE_ROWS = 65_536
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -85,11 +85,11 @@ def train_dictionary(
         CheckpointError: there are checkpoints, and none verifies.
     """
     settings = recipe.train
-    num_rows = split_rows(rows, recipe.eval.rows, settings.batch)
-    dictionary = build_dictionary(rows, recipe)
+    num_rows = first_held_out(rows, recipe.eval.rows, settings.batch)
+    dictionary = build_dictionary(rows, recipe.dictionary, settings.seed)
     found = _newest_checkpoint(checkpoints, observer) if resume else None
     if found is None:
-        dictionary.prepare(sample_rows(rows, num_rows, SAMPLE_ROWS, settings.seed))
+        dictionary.prepare(sample_rows(rows, num_rows, settings.seed))
     metrics.trim(found or 0)
     module = _Training(dictionary, recipe)
     batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
@@ -110,66 +110,23 @@ def train_dictionary(
     return Trained(dictionary, step, reason, quality, {"held_out": quality.numbers()})
 
 
-def build_dictionary(rows: Rows, recipe: SaeRecipe) -> Dictionary:
-    """The dictionary of a resolved recipe, with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
-    word = recipe.dictionary
-    return Dictionary(
-        rows.d,
-        word.num_features(rows.d),
-        rows.sources,
-        word.name,
-        word.options,
-        word.prefixes(rows.d) or None,
-        recipe.train.seed,
-    )
-
-
 class _Training(lightning.LightningModule):
-    """One step of training; gradients come by hand from ``dictionary_loss``."""
+    """The steps of a ``Learner``, as Lightning calls them."""
 
     def __init__(self, dictionary: Dictionary, recipe: SaeRecipe) -> None:
         super().__init__()
         self.dictionary = dictionary
-        self.settings = recipe.train
-        self.dtype_of_products = _DTYPES[self.settings.precision]
-        self.dead_rows = max(1, round(self.settings.dead_after * self.settings.steps * self.settings.batch))
-        self.measured: Measured | None = None
-        self.grad_norm: Tensor | None = None
+        self.learner = Learner(dictionary, recipe.train)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        auxk = self.settings.auxk or 0.0
-        loss, measured = dictionary_loss(
-            self.dictionary,
-            self.dictionary.scaled(batch),
-            progress=self.global_step / self.settings.steps,
-            auxk=auxk,
-            dead=self.dictionary.since_fired > self.dead_rows if auxk else None,
-            dtype=self.dtype_of_products,
-        )
-        self.measured = measured
-        self.dictionary.since_fired.add_(len(batch)).masked_fill_(measured.fired, 0)
-        if measured.threshold is not None:
-            self.dictionary.threshold.copy_(measured.threshold)
-        return loss
+        return self.learner.loss(batch, self.global_step)
 
     def configure_optimizers(self) -> Any:
-        settings, steps = self.settings, self.settings.steps
-        lr = settings.learning_rate(self.dictionary.features)
-        optimizer = torch.optim.Adam(self.dictionary.parameters(), lr, fused=True)
-        rising, falling = settings.warmup * steps, settings.decay * steps
-
-        def factor(step: int) -> float:
-            up = (step + 1) / rising if rising else 1.0
-            down = (steps - step) / falling if falling else 1.0
-            return max(0.0, min(1.0, up, down))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        optimizer, schedule = self.learner.optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
-        limit = self.settings.max_grad_norm
-        parameters = list(self.dictionary.parameters())
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        self.learner.clip()
 
     def optimizer_step(self, *given: Any, **named: Any) -> None:
         super().optimizer_step(*given, **named)
@@ -177,18 +134,18 @@ class _Training(lightning.LightningModule):
 
     def numbers(self) -> dict[str, float]:
         """What the last step saw, for ``metrics.jsonl``."""
-        measured = self.measured
+        measured, grad_norm = self.learner.measured, self.learner.grad_norm
         assert measured is not None
-        found = {
+        metrics = {
             "squared_error": float(measured.squared_error),
             "penalty": float(measured.penalty),
             "auxk": float(measured.auxiliary),
             "l0": float((measured.features > 0).sum()) / len(measured.features),
-            "dead": float((self.dictionary.since_fired > self.dead_rows).double().mean()),
-            "grad_norm": float("nan") if self.grad_norm is None else float(self.grad_norm),
+            "dead": float((self.dictionary.since_fired > self.learner.dead_rows).double().mean()),
+            "grad_norm": float("nan") if grad_norm is None else float(grad_norm),
             "lr": float(self.trainer.optimizers[0].param_groups[0]["lr"]),
         }
-        return {"loss": found["squared_error"] + found["penalty"] + found["auxk"], **found}
+        return {"loss": metrics["squared_error"] + metrics["penalty"] + metrics["auxk"], **metrics}
 
 
 class _HeldOut:

@@ -10,25 +10,149 @@ Three treatments, at one site, of the features j of some set:
 What the dictionary does not reconstruct stays in place, so a dose α = 0 or g = 1 is the model itself. The same is done
 to random features that fire about as often and as strongly; only the difference between the two tells of the features,
 for any damage to a model costs it something.
-"""
+
+Both models read the text that one of them writes, each with its own keys and values; at every token the donor computes
+its activation at the site first, and what is added to the writer's own may depend on both. Many treatments are decoded
+side by side, as rows of one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Attempt, Grader, collect
 from posttrain.evals.seeds import Summary, summarize_seeds
-from posttrain.interpret.activations.lockstep import Added, write_with
+from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.patching import encode_some, feature_patch
+from posttrain.interpret.differences.divergence import encode_some, feature_patch, random_features
+from posttrain.interpret.differences.features import Seen
+from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Rollout
+
+# [rows, d] to be added to the writer's activations, given the writer's and the donor's at the same tokens.
+Added = Callable[[Tensor, Tensor], Tensor]
+COMPACT_EVERY = 4  # tokens between looks at which rows have ended
+
+
+@dataclass
+class _Rows:
+    """What is being decoded: one row for each treatment and prompt; ended rows leave the batch."""
+
+    treatment: Tensor  # int64 [R]
+    number: Tensor  # int64 [R], the place of the row among all
+    tokens: Tensor  # int64 [R, T] to be read next
+    mask: Tensor  # int64 [R, so far], 0 where a prompt was padded on the left
+    ended: Tensor  # bool [R]
+    caches: dict[str, Any] = field(default_factory=lambda: {"writer": DynamicCache(), "donor": DynamicCache()})
+
+    def keep(self, rows: Tensor) -> None:
+        self.treatment, self.number, self.tokens = self.treatment[rows], self.number[rows], self.tokens[rows]
+        self.mask, self.ended = self.mask[rows], self.ended[rows]
+        for cache in self.caches.values():
+            cache.batch_select_indices(rows)
+
+
+@torch.no_grad()
+def write_with(
+    writer: Any,
+    donor: Any,
+    site: str,
+    prompts: Sequence[Sequence[int]],
+    treatments: Sequence[Added],
+    *,
+    max_tokens: int,
+    stop_ids: frozenset[int],
+) -> list[list[list[int]]]:
+    """Greedy completions of every prompt under every treatment: [treatment][prompt] -> ids, with the stop token.
+
+    Args:
+        writer: the causal LM that writes, in eval mode.
+        donor: a causal LM over the same tokens, whose activations the treatments see.
+        site: where something is added, such as ``resid.2``.
+        prompts: token ids, none empty.
+        treatments: what is added, one for each group of rows.
+        max_tokens: of a completion.
+        stop_ids: tokens that end it.
+    """
+    device = next(writer.parameters()).device
+    rows = _start(prompts, len(treatments), device)
+    written: list[list[int]] = [[] for _ in range(len(treatments) * len(prompts))]
+    # the donor need not go further than the site; its residual stream is what a truncated backbone gives
+    short = truncate(donor, read_site(site).layer) if read_site(site).place == "resid" else backbone_of(donor)
+    for step in range(max_tokens):
+        chosen = _advance(writer, short, site, rows, treatments)
+        for number, token, ended in zip(rows.number.tolist(), chosen.tolist(), rows.ended.tolist(), strict=True):
+            if not ended:
+                written[number].append(token)
+        stopped = torch.tensor([token in stop_ids for token in chosen.tolist()], device=device)
+        rows.ended = rows.ended | stopped
+        rows.tokens = chosen[:, None]
+        rows.mask = torch.cat([rows.mask, torch.ones_like(rows.tokens)], dim=1)
+        if bool(rows.ended.all()):
+            break
+        if step % COMPACT_EVERY == 0 and bool(rows.ended.any()):
+            rows.keep((~rows.ended).nonzero()[:, 0])
+    size = len(prompts)
+    return [written[start : start + size] for start in range(0, len(written), size)]
+
+
+def _start(prompts: Sequence[Sequence[int]], num_treatments: int, device: Any) -> _Rows:
+    width = max(map(len, prompts))
+    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, ids in enumerate(prompts):
+        tokens[row, width - len(ids) :] = torch.tensor(list(ids))
+        mask[row, width - len(ids) :] = 1
+    count = num_treatments * len(prompts)
+    return _Rows(
+        torch.arange(num_treatments, device=device).repeat_interleave(len(prompts)),
+        torch.arange(count, device=device),
+        tokens.repeat(num_treatments, 1).to(device),
+        mask.repeat(num_treatments, 1).to(device),
+        torch.zeros(count, dtype=torch.bool, device=device),
+    )
+
+
+def _advance(writer: Any, donor: Any, site: str, rows: _Rows, treatments: Sequence[Added]) -> Tensor:
+    """Read ``rows.tokens`` with both models; the likeliest next token of each row, int64 [R]."""
+    positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
+    real = rows.mask[:, -rows.tokens.shape[1] :].bool()
+    common = {"attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
+    seen: list[Tensor] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    if read_site(site).place == "resid":
+        read = donor(input_ids=rows.tokens, past_key_values=rows.caches["donor"], **common)
+        seen.append(read.last_hidden_state)
+    else:
+        with replaced(donor, site, look):
+            donor(input_ids=rows.tokens, past_key_values=rows.caches["donor"], **common)
+    given = seen[0].float()
+
+    def change(x: Tensor) -> Tensor:
+        added = torch.zeros_like(x, dtype=torch.float32)
+        for index, treatment in enumerate(treatments):
+            where = real & (rows.treatment == index)[:, None]
+            if bool(where.any()):
+                added[where] = treatment(x[where].float(), given[where])
+        return (x.float() + added).to(x.dtype)
+
+    with replaced(writer, site, change):
+        output = writer(input_ids=rows.tokens, past_key_values=rows.caches["writer"], **common, logits_to_keep=1)
+    likeliest: Tensor = output.logits[:, -1].argmax(-1)
+    return likeliest
+
 
 Measure = Literal["reward", "accuracy"]
 
@@ -208,3 +332,120 @@ def judge(differences: Sequence[float]) -> Verdict:
     if summary.half_width is None:
         return Verdict(summary, None)
     return Verdict(summary, abs(summary.mean) > summary.half_width)
+
+
+TESTS = ("given", "returned", "scaled")
+# At which dose a test does all of what it does: features moved all the way, or taken away.
+WHOLE = {"given": 1.0, "returned": 1.0, "scaled": 0.0}
+
+
+def measure_causes(
+    subjects: Mapping[str, Subject],
+    site: str,
+    examples: Sequence[Example],
+    changes: ChangesSection,
+    dictionaries: Sequence[Dictionary],
+    seen: Sequence[Seen],
+    limit: float,
+    observe: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """What base and post model earn untouched, with everything of the other, and with changed features treated.
+
+    For each test of ``TESTS`` (see ``causal``) and each seed a list of {features, dose, changed, random, difference};
+    ``verdicts``: the differences over seeds, by test and point (``given 16 at 1``), and of the slopes over doses.
+    """
+    settings = changes.causal
+    assert settings is not None
+    pairs = {"base": ("base", "post"), "post": ("post", "base")}
+    trials = {
+        name: Trial(subjects[writer], subjects[donor], site, examples, settings.measure)
+        for name, (writer, donor) in pairs.items()
+    }
+    both = {name: trial.outcomes([leave, replace_all]) for name, trial in trials.items()}
+    found: dict[str, Any] = {
+        "measure": settings.measure,
+        "prompts": len(examples),
+        "features": settings.features,
+        "unchanged": {name: outcome[0] for name, outcome in both.items()},
+        "everything": {name: outcome[1] for name, outcome in both.items()},
+        **{test: [] for test in TESTS},
+    }
+    most = max(*settings.counts, settings.features)
+    for seed, (dictionary, view) in enumerate(zip(dictionaries, seen, strict=True)):
+        ranked = view.changes.ranking()[:most].tolist()
+        matched = [random_features(view, ranked, changes.seed + seed, 1 + draw) for draw in range(settings.draws)]
+        for test in TESTS:
+            trial = trials["base" if test == "given" else "post"]
+            treat = partial(_scale if test == "scaled" else _move, dictionary, limit)
+            doses = try_doses(trial, treat, ranked, matched, plan_of(test, settings))
+            found[test].append([_plain(dose) for dose in doses])
+        point = next(p for p in found["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
+        observe(
+            f"causal test, seed {seed}: {settings.measure} of the base {found['unchanged']['base']:.3f}, given "
+            f"{point['features']} changed features {point['changed']:.3f}, random ones "
+            f"{point['changed'] - point['difference']:.3f}"
+        )
+    found["verdicts"] = _verdicts(found)
+    return found
+
+
+def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
+    """(features, dose) of a test: the whole dose to every count, and every dose to the features that are judged by.
+
+    ``returned`` has no further doses: what they would tell, ``given`` tells.
+    """
+    whole = WHOLE[test]
+    doses = {"given": settings.doses, "returned": [], "scaled": settings.factors}[test]
+    points = [(count, whole) for count in settings.counts] + [(settings.features, dose) for dose in (whole, *doses)]
+    return sorted(set(points))
+
+
+def _move(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
+    return move_features(dictionary, features, dose, limit)
+
+
+def _scale(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
+    return scale_features(dictionary, dict.fromkeys(features, dose), limit)
+
+
+def _plain(dose: Dose) -> dict[str, Any]:
+    return {
+        "features": dose.num_features,
+        "dose": dose.dose,
+        "changed": dose.changed,
+        "random": list(dose.others),
+        "difference": dose.difference,
+    }
+
+
+def _verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """By test and point: mean, half width of the 95 % interval over seeds, whether it separates."""
+    differences: dict[str, list[float]] = {}
+    for test in TESTS:
+        rows = found[test]
+        for index, point in enumerate(rows[0]):
+            name = f"{test} {point['features']} at {point['dose']:g}"
+            differences[name] = [row[index]["difference"] for row in rows]
+        same = [i for i, point in enumerate(rows[0]) if point["features"] == found["features"]]
+        if len(same) > 1:
+            differences[f"{test}, slope"] = [
+                _slope([row[i]["dose"] for i in same], [row[i]["difference"] for i in same]) for row in rows
+            ]
+    verdicts = {}
+    for name, values in differences.items():
+        verdict = judge(values)
+        verdicts[name] = {
+            "mean": verdict.summary.mean,
+            "half_width": verdict.summary.half_width,
+            "seeds": verdict.summary.n,
+            "values": values,
+            "separates": verdict.separates,
+        }
+    return verdicts
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The least-squares slope."""
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0

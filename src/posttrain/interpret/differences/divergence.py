@@ -1,8 +1,15 @@
-"""Where two models disagree, and how much of it the changed features explain: plain data for ``diff.json``."""
+"""Where two models disagree, token by token, and how much of it is put right by activations of one in the other.
+
+KL(post ‖ base) of the next token's distribution is measured at the tokens of a document, over the whole vocabulary.
+Patching: the base model reads the same tokens, at one site something is added to its activations, and the rest of it
+runs on from there. The share recovered is 1 − Σ KL(post ‖ patched base) / Σ KL(post ‖ base) over the tokens of the
+answers: 1 where the patched base predicts like the post model, below 0 where it is further away than before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -10,13 +17,189 @@ import torch
 from torch import Tensor
 
 from posttrain.evals.statistics import standard_error
+from posttrain.interpret.activations.sites import pad, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import match_rates
 from posttrain.interpret.differences.features import Seen
-from posttrain.interpret.differences.lens import show_token
-from posttrain.interpret.differences.patching import Patcher, difference_patch, feature_patch, token_kl
 from posttrain.interpret.differences.recipe import ChangesSection
+from posttrain.interpret.features.logit_lens import show_token
+from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.randomness import generator
+
+# What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
+Patch = Callable[[Tensor, Tensor], Tensor]
+TOKENS_PER_BATCH = 4096
+
+
+@dataclass(slots=True)
+class _Text:
+    """A batch of documents [B, T], padded on the right, and what both models make of it."""
+
+    tokens: Tensor
+    wanted: Tensor  # bool [B, T − 1]: whether the token after this state is counted
+    real: Tensor  # bool [B, T]
+    base: Tensor  # [B, T, d] at the site
+    post: Tensor
+    post_logits: Tensor  # [M, V] at the wanted states
+
+
+class Patcher:
+    """Patches a base model on fixed documents; made once, asked for many patches.
+
+    Args:
+        base, post: causal LMs in eval mode over one vocabulary.
+        site: where, such as ``resid.2``.
+        documents: token ids.
+        prompt_lengths: the tokens of each document before its answer; KL is counted over the answer.
+        limit: activations with a larger norm stay as they are.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        post: Any,
+        site: str,
+        documents: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        limit: float = float("inf"),
+    ) -> None:
+        self.base, self.site, self.limit = base, site, limit
+        self.texts = [self._read(post, rows, prompt_lengths) for rows in _batches(documents)]
+        self.tokens = sum(int(text.wanted.sum()) for text in self.texts)
+        self.before = sum(self._divergence(text, None) for text in self.texts)
+
+    @property
+    def kl(self) -> float:
+        """KL(post ‖ base) in nats per token of an answer, before anything is patched."""
+        return self.before / max(1, self.tokens)
+
+    def recovered(self, patch: Patch) -> float:
+        """The share of the KL that a patch puts right."""
+        after = sum(self._divergence(text, patch) for text in self.texts)
+        assert self.before > 0, "models that predict the same have nothing to recover"
+        return 1.0 - after / self.before
+
+    def mean_difference(self) -> Tensor:
+        """[d]: the mean of post − base over all tokens that are patched."""
+        sums, count = [], 0
+        for text in self.texts:
+            kept = self._patched(text)
+            sums.append((text.post - text.base)[kept].double().sum(0))
+            count += int(kept.sum())
+        return (torch.stack(sums).sum(0) / max(1, count)).float()
+
+    @torch.no_grad()
+    def _read(self, post: Any, rows: list[tuple[int, Sequence[int]]], prompt_lengths: Sequence[int]) -> _Text:
+        device = next(self.base.parameters()).device
+        tokens, lengths = pad([ids for _, ids in rows], device)
+        starts = torch.tensor([max(1, prompt_lengths[number]) for number, _ in rows], device=device)
+        place = torch.arange(1, tokens.shape[1], device=device)
+        wanted = (place >= starts[:, None]) & (place < lengths[:, None])
+        real = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+        kept: dict[str, Tensor] = {}
+        with replaced(post, self.site, lambda x: kept.setdefault("post", x)):
+            logits = post(input_ids=tokens.to(next(post.parameters()).device), use_cache=False).logits
+        with replaced(self.base, self.site, lambda x: kept.setdefault("base", x)):
+            self.base(input_ids=tokens, use_cache=False)
+        return _Text(
+            tokens,
+            wanted,
+            real,
+            kept["base"].float(),
+            kept["post"].to(device).float(),
+            logits[:, :-1].to(device)[wanted].float(),
+        )
+
+    def _patched(self, text: _Text) -> Tensor:
+        """bool [B, T]: which activations may be changed."""
+        return text.real & (text.base.norm(dim=-1) <= self.limit) & (text.post.norm(dim=-1) <= self.limit)
+
+    @torch.no_grad()
+    def _divergence(self, text: _Text, patch: Patch | None) -> float:
+        added = torch.zeros_like(text.base)
+        if patch is not None:
+            kept = self._patched(text)
+            added[kept] = patch(text.base[kept], text.post[kept]).to(added.dtype)
+
+        def change(x: Tensor) -> Tensor:
+            return (x.float() + added).to(x.dtype)
+
+        with nullcontext() if patch is None else replaced(self.base, self.site, change):
+            logits = self.base(input_ids=text.tokens, use_cache=False).logits
+        return float(divergence(text.post_logits, logits[:, :-1][text.wanted]).sum())
+
+
+def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
+    """float64 [M]: KL(post ‖ base) of two distributions given by their logits [M, V]."""
+    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (post_logits, base_logits))
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
+
+
+@torch.no_grad()
+def token_kl(
+    base: Any, post: Any, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+) -> tuple[list[Tensor], Tensor]:
+    """(for each document float64 [tokens], float64 [V]).
+
+    The first: KL(post ‖ base) of the distribution of the token *at* each place; the first token has none: 0. The
+    second: how much probability each token of the vocabulary gained, summed over the tokens of the answers.
+    """
+    found: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
+    device = next(base.parameters()).device
+    moved: Tensor | None = None
+    for rows in _batches(documents):
+        tokens, lengths = pad([ids for _, ids in rows], device)
+        logits = [m(input_ids=tokens.to(next(m.parameters()).device), use_cache=False).logits for m in (post, base)]
+        for row, (number, _) in enumerate(rows):
+            end, start = int(lengths[row]) - 1, max(0, prompt_lengths[number] - 1)
+            found[number][1:] = divergence(logits[0][row, :end].to(device), logits[1][row, :end]).cpu()
+            p, q = (torch.softmax(each[row, start:end].to(device).float(), dim=-1) for each in logits)
+            gained = p - q
+            total = gained.sum(0, dtype=torch.float64).cpu()
+            moved = total if moved is None else moved + total
+    return found, torch.zeros(0, dtype=torch.float64) if moved is None else moved
+
+
+def feature_patch(dictionary: Dictionary, features: Sequence[int] | None) -> Patch:
+    """Σⱼ (fⱼ(post) − fⱼ(base))·dⱼ over some features (None: all of them)."""
+    chosen = (
+        None if features is None else torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
+    )
+
+    def patch(base: Tensor, post: Tensor) -> Tensor:
+        directions = dictionary.W_dec[:, 0] if chosen is None else dictionary.W_dec[chosen, 0]
+        return (encode_some(dictionary, post, chosen) - encode_some(dictionary, base, chosen)) @ directions
+
+    return patch
+
+
+def difference_patch(dictionary: Dictionary, features: Sequence[int]) -> Patch:
+    """Σⱼ fⱼ(post − base)·dⱼ over some latents of a dictionary of the difference."""
+    chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
+
+    def patch(base: Tensor, post: Tensor) -> Tensor:
+        return dictionary.encode(post - base)[:, chosen] @ dictionary.W_dec[chosen, 0]
+
+    return patch
+
+
+def encode_some(dictionary: Dictionary, x: Tensor, chosen: Tensor | None) -> Tensor:
+    """``dictionary.encode(x)[:, chosen]``, computing no others where features do not compete."""
+    if chosen is None or dictionary.architecture == "topk":
+        features = dictionary.encode(x)
+        return features if chosen is None else features[:, chosen]
+    centred = x.to(dictionary.W_enc.dtype) * dictionary.input_scale[0] - dictionary.b_dec[0]
+    pre = centred @ dictionary.W_enc[0][:, chosen] + dictionary.b_enc[chosen]
+    positive = torch.relu(pre)
+    return positive if dictionary.architecture == "standard" else positive * (pre > dictionary.threshold[chosen])
+
+
+def _batches(documents: Sequence[Sequence[int]]) -> list[list[tuple[int, Sequence[int]]]]:
+    """Documents of like length together, with their numbers, as many as fit into ``TOKENS_PER_BATCH``."""
+    lengths = [len(ids) for ids in documents]
+    order = [number for number in by_length(lengths) if lengths[number] > 1]
+    return [[(i, documents[i]) for i in piece] for piece in split_padded(order, lengths, TOKENS_PER_BATCH)]
+
 
 NUM_PLACES = 48
 NUM_TOKENS = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import Any
 
@@ -15,10 +15,8 @@ from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality
 from posttrain.interpret.differences.changes import Changes
-from posttrain.interpret.differences.dictionaries import overlap
-from posttrain.interpret.differences.features import Seen, feature_contexts
-from posttrain.interpret.differences.latent_scaling import Scaling
-from posttrain.interpret.differences.lens import strongest_tokens
+from posttrain.interpret.differences.features import Scaling, Seen, feature_contexts
+from posttrain.interpret.features.logit_lens import strongest_tokens
 
 MAX_LATENTS = 64  # latents of the difference that are listed
 MAX_POINTS = 4096  # features of the scatter
@@ -97,6 +95,45 @@ def describe_features(
         entry["amplification"] = number(float(seen.amplification[feature]))
         found.append(entry | {"changed": bool(changes.changed[feature]), "promotes": lens[index], **contexts[index]})
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far two dictionaries' changed features are the same ones.
+
+    ``share``: of the first's, those whose most similar feature (by decoder cosine) of the second is one of the second's
+    and went the same way. ``by_chance``: the mean of that share for equally many features drawn at random from the
+    first. ``cosine``: the mean similarity of the first's changed features to their partners; ``count`` of them.
+    """
+
+    share: float
+    by_chance: float
+    cosine: float
+    count: int
+
+
+def overlap(
+    directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor], least: float = 0.7
+) -> Overlap:
+    """The overlap of two sets of features.
+
+    Args:
+        directions: decoder rows [F, d] of both.
+        chosen: int64, the changed features of each.
+        signs: [F] of each, above 0 where a feature's mean activation rose.
+        least: partners that are less similar do not count.
+    """
+    unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in directions]
+    cosine, partner = (unit[0] @ unit[1].T).max(dim=1)
+    is_chosen = torch.zeros(len(unit[1]), dtype=torch.bool, device=partner.device)
+    is_chosen[chosen[1]] = True
+    same = is_chosen[partner] & (cosine >= least) & ((signs[0] > 0) == (signs[1] > 0)[partner])
+    count = len(chosen[0])
+    if not count:
+        return Overlap(float("nan"), float(same.double().mean()), float("nan"), 0)
+    return Overlap(
+        float(same[chosen[0]].double().mean()), float(same.double().mean()), float(cosine[chosen[0]].mean()), count
+    )
 
 
 def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -> dict[str, Any]:

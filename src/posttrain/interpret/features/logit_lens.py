@@ -21,12 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.extract import shorten_config
-from posttrain.interpret.activations.sites import backbone_of
+from posttrain.interpret.activations.sites import backbone_of, shorten_config
 from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer, reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 CONVENTION = (
     "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
@@ -173,3 +172,30 @@ def show_tokens(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
             text = str(tokenizer.convert_ids_to_tokens(index) or f"<{index}>")
         found[index] = text
     return found
+
+
+@torch.no_grad()
+def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int = 8) -> list[dict[str, list[Any]]]:
+    """For each direction [n, d] the tokens with the largest and the smallest logits (``logit_lens``).
+
+    ``{"up": [[text, logit], ...], "down": [...]}``.
+
+    Raises:
+        UsageError: a model whose final norm or LM head is not known.
+    """
+    if not len(directions):
+        return []
+    up, down = build_lens(model).extremes(directions, count)
+    return [
+        {"up": _texts(rising, tokenizer), "down": _texts(falling, tokenizer)}
+        for rising, falling in zip(up, down, strict=True)
+    ]
+
+
+def show_token(tokenizer: Any, token: int) -> str:
+    """A token as text."""
+    return str(tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _texts(likely: list[tuple[int, float]], tokenizer: Any) -> list[list[Any]]:
+    return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]

@@ -7,22 +7,16 @@ are what published figures compare with; the mean is the harder baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import (
-    backbone_of,
-    blocks_of,
-    check_sites,
-    first_tensor,
-    halves_of,
-    read_site,
+    replaced,
 )
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 
@@ -49,38 +43,6 @@ class Recovered:
             kl = found[f"kl_{base}"]
             found[f"kl_recovered_{base}"] = 1 - self.kl_spliced / kl if kl else float("nan")
         return found
-
-
-@contextmanager
-def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, whatever the site of the model gives goes through ``change`` ([batch, tokens, d] to the same shape).
-
-    Raises:
-        UsageError: no such site in this model.
-    """
-    place, backbone = read_site(site), backbone_of(model)
-    check_sites(backbone, [place])
-
-    def after(module: nn.Module, given: Any, output: Any) -> Any:
-        changed = change(first_tensor(output))
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    def before(module: nn.Module, given: Any, named: Any) -> Any:
-        if given:
-            return (change(given[0]), *given[1:]), named
-        return given, named | {"hidden_states": change(named["hidden_states"])}
-
-    if place.place != "resid":
-        attention, mlp = halves_of(backbone, place.layer)
-        hook = (mlp if place.place == "mlp" else attention).register_forward_hook(after)
-    elif place.layer == 0:
-        hook = blocks_of(backbone)[1][0].register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        hook = blocks_of(backbone)[1][place.layer - 1].register_forward_hook(after)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()

@@ -20,17 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import (
-    backbone_of,
-    blocks_of,
-    check_sites,
-    first_tensor,
-    halves_of,
-    read_site,
-)
+from posttrain.interpret.activations.sites import backbone_of, check_sites, hooked, module_of, read_site
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.features.features import check_features
@@ -83,11 +76,7 @@ class Steering:
         self.added = None if self.added is None else self.added.to(device)
         self.clamped, self.values, self.rows = (x.to(device) for x in (self.clamped, self.values, self.rows))
         self.site = str(place)
-        self._reads_input = place.layer == 0
-        self._module = blocks_of(backbone)[1][max(place.layer, 1) - 1]
-        if place.place != "resid":
-            attention, mlp = halves_of(backbone, place.layer)
-            self._module = mlp if place.place == "mlp" else attention
+        self._module, self._reads_input = module_of(backbone, place)
 
     @property
     def is_nothing(self) -> bool:
@@ -113,23 +102,8 @@ class Steering:
         if self.is_nothing:
             yield
             return
-        if self._reads_input:
-            hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
-        else:
-            hook = self._module.register_forward_hook(self._after)
-        try:
+        with hooked(self._module, self._reads_input, self.change):
             yield
-        finally:
-            hook.remove()
-
-    def _before(self, _: nn.Module, given: Any, named: Any) -> Any:
-        if given:
-            return (self.change(given[0]), *given[1:]), named
-        return given, named | {"hidden_states": self.change(named["hidden_states"])}
-
-    def _after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        changed = self.change(first_tensor(output))
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
 
 def load_steering(model: Any, folder: str | Path, change: Change, site: str | None = None) -> Steering:

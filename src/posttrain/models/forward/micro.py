@@ -1,6 +1,8 @@
-"""Micro-batches: rows of an optimizer batch in pieces of at most so many tokens."""
+"""Micro-batches: rows of an optimizer batch, or texts, in pieces of at most so many tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 from posttrain.types import Batch
 
@@ -42,3 +44,29 @@ def split_rows(batch: Batch, tokens_per_micro: int, rows_per_micro: int | None =
         used += cost
     pieces.append(current)
     return pieces
+
+
+def split_padded(
+    order: Iterable[int], lengths: Sequence[int] | Mapping[int, int], max_tokens: float, max_rows: int | None = None
+) -> list[list[int]]:
+    """Texts, taken in this order, in pieces that padded to their longest have at most ``max_tokens`` (or are one text).
+
+    Args:
+        order: indices into ``lengths``; shortest first wastes the least.
+        lengths: tokens of each text.
+    """
+    pieces: list[list[int]] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, lengths[index])
+        is_full = not pieces or longest * (len(pieces[-1]) + 1) > max_tokens or len(pieces[-1]) == max_rows
+        if is_full:
+            pieces.append([])
+            longest = lengths[index]
+        pieces[-1].append(index)
+    return pieces
+
+
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices, the shortest first."""
+    return sorted(range(len(lengths)), key=lambda index: lengths[index])

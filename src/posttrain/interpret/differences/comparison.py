@@ -1,12 +1,12 @@
 """Two models compared from the inside: what both read, what changed, where they disagree, what the changes do.
 
-Every part gives plain data for ``diff.json``, from which the report is drawn.
-"""
+Every part gives plain data for ``diff.json``, from which the report is drawn. Both read prompts, with answers that one
+of them or both have sampled."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +15,16 @@ from typing import Any
 import torch
 
 from posttrain.errors import UsageError
+from posttrain.evals.statistics import standard_error
 from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.activations.store_index import column
+from posttrain.interpret.activations.shards import ActivationStore, column
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
+from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.recipe import DictionaryWord
-from posttrain.interpret.dictionaries.training_rows import BOTH, DIFFERENCE, StoreRows, sample_rows, split_rows
-from posttrain.interpret.differences.causal import Subject
-from posttrain.interpret.differences.dictionaries import fit_dictionary
-from posttrain.interpret.differences.diff_causal import measure_causes
+from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows, first_held_out, sample_rows
+from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
 from posttrain.interpret.differences.features import Seen, mean_differences, scale_latents, see_changes
 from posttrain.interpret.differences.findings import (
@@ -34,15 +33,91 @@ from posttrain.interpret.differences.findings import (
     describe_scaling,
     describe_seen,
 )
-from posttrain.interpret.differences.lens import strongest_tokens
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
-from posttrain.interpret.differences.record import Answered, answer_prompts, split_examples
+from posttrain.interpret.features.logit_lens import strongest_tokens
+from posttrain.randomness import permutation
 from posttrain.recipes.sections import ModelSection
 from posttrain.tasks.base import Task
+from posttrain.types import Example, Rollout
+
+
+@dataclass(slots=True)
+class Answered:
+    """Documents (prompt and answer, token by token as sampled) with what each answer earned.
+
+    ``by``: who wrote it, ``base`` or ``post``.
+    """
+
+    documents: list[list[int]] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+    by: list[str] = field(default_factory=list)
+
+    def add(self, rollouts: Sequence[Rollout], by: str) -> None:
+        for rollout in rollouts:
+            self.documents.append([*rollout.prompt_ids, *rollout.completion.ids])
+            self.prompt_lengths.append(len(rollout.prompt_ids))
+            self.rewards.append(rollout.reward)
+            self.right.append(float(rollout.parts.get("correct", 0.0) == 1.0))
+            self.by.append(by)
+
+    def facts(self) -> dict[str, Any]:
+        """How many, how long, what they earned: plain data."""
+        answers = sum(map(len, self.documents)) - sum(self.prompt_lengths)
+        found: dict[str, Any] = {
+            "documents": len(self.documents),
+            "tokens": sum(map(len, self.documents)),
+            "answer_tokens": answers,
+        }
+        for who in dict.fromkeys(self.by):
+            mine = [i for i, by in enumerate(self.by) if by == who]
+            rewards = [self.rewards[i] for i in mine]
+            found[who] = {
+                "answers": len(mine),
+                "reward": sum(rewards) / len(mine),
+                "reward_error": standard_error(rewards),
+                "accuracy": sum(self.right[i] for i in mine) / len(mine),
+                "tokens": sum(len(self.documents[i]) - self.prompt_lengths[i] for i in mine) / len(mine),
+            }
+        return found
+
+
+def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], list[Example]]:
+    """(those whose answers are recorded, those of the causal test): different ones, a fixed draw by the seed.
+
+    Raises:
+        UsageError: the task has fewer.
+    """
+    tested = changes.causal.prompts if changes.causal is not None else 0
+    wanted, size = changes.prompts + tested, len(task.examples)
+    if wanted > size:
+        raise UsageError(
+            f"changes.prompts {changes.prompts} and changes.causal.prompts {tested} are {wanted}, but {task.name}/"
+            f"{task.split} has {size} examples; set them lower"
+        )
+    order = permutation(changes.seed, "what changed: examples", 0, size)[:wanted]
+    examples = [task.examples[int(i)] for i in order]
+    return examples[: changes.prompts], examples[changes.prompts :]
+
+
+def answer_prompts(subjects: Mapping[str, Subject], examples: Sequence[Example], changes: ChangesSection) -> Answered:
+    """Sampled answers of every model given (``base``, ``post``), in the order of the examples."""
+    answered = Answered()
+    for by, subject in subjects.items():
+        rollouts = subject.answer(
+            examples,
+            samples=changes.samples,
+            temperature=changes.temperature,
+            seed=changes.seed,
+            purpose=f"what changed: answers of {by}",
+        )
+        answered.add(rollouts, by)
+    return answered
+
 
 Observe = Callable[[str], None]
 LARGE_BYTES = 1 << 30
-SAMPLE_ROWS = 65_536
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
 
 
@@ -141,7 +216,7 @@ def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe
 
 def held_out_start(store: ActivationStore, changes: ChangesSection) -> int:
     """The first row of the documents that no dictionary learns from."""
-    return split_rows(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
+    return first_held_out(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
 
 
 def _record(work: Comparison, answered: Answered) -> ActivationStore:
@@ -252,7 +327,7 @@ def _look_at_difference(work: Comparison, store: ActivationStore, start: int) ->
     ]
     if changes.difference is not None:
         rows = StoreRows(store, work.site, DIFFERENCE)
-        if not bool(sample_rows(rows, rows.num_rows, SAMPLE_ROWS, changes.seed).any()):
+        if not bool(sample_rows(rows, rows.num_rows, changes.seed).any()):
             work.observe("both models compute the same at this site, so there is no dictionary of their difference")
             return
         fitted = _fitted(work, "difference", rows, start, changes.difference, changes.seed)

@@ -9,7 +9,13 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.training_rows import RowBatches, StoreRows, TensorRows, sample_rows, split_rows
+from posttrain.interpret.dictionaries.rows import (
+    RowBatches,
+    StoreRows,
+    TensorRows,
+    first_held_out,
+    sample_rows,
+)
 
 X = torch.arange(60.0).view(30, 2)
 
@@ -46,10 +52,10 @@ def test_reading_goes_on_where_it_stopped(stop: int) -> None:
 
 def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:
     rows = StoreRows(paired, source="base")
-    assert [split_rows(rows, held_out, 4) for held_out in (1, 7, 8, 18, 19)] == [23, 23, 12, 12, 11]
-    assert split_rows(TensorRows(X), 7, 4) == 23
+    assert [first_held_out(rows, held_out, 4) for held_out in (1, 7, 8, 18, 19)] == [23, 23, 12, 12, 11]
+    assert first_held_out(TensorRows(X), 7, 4) == 23
     with pytest.raises(UsageError, match=r"30 rows of activations, of which 28 .* do not make one batch of 4"):
-        split_rows(TensorRows(X), 28, 4)
+        first_held_out(TensorRows(X), 28, 4)
 
 
 def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
@@ -75,6 +81,6 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_of_the_rows_that_are_trained_on() -> None:
-    sample = sample_rows(TensorRows(X), 5, 100, seed=0)
+    sample = sample_rows(TensorRows(X), 5, seed=0)
     assert len(sample) == 5
     assert set(sample[:, 0, 0].tolist()) <= {0.0, 2.0, 4.0, 6.0, 8.0}

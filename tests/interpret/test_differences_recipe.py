@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.interpret.differences.recipe import DiffRecipe, load_diff_recipe
-from posttrain.recipes.files import interpretation_names
+from posttrain.recipes.document import interpretation_names
 
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
         (
             "changes.sedes",
             "3",
-            r"command line: changes.sedes: there is no such key. Did you mean 'seeds'\? Known keys: ",
+            r"command line: changes.sedes: section 'changes' has no key 'sedes'. Did you mean 'seeds'\? Known keys: ",
         ),
         ("changes.by", "me", "changes.by: Input should be 'post', 'base' or 'both'; got 'me'"),
         ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),
@@ -76,6 +76,6 @@ def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_diff_recipe([str(path)])
     assert str(caught.value).splitlines() == [
-        f"{path}: post: this key is needed",
+        f"{path}: post: a recipe of a comparison needs this key",
         f"{path}:4: changes.seeds: Input should be a valid integer, unable to parse string as an integer; got 'none'",
     ]

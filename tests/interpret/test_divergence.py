@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from posttrain.interpret.differences.changes import ChangeSums, paired_changes
-from posttrain.interpret.differences.divergence import locate_divergence, random_features
-from posttrain.interpret.differences.features import Seen
-from posttrain.interpret.differences.latent_scaling import Scaling
-from posttrain.interpret.differences.patching import token_kl
+from posttrain.interpret.differences.divergence import locate_divergence, random_features, token_kl
+from posttrain.interpret.differences.features import Scaling, Seen
 from posttrain.models.load import load_model
-from posttrain.recipes.recipe import ModelSection
+from posttrain.recipes.sections import ModelSection
 
 DOCUMENTS = [[0, 50, 51, 70, 71, 70, 72], [0, 52, 70, 73, 71], [0, 53, 54, 55, 70, 71]]
 PROMPTS = [3, 2, 4]

@@ -1,0 +1,390 @@
+"""A strict YAML document: read, laid over the one that it extends, overridden, checked, written down again. No torch.
+
+Recipes, dictionaries, comparisons of two models, comparisons of methods and studies are ``Document``s of one kind of
+``Content`` each. Every message says file, line and key; unknown keys are refused with a suggestion.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from posttrain import registry
+from posttrain.consent import declare_code, is_stored, refuse_remote_code
+from posttrain.errors import RecipeError
+from posttrain.file_kinds import kind_of_file
+from posttrain.option_types import shorten
+from posttrain.recipes.sections import Section, Word
+from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
+
+# Where a run works, who watches it and what it is called: no part of the fingerprint, and free to change when it is
+# resumed (the change is written into its log). Everything else decides what comes out.
+PLACE_KEYS = (
+    "description",
+    "track",
+    "model.device",
+    "train.device",
+    "activations.model.device",
+    "rollout.engine.url",
+    "rollout.engine.served_name",
+    "rollout.engine.timeout_seconds",
+    "rollout.engine.retries",
+)
+# Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
+INTERPRETATION = ("dictionary", "changes")
+# Sections that have a key called name, and yet are no words: what is not given stays as it was below.
+_NAMED_SECTIONS = ("model", "teacher")
+_MAX_BELOW = 20
+
+
+class Content(Section):
+    """What a kind of document says. ``label`` is what messages call it; ``extensible``: it may extend another."""
+
+    label: ClassVar[str] = "a recipe"
+    extensible: ClassVar[bool] = True
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, without keys that are None by default; a None that was asked for stays."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
+    def to_yaml(self) -> str:
+        return write_yaml(self.dump())
+
+    def fingerprint(self) -> str:
+        """``fingerprint_of`` the resolved content; two runs with it are the same experiment."""
+        return fingerprint_of(self.dump())
+
+
+T = TypeVar("T", bound=Content)
+C = TypeVar("C", bound=Content)
+
+
+@dataclass(frozen=True)
+class Document(Generic[T]):
+    """Plain data on the way to a ``model``, and where each of its keys stands.
+
+    ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
+    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``consent``).
+    """
+
+    model: type[T]
+    content: dict[str, Any]
+    place: str = "recipe"
+    places: Mapping[str, str] = field(default_factory=dict)
+    overridden: Collection[str] = ()
+    is_own: bool = True
+
+    @classmethod
+    def load(cls, model: type[T], name_or_path: str, *, is_own: bool = True) -> Document[T]:
+        """The file of a path, or of a shipped recipe's name, as it stands there.
+
+        Raises:
+            RecipeError: neither a file nor a known name; not YAML, or not what recipes are made of (``strict_yaml``).
+        """
+        place, text = recipe_text(name_or_path)
+        return cls.read(model, place, text, is_own=is_own)
+
+    @classmethod
+    def read(cls, model: type[T], place: str, text: str, *, is_own: bool = True) -> Document[T]:
+        """The document in ``text``, which is from the file ``place``; see ``load``."""
+        content, lines = parse_yaml(text, place, is_own=is_own)
+        return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
+
+    def extend(self, above: Sequence[str] = ()) -> Document[T]:
+        """Laid over the recipe that its key ``extends`` names, which is looked for beside this file, then from here.
+
+        Sections are merged key by key; a word replaces the word below it with all its options; ``null`` takes a word
+        or section away. A description is not inherited.
+
+        Raises:
+            RecipeError: no such recipe, or recipes that extend one another in a circle.
+        """
+        own = dict(self.content)
+        name = own.pop("extends", None)
+        if name is None:
+            return replace(self, content=own)
+        where = f"{self.places['extends']}: extends"
+        if not isinstance(name, str):
+            raise RecipeError(f"{where}: give a recipe's name or file; got {shorten(name)}")
+        if len(above) == _MAX_BELOW:
+            raise RecipeError(f"{where}: more than {_MAX_BELOW} recipes extend one another; write some together")
+        if name in above:
+            what = " and ".join(map(repr, above))
+            how = "extends itself" if len(above) == 1 else "extend one another in a circle"
+            raise RecipeError(f"{where}: {what} {how}; leave one out")
+        beside = Path(self.place).parent / name
+        try:
+            place, text = recipe_text(str(beside) if name and kind_of_file(beside) != "nothing" else name)
+        except RecipeError as error:
+            raise RecipeError(f"{where}: {error}") from None
+        # What a stored recipe extends is its business, and no word of the user's.
+        is_own = self.is_own and not is_stored(self.place)
+        below = Document.read(self.model, place, text, is_own=is_own).extend((*above, name))
+        below.content.pop("description", None)
+        return replace(self, content=merge(below.content, own), places={**below.places, **self.places})
+
+    def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
+        """With dotted keys of the command line set; see ``apply_override``."""
+        content = copy.deepcopy(self.content)
+        for key, value in overrides:
+            if key == "extends" and self.model.extensible:
+                raise RecipeError(
+                    "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
+                )
+            apply_override(content, key, value)
+        return replace(self, content=content, overridden={*self.overridden, *(key for key, _ in overrides)})
+
+    def part(
+        self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()
+    ) -> Document[C]:
+        """What stands below a key of this document (or was made of it) as a document whose messages say where.
+
+        ``overridden``: further keys of the command line, as they are called in this document.
+        """
+        above = f"{key}."
+        places = {name.removeprefix(above): line for name, line in self.places.items() if name.startswith(above)}
+        set_there = {name.removeprefix(above) for name in {*self.overridden, *overridden} if name.startswith(above)}
+        return Document(model, dict(content), self.place, places, set_there, is_own=False)
+
+    def line_of(self, key: str) -> str:
+        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override."""
+        if key in self.overridden:
+            return "command line: "
+        around = key
+        while around and around not in self.places:
+            around = around.rpartition(".")[0]
+        return f"{self.places[around]}: " if around else f"{self.place}: "
+
+    def check(self) -> T:
+        """The content, checked; words are checked when it is resolved.
+
+        Raises:
+            RecipeError: with file, line and key.
+        """
+        refuse_remote_code(self.content, self.overridden, self.line_of)
+        try:
+            return self.model.model_validate(self.content)
+        except ValidationError as error:
+            raise RecipeError("\n".join(self._explain(item) for item in error.errors())) from None
+
+    def _explain(self, item: Any) -> str:
+        path = [str(part) for part in item["loc"]]
+        key = ".".join(path)
+        where = f"{self.line_of(key)}{key}: " if key else self.line_of(key)
+        what = f"section {'.'.join(path[:-1])!r}" if path[:-1] else self.model.label
+        if item["type"] == "missing":
+            return f"{where}{what} needs this key"
+        if item["type"] != "extra_forbidden":
+            message = item["msg"].removeprefix("Value error, ")
+            return f"{where}{message}; got {shorten(item['input'])}"
+        known = _known_keys(self.model, path[:-1])
+        if len(path) == 1 and self.model.extensible and path != ["extends"]:
+            known.append("extends")  # a file's key, gone by the time that a recipe is checked
+        hint = registry.suggest(path[-1], known)
+        return f"{where}{what} has no key {path[-1]!r}.{hint} Known keys: {', '.join(known)}"
+
+
+def _known_keys(model: Any, path: Sequence[str]) -> list[str]:
+    """The keys of the section at ``path``; none where that is no section."""
+    for part in path:
+        section = getattr(model, "model_fields", {}).get(part)
+        if section is None:
+            return []
+        kinds = [section.annotation, *get_args(section.annotation)]
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []
+
+
+def _plain(value: Any) -> Any:
+    """A section, word or value as plain data; see ``Content.dump``."""
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        # The options of a word were sorted out when it was resolved.
+        values = value.model_dump(mode="json") if isinstance(value, Word) else {k: getattr(value, k) for k in fields}
+        shown = {k: v for k, v in values.items() if v is not None or k not in fields or fields[k].default is not None}
+        return shown if isinstance(value, Word) else {k: _plain(v) for k, v in shown.items()}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def complete_word(word: Any, kind: str, where: str) -> Any:
+    """A word with all of its options, which are checked."""
+    entry = registry.find(kind, word.name, where)
+    options = entry.options(word.options, where)
+    fields = entry.options_model().model_fields
+    options = {k: v for k, v in options.items() if v is not None or fields[k].default is not None}
+    fixed = {name: getattr(word, name) for name in type(word).model_fields}
+    return type(word)(**fixed, **json.loads(json.dumps(options)))
+
+
+def fingerprint_of(dump: Mapping[str, Any]) -> str:
+    """SHA-256 (16 hex digits) of what decides the result in a resolved recipe's plain data."""
+    return hashlib.sha256(json.dumps(decisive(dump), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(dump: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A recipe's plain data without the ``PLACE_KEYS``."""
+    kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
+    return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
+
+
+def is_place(key: str) -> bool:
+    """Whether a dotted key is one of ``PLACE_KEYS``, or lies below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship in the package, such as ``tiny/grpo``."""
+    root = resources.files("posttrain") / "recipes"
+    return sorted(_walk(root, ""))
+
+
+def _walk(folder: Any, prefix: str) -> Iterator[str]:
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from _walk(item, f"{prefix}{item.name}/")
+        elif item.name.endswith(".yaml"):
+            yield prefix + item.name.removesuffix(".yaml")
+
+
+def interpretation_names(section: str | None = None) -> list[str]:
+    """Names of the shipped recipes that look into models instead of training them, told by a section of theirs.
+
+    With ``section``, only those that have it.
+    """
+    wanted = INTERPRETATION if section is None else (section,)
+    return [name for name in recipe_names() if any(_has_section(recipe_text(name)[1], key) for key in wanted)]
+
+
+def study_names() -> list[str]:
+    """Names of the shipped recipes that `posttrain study` takes, such as ``study/overoptimization``."""
+    return [name for name in recipe_names() if _has_section(recipe_text(name)[1], "study")]
+
+
+def _has_section(text: str, key: str) -> bool:
+    """Whether a top-level key stands in a file; read as lines, for all recipes are looked through at once."""
+    return any(line.startswith(f"{key}:") for line in text.splitlines())
+
+
+def recipe_text(name_or_path: str) -> tuple[str, str]:
+    """(place, text) of a recipe file, or of a shipped recipe by name.
+
+    Raises:
+        RecipeError: neither a file nor a known name.
+    """
+    path = Path(name_or_path)
+    kind = kind_of_file(path)
+    if kind == "file":
+        return str(path), _read_file(path)
+    known = recipe_names()
+    if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
+        what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
+        raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
+    if name_or_path not in known:
+        hint = registry.suggest(name_or_path, known)
+        raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
+    resource = resources.files("posttrain") / "recipes" / f"{name_or_path}.yaml"
+    return f"{name_or_path}.yaml", resource.read_text(encoding="utf-8")
+
+
+def _read_file(path: Path) -> str:
+    try:
+        if path.stat().st_size > 4 * MAX_CHARS:
+            raise RecipeError(f"{path}: larger than any recipe; give a file of at most {MAX_CHARS:,} characters")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: not a text file in UTF-8; save it as one") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a file that can") from None
+
+
+def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in ``text`` and the 1-based line of every dotted key.
+
+    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``consent``).
+
+    Raises:
+        RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).
+    """
+    data, lines = read_yaml(text, place)
+    if not isinstance(data, dict):
+        raise RecipeError(f"{place}: a recipe is a mapping of sections (model, task, objective, ...); write it as one")
+    if is_own and kind_of_file(place) == "file" and not is_stored(place):
+        declare_code(data, Path(place).parent, Path.cwd())
+    return data, lines
+
+
+def apply_override(data: dict[str, Any], key: str, value: str) -> None:
+    """Set a dotted key (``train.lr``, ``rewards.0.weight``) in plain data, in place.
+
+    ``value`` is read as YAML. Setting a whole word by name (``objective reinforce``) replaces the
+    word and its options; ``objective.name`` changes the name alone.
+
+    Raises:
+        RecipeError: the path runs through something that is not a section.
+    """
+    parsed = read_option(value, _shown(key)) if value else ""
+    if isinstance(parsed, str) and parsed.isascii():  # ``nan`` and ``inf``, and numbers between spaces
+        with suppress(ValueError):
+            parsed = float(parsed)
+    parts = key.split(".")
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    target: Any = data
+    for i, part in enumerate(parts[:-1]):
+        path = ".".join(parts[: i + 1])
+        child = target[_index(target, part, path)] if isinstance(target, list) else target.get(part)
+        if child is None:
+            child = {}
+        elif isinstance(child, str):  # a bare word gains options
+            child = {"name": child}
+        elif not isinstance(child, dict | list):
+            raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
+        target[_index(target, part, path) if isinstance(target, list) else part] = child
+        target = child
+    target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
+
+
+def _index(entries: list[Any], part: str, path: str) -> int:
+    if not (part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries)):
+        there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
+        raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
+    return int(part)
+
+
+def _shown(key: str) -> str:
+    return key if len(key) <= MAX_KEY_CHARS else f"{key[:40]}..."
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
+    """Plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
+
+    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        if isinstance(known, str) and isinstance(value, Mapping):
+            known = {"name": known}  # a bare word, which may gain options
+        joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
+        if joins and isinstance(known, Mapping):
+            merged[key] = merge(known, value, inside=True)
+        elif value is None and not inside:
+            merged.pop(key, None)
+        else:
+            merged[key] = value
+    return merged
