@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, StorageError
-from posttrain.store.database import connect
-from posttrain.store.migrations import MIGRATIONS, migrate, schema_version
+from posttrain.store.database import MIGRATIONS, connect, migrate, schema_version
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from posttrain.errors import DataError
@@ -59,3 +60,138 @@ def sqlite_errors(path: Path) -> Iterator[None]:
             what = f"not a rollout database, or a damaged one ({error}); move it away and try again"
             raise DataError(path, what) from error
         raise explain_storage("rollouts", path, error) from error
+
+
+Migration = Callable[[sqlite3.Connection], None]
+
+_ROLLOUT_COLUMNS = """
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    rollout_index INTEGER NOT NULL,
+    example_id TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    completion TEXT NOT NULL,
+    answer TEXT,
+    parts TEXT NOT NULL,
+    reward REAL NOT NULL,
+    advantage REAL,
+    num_tokens INTEGER NOT NULL,
+    finish TEXT NOT NULL,
+    mean_sampler_logprob REAL
+"""
+
+
+def create_rollout_tables(db: sqlite3.Connection) -> None:
+    """Version 1: a table for training rollouts, one for those of evaluations, one about the run."""
+    db.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    db.execute(f"CREATE TABLE rollouts ({_ROLLOUT_COLUMNS})")
+    db.execute("CREATE INDEX rollouts_by_step ON rollouts (step)")
+    db.execute(f"CREATE TABLE evaluation_rollouts ({_ROLLOUT_COLUMNS}, evaluation TEXT NOT NULL)")
+    db.execute("CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)")
+
+
+def add_verdicts(db: sqlite3.Connection) -> None:
+    """Version 2: the answer that was graded, and what the grader said of it."""
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN extracted TEXT")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN outcome TEXT NOT NULL DEFAULT ''")
+
+
+def add_token_ids(db: sqlite3.Connection) -> None:
+    """Version 3: the tokens as they were sampled, prompt then completion (little-endian int32); NULL in older rows."""
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN token_ids BLOB")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids)
+
+
+def schema_version(db: sqlite3.Connection) -> int:
+    """How many migrations the open file has had."""
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def refuse_newer(version: int, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Refuses a file that a later posttrain wrote.
+
+    Raises:
+        DataError: the file's version is above the newest migration known here.
+    """
+    if version > len(migrations):
+        raise DataError(
+            path,
+            f"a later posttrain wrote this file (schema version {version}, this one knows up to "
+            f"{len(migrations)}); upgrade posttrain to read it. Nothing was changed",
+        )
+
+
+def check_schema(db: sqlite3.Connection, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> int:
+    """The version of a file that has exactly the tables and indexes of its version; nothing in it can run.
+
+    A view, a trigger, a generated column or an index over an expression would be evaluated by whoever reads or
+    writes the file, and a stranger may have put it there.
+
+    Raises:
+        DataError: a newer file than this posttrain knows, or something else in it.
+    """
+    db.execute("BEGIN")  # both questions of one state, whoever is writing
+    try:
+        version = schema_version(db)
+        refuse_newer(version, path, migrations)
+        query = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
+        there = {row for row in db.execute(query) if row[3] not in _STATISTICS}
+    finally:
+        db.execute("ROLLBACK")
+    expected = _schemas(tuple(migrations))
+    if version < 0 or there != expected[version]:
+        strange = sorted(there - expected[max(version, 0)], key=str)
+        what = f"it holds {strange[0][0]} {str(strange[0][1])[:60]!r}" if strange else "something is missing"
+        raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
+    return version
+
+
+# What SQLite's ANALYZE leaves: numbers for its planner.
+_STATISTICS = {
+    "CREATE TABLE sqlite_stat1(tbl,idx,stat)",
+    "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)",
+}
+
+
+@cache
+def _schemas(migrations: tuple[Migration, ...]) -> list[set[tuple[str, str, str, str]]]:
+    """What ``sqlite_master`` holds after none, one, two ... of the migrations."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    schemas: list[set[tuple[str, str, str, str]]] = [set()]
+    for migration in migrations:
+        migration(db)
+        rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        schemas.append(set(rows.fetchall()))
+    db.close()
+    return schemas
+
+
+def migrate(db: sqlite3.Connection, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> int:
+    """Bring an open file to the newest schema; each migration and its count are one transaction.
+
+    ``db`` is in autocommit mode (``isolation_level=None``). Returns the number of migrations run.
+
+    Raises:
+        DataError: a newer file than this posttrain knows.
+    """
+    ran = 0
+    refuse_newer(schema_version(db), path, migrations)
+    while schema_version(db) < len(migrations):
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            version = schema_version(db)  # read again: another process may have migrated meanwhile
+            if version < len(migrations):
+                migrations[version](db)
+                db.execute(f"PRAGMA user_version = {version + 1}")
+                ran += 1
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+    return ran

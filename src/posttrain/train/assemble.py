@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from posttrain import registry
-from posttrain.algorithms.kl_control import MAX_ERROR
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import load_model
-from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import ModelSection, Recipe, RolloutSection
 from posttrain.registry import Entry
-from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.credit import Credit
-from posttrain.train.feedback import Feedback
-from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.train.step import Level
 from posttrain.train.streams import Annotator
+
+if TYPE_CHECKING:
+    from posttrain.models.reference import Reference
+    from posttrain.render.rows import Shape
+    from posttrain.train.sources.rollouts import RolloutSource
 
 OWN_TEACHER = "self"
 
@@ -130,6 +130,8 @@ def build_rollout_source(
     Raises:
         UsageError: words that do not fit the group, or one another.
     """
+    from posttrain.train.sources.rollouts import RolloutSource
+
     options = recipe.rollout
     assert options is not None
     assert options.select is not None, "resolved"
@@ -156,6 +158,8 @@ def build_rollout_source(
         raise UsageError(f"{key}: {what}; give rollout.group")
     feedback = None
     if recipe.teacher is not None and recipe.teacher.name == OWN_TEACHER:
+        from posttrain.train.feedback import Feedback
+
         feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
     elif "has_feedback" in annotate.needs:
         raise RecipeError(
@@ -226,7 +230,11 @@ def _check_horizon(recipe: Recipe) -> None:
     kl, rollout = recipe.kl_in_reward, recipe.rollout
     assert rollout is not None
     batch = rollout.prompts * rollout.group
-    if kl is not None and kl.target is not None and kl.horizon <= MAX_ERROR * batch:
+    if kl is None or kl.target is None:
+        return
+    from posttrain.algorithms.kl_control import MAX_ERROR
+
+    if kl.horizon <= MAX_ERROR * batch:
         raise RecipeError(
             f"kl_in_reward.horizon={kl.horizon} is too short for batches of {batch} completions: it must be more than "
             f"{MAX_ERROR * batch:g}, and is usually many batches"

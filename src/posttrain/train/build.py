@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, build_grader
-from posttrain.errors import RecipeError
-from posttrain.evals.generation import task_label
-from posttrain.models.forward.forward import ActorCritic, Forward
-from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
-from posttrain.models.load import LoadedModel, context_length, load_model, quantized_bits
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.forward.forward import Forward
+from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
-from posttrain.models.reference import Reference
 from posttrain.models.sources import resolve_model_name
+from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe, Word
 from posttrain.registry import Entry
-from posttrain.render import end_id, stop_ids
+from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.assemble import (
@@ -38,14 +36,52 @@ from posttrain.train.assemble import (
     build_rollout_source,
     supervised_shape,
 )
-from posttrain.train.held_out import HeldOut, choose_held_out
 from posttrain.train.optimizer import mark_input_first
-from posttrain.train.sources.dataset import SupervisedSource
-from posttrain.train.sources.rollouts import RolloutSource
-from posttrain.train.step import Level, Objective
-from posttrain.train.streams import TEACHER_STREAMS, needed_streams, scoring_temperature
+from posttrain.train.step import Method
+from posttrain.train.streams import TEACHER_STREAMS, Annotator, needed_streams, scoring_temperature
+
+if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.models.reference import Reference
+    from posttrain.render.rows import Shape
+    from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.dataset import SupervisedSource
+    from posttrain.train.sources.rollouts import RolloutSource
 
 REFERENCE_CACHE = "reference_logprobs.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the models of a run came from, by key and name: the last part of a checkpoint, a folder, a hub name."""
+
+    model: tuple[str, str]
+    teacher: tuple[str, str] | None
+    rewards: dict[str, str]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "model": self.model[1],
+            "teacher": None if self.teacher is None else self.teacher[1],
+            "rewards": self.rewards,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+        Raises:
+            UsageError: one does not stand for what a checkpoint's ``state`` says.
+        """
+        named = [("model.name", *self.model, state.get("model"))]
+        if self.teacher is not None:
+            named.append(("teacher.name", *self.teacher, state.get("teacher")))
+        named += [("rewards", run, now, state.get("rewards", {}).get(run)) for run, now in self.rewards.items()]
+        for key, name, now, began in named:
+            if began not in (None, now):
+                raise UsageError(
+                    f"{key}: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
+                    f"`checkpoints/best` there back to {began}, or start again under another name with --run NAME"
+                )
 
 
 @dataclass(slots=True)
@@ -53,34 +89,25 @@ class Parts:
     """Everything that one run's loop turns."""
 
     model: Any
-    model_source: str  # the last part of where the weights came from: a checkpoint's step, a folder, a hub name
     tokenizer: Any
     policy: Forward  # the language model's forward pass
-    forward: Forward | ActorCritic  # what the objective reads: the policy's, with a head where there is one
+    method: Method
     companions: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource
-    objective: Objective
-    aggregate: Callable[[Tensor], Tensor]
-    level: Level
-    entropy: Literal["none", "detached", "differentiable"]
     grader: Grader
     engine: Engine
-    eval_tasks: list[Task]
-    held_out: dict[str, HeldOut]  # by a task's label: those on which the objective itself is evaluated
-    eval_sampling: Sampling
-    context_tokens: int
-    teacher_source: str | None = None
-    reward_sources: dict[str, str] = field(default_factory=dict)  # by run, the checkpoint of a model that rewards
+    origins: Origins
     reference: Reference | None = None  # the model as it was when training began, where something needs it
-    drift_sampling: Sampling | None = None
+    evaluator: Evaluator | None = None
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
-        if not isinstance(self.forward, Forward) or self.forward.head is None or self.forward.reads != "at":
+        forward = self.method.forward
+        if not isinstance(forward, Forward) or forward.head is None or forward.reads != "at":
             return None
-        return self.forward.head.weight, end_id(self.tokenizer, self.grader.template)
+        return forward.head.weight, end_id(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
@@ -101,72 +128,82 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     template = build_template(recipe.prompt.template)
     entry = registry.find("objective", recipe.objective.name, "objective")
     needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None)
-    level = entry.traits.get("level", "token")
     assert recipe.aggregate is not None, "resolved"
     aggregation = registry.find("aggregation", recipe.aggregate.name, "aggregate")
-    _check_words(recipe, entry, needs, level, aggregation)
+    _check_words(recipe, entry, needs, entry.traits.get("level", "token"), aggregation)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, needs))
     forward, companions = forward_with_head(recipe, entry, policy)
+    method = Method(
+        forward,
+        entry.bind(recipe.objective.options, "objective"),
+        aggregation.bind(recipe.aggregate.options, "aggregate"),
+        level=entry.traits.get("level", "token"),
+        entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
+    )
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(recipe, model, tokenizer)
     context = context_length(model.config)
-    needs_reference = bool(needs & {"ref_logprobs", "kl_baseline"}) or recipe.kl_in_reward or recipe.eval.drift_prompts
-    reference = Reference(policy) if needs_reference else None
+    reference = _build_reference(recipe, needs, policy)
     annotate = build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
     source: SupervisedSource | RolloutSource
-    held_out: dict[str, HeldOut] = {}
+    shape = supervised_shape(needs, method.level)
+    read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
-        read = partial(
-            SupervisedSource, recipe, template=template, tokenizer=tokenizer, context_tokens=context, annotate=annotate
-        )
-        source, held_out = _supervised(recipe, entry, read, task, eval_tasks, folder)
+        read = _reader(recipe, shape, grader, tokenizer, context, annotate)
+        source = read(task, cache=None if folder is None else folder / REFERENCE_CACHE)
     else:
-        source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, level)
+        source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, method.level)
+    evaluator = None
+    if eval_tasks:
+        from posttrain.train.held_out import Evaluator, choose_held_out
+
+        only_scores = entry.traits.get("head") == "score"
+        held_out = choose_held_out(read, eval_tasks, shape, recipe.eval.n, only_scores=only_scores) if read else {}
+        answering = (engine, tokenizer, grader, context)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, *answering, policy, reference)
     named, optimizer = _build_optimizer(recipe, model, companions)
     return Parts(
         model=model,
-        model_source=Path(loaded.source).name,
         tokenizer=tokenizer,
         policy=policy,
-        forward=forward,
+        method=method,
         companions=companions,
         parameters=named,
         optimizer=optimizer,
         source=source,
-        objective=entry.bind(recipe.objective.options, "objective"),
-        aggregate=aggregation.bind(recipe.aggregate.options, "aggregate"),
-        level=level,
-        entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
         grader=grader,
         engine=engine,
-        eval_tasks=eval_tasks,
-        held_out=held_out,
-        eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, grader, tokenizer),
-        context_tokens=context,
+        origins=_origins(recipe, loaded),
         reference=reference,
-        teacher_source=_teacher_source(recipe),
-        reward_sources=_reward_sources(recipe),
-        drift_sampling=_drift_sampling(recipe, policy, grader, tokenizer),
+        evaluator=evaluator,
     )
 
 
-def _supervised(
-    recipe: Recipe,
-    entry: Entry,
-    read: Callable[..., SupervisedSource],
-    task: Task,
-    eval_tasks: list[Task],
-    folder: Path | None,
-) -> tuple[SupervisedSource, dict[str, HeldOut]]:
-    """What a recipe with ``data`` learns from, and what its objective is evaluated on."""
-    needs = needed_streams(entry, recipe.objective.options, has_rollouts=False)
-    shape = supervised_shape(needs, entry.traits.get("level", "token"))
-    source = read(task, shape=shape, cache=None if folder is None else folder / REFERENCE_CACHE)
-    only_scores = entry.traits.get("head") == "score"
-    return source, choose_held_out(
-        partial(read, shape=shape), eval_tasks, shape, recipe.eval.n, only_scores=only_scores
+def _build_reference(recipe: Recipe, needs: frozenset[str], policy: Forward) -> Reference | None:
+    """The model as it is now, where a stream, a penalty or an evaluation reads it."""
+    if not (needs & {"ref_logprobs", "kl_baseline"} or recipe.kl_in_reward or recipe.eval.drift_prompts):
+        return None
+    from posttrain.models.reference import Reference
+
+    return Reference(policy)
+
+
+def _reader(
+    recipe: Recipe, shape: Shape, grader: Grader, tokenizer: Any, context_tokens: int, annotate: Annotator
+) -> Callable[..., SupervisedSource]:
+    """The recipe's supervised source over whatever task it is given."""
+    from posttrain.train.sources.dataset import SupervisedSource
+
+    return partial(
+        SupervisedSource,
+        recipe,
+        template=grader.template,
+        tokenizer=tokenizer,
+        context_tokens=context_tokens,
+        annotate=annotate,
+        shape=shape,
     )
 
 
@@ -183,22 +220,19 @@ def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     return built
 
 
-def _teacher_source(recipe: Recipe) -> str | None:
-    """The last part of where another model that teaches comes from, as for ``model_source``."""
-    if recipe.teacher is None or recipe.teacher.name == OWN_TEACHER:
-        return None
-    return Path(resolve_model_name(recipe.teacher.name)).name
-
-
-def _reward_sources(recipe: Recipe) -> dict[str, str]:
-    """For the run of each reward that is a model, the last part of where its weights come from."""
-    found: dict[str, str] = {}
+def _origins(recipe: Recipe, loaded: LoadedModel) -> Origins:
+    teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
+    rewards: dict[str, str] = {}
     for index, word in enumerate(recipe.rewards):
         option = registry.find("reward", word.name, f"rewards.{index}").traits.get("model_option")
         if option is not None:
             run = str(word.options[option])
-            found[run] = Path(resolve_model_name(run)).name
-    return found
+            rewards[run] = Path(resolve_model_name(run)).name
+    return Origins(
+        model=(recipe.model.name, Path(loaded.source).name),
+        teacher=None if teacher is None else (teacher, Path(resolve_model_name(teacher)).name),
+        rewards=rewards,
+    )
 
 
 def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
@@ -215,8 +249,12 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
-    if recipe.train.gradient_checkpointing and not checkpointed_layers(model):
-        raise RecipeError(f"train.gradient_checkpointing: {type(model).__name__} has no layers that can be recomputed")
+    if recipe.train.gradient_checkpointing:
+        from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
+
+        if not checkpointed_layers(model):
+            name = type(model).__name__
+            raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
 
@@ -234,17 +272,6 @@ def _build_optimizer(
     optimizer = build(named, recipe.train.lr)
     named += add_companions(optimizer, build, companions, recipe)
     return named, optimizer
-
-
-def _eval_sampling(recipe: Recipe, temperature: float, grader: Grader, tokenizer: Any) -> Sampling:
-    max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
-    return Sampling(max_tokens, temperature=temperature, stop_ids=stop_ids(tokenizer, grader.template))
-
-
-def _drift_sampling(recipe: Recipe, policy: Forward, grader: Grader, tokenizer: Any) -> Sampling | None:
-    if not recipe.eval.drift_prompts:
-        return None
-    return _eval_sampling(recipe, policy.temperature, grader, tokenizer)
 
 
 def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str, aggregation: Entry) -> None:
@@ -290,7 +317,7 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
     tasks: list[Task] = []
     for index, word in enumerate(words):
         task = build_task(word, f"eval.tasks.{index}")
-        if any(task_label(task) == task_label(other) for other in tasks):
+        if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
         tasks.append(task)
     return tasks

@@ -16,7 +16,8 @@ from posttrain.interpret.activations.loading import load_layers, tokenizer_hash,
 from posttrain.interpret.activations.shards import ActivationStore, StoreWriter, row_norms
 from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.activations.store_index import Source, StoreIndex, column
-from posttrain.models.load import LoadedModel, context_length
+from posttrain.models.load import LoadedModel
+from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.recipe import ModelSection
 
 SHARD_BYTES = 1 << 28
