@@ -17,32 +17,25 @@ from posttrain import registry
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
-from posttrain.recipes.recipe import Recipe, Word
-from posttrain.registry import Entry
+from posttrain.recipes.recipe import ModelSection, Recipe
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
-from posttrain.train.assemble import (
-    OWN_TEACHER,
-    add_companions,
-    build_annotator,
-    build_rollout_source,
-    supervised_shape,
-)
+from posttrain.train.checks import OWN_TEACHER, Words, words_of
+from posttrain.train.credit import Credit
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method
-from posttrain.train.streams import TEACHER_STREAMS, Annotator, needed_streams, scoring_temperature
+from posttrain.train.streams import Annotator, scoring_temperature
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
-    from posttrain.render.rows import Shape
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
@@ -126,11 +119,8 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
     template = build_template(recipe.prompt.template)
-    entry = registry.find("objective", recipe.objective.name, "objective")
-    needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None)
-    assert recipe.aggregate is not None, "resolved"
-    aggregation = registry.find("aggregation", recipe.aggregate.name, "aggregate")
-    _check_words(recipe, entry, needs, entry.traits.get("level", "token"), aggregation)
+    words = words_of(recipe)
+    entry, needs = words.objective, words.needs
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, needs))
@@ -138,29 +128,28 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     method = Method(
         forward,
         entry.bind(recipe.objective.options, "objective"),
-        aggregation.bind(recipe.aggregate.options, "aggregate"),
-        level=entry.traits.get("level", "token"),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
         entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
     )
     grader = build_grader(recipe.rewards, template)
-    engine = _build_engine(recipe, model, tokenizer)
+    engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(recipe, needs, policy)
-    annotate = build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
+    annotate = _build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
     source: SupervisedSource | RolloutSource
-    shape = supervised_shape(needs, method.level)
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
-        read = _reader(recipe, shape, grader, tokenizer, context, annotate)
+        read = _reader(words, grader, tokenizer, context, annotate)
         source = read(task, cache=None if folder is None else folder / REFERENCE_CACHE)
     else:
-        source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, method.level)
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, annotate)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
-        only_scores = entry.traits.get("head") == "score"
-        held_out = choose_held_out(read, eval_tasks, shape, recipe.eval.n, only_scores=only_scores) if read else {}
+        asked = (eval_tasks, words.shape, recipe.eval.n)
+        held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
         answering = (engine, tokenizer, grader, context)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, *answering, policy, reference)
     named, optimizer = _build_optimizer(recipe, model, companions)
@@ -191,32 +180,121 @@ def _build_reference(recipe: Recipe, needs: frozenset[str], policy: Forward) -> 
 
 
 def _reader(
-    recipe: Recipe, shape: Shape, grader: Grader, tokenizer: Any, context_tokens: int, annotate: Annotator
+    words: Words, grader: Grader, tokenizer: Any, context_tokens: int, annotate: Annotator
 ) -> Callable[..., SupervisedSource]:
     """The recipe's supervised source over whatever task it is given."""
     from posttrain.train.sources.dataset import SupervisedSource
 
     return partial(
         SupervisedSource,
-        recipe,
+        words.recipe,
         template=grader.template,
         tokenizer=tokenizer,
         context_tokens=context_tokens,
         annotate=annotate,
-        shape=shape,
+        shape=words.shape,
     )
 
 
-def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
-    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
-    word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
-    entry = registry.find("engine", word.name, "rollout.engine")
-    if not entry.traits.get("follows_training", True):
-        raise RecipeError(
-            f"rollout.engine: {word.name!r} samples with weights of its own, which no update reaches; "
-            "use native, and this one in `posttrain evaluate`"
+def build_rollout_source(
+    words: Words, task: Task, grader: Grader, tokenizer: Any, engine: Engine, context_tokens: int, annotate: Annotator
+) -> RolloutSource:
+    """The source of a recipe with ``rollout``.
+
+    Raises:
+        UsageError: no prompt is left to sample from, or a part of the reward that there is not.
+    """
+    from posttrain.train.sources.rollouts import RolloutSource
+
+    options, selection, feedback = words.recipe.rollout, words.selection, None
+    assert options is not None
+    assert options.select is not None, "resolved"
+    assert selection is not None, "resolved"
+    if words.teaches_itself:
+        from posttrain.train.feedback import Feedback
+
+        feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
+    return RolloutSource(
+        words.recipe,
+        task,
+        grader,
+        tokenizer,
+        engine,
+        context_tokens,
+        select=selection.bind(options.select.options, "rollout.select"),
+        rows_per_unit=2 if words.unit == "pair" else 1,
+        credit=_build_credit(words),
+        annotate=annotate,
+        feedback=feedback,
+    )
+
+
+def _build_credit(words: Words) -> Credit:
+    word = words.recipe.advantage
+    if word is None or words.advantage is None:
+        return Credit(None)
+    return Credit(
+        words.advantage.bind(word.options, "advantage"),
+        per_token=words.per_token,
+        bootstrap=bool(word.options.get("bootstrap", False)),
+        kl=words.recipe.kl_in_reward,
+    )
+
+
+def _build_annotator(
+    recipe: Recipe,
+    needs: frozenset[str],
+    forward: Forward | ActorCritic,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+) -> Annotator:
+    """What fills the streams; loads the teacher where another model teaches."""
+    correct = None
+    if recipe.correction is not None:
+        entry = registry.find("correction", recipe.correction.name, "correction")
+        correct = entry.bind(recipe.correction.options, "correction")
+    teacher: Forward | None = None
+    if recipe.teacher is not None:
+        own = recipe.teacher.name == OWN_TEACHER
+        teacher = policy if own else _load_teacher(recipe, tokenizer, policy.temperature)
+    return Annotator(
+        forward,
+        needs,
+        tokens_per_micro=recipe.train.tokens_per_micro,
+        rows_per_micro=recipe.train.rows_per_micro,
+        old_from=recipe.rollout.old_logprobs if recipe.rollout is not None else "sampler",
+        reference=reference,
+        teacher=teacher,
+        top_k=recipe.teacher.top_k if recipe.teacher is not None else 1,
+        context_tokens=context_tokens,
+        correct=correct,
+    )
+
+
+def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
+    assert recipe.teacher is not None
+    section = ModelSection(
+        name=recipe.teacher.name,
+        dtype=recipe.teacher.dtype or recipe.model.dtype,
+        device=recipe.model.device,
+        trust_remote_code=recipe.teacher.trust_remote_code,
+    )
+    loaded = load_model(section, seed=0)
+    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
+            "can only be compared within one. Choose a teacher of the same family"
         )
-    built: Engine = entry.bind(word.options, "rollout.engine")(model, tokenizer)
+    return Forward(loaded.model.eval().requires_grad_(False), temperature)
+
+
+def _build_engine(words: Words, model: Any, tokenizer: Any) -> Engine:
+    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
+    rollout = words.recipe.rollout
+    options = rollout.engine.options if rollout is not None else {}
+    built: Engine = words.engine.bind(options, "rollout.engine")(model, tokenizer)
     return built
 
 
@@ -240,8 +318,6 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
     loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
     model = loaded.model
     if recipe.model.adapter is not None:
-        if recipe.model.init is not None:
-            raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
     bits = quantized_bits(model)
     if bits is not None and not has_adapter(model):
@@ -270,37 +346,32 @@ def _build_optimizer(
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
-    named += add_companions(optimizer, build, companions, recipe)
+    named += _add_companions(optimizer, build, companions, recipe)
     return named, optimizer
 
 
-def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str, aggregation: Entry) -> None:
-    """Refuse words that do not fit one another, and options that would do nothing."""
-    weighs = "token" if level == "token" else "unit"
-    if aggregation.traits.get("level", weighs) != weighs:
-        raise RecipeError(
-            f"aggregate: {aggregation.name!r} weighs {aggregation.traits['level']}s, "
-            f"but objective {entry.name!r} gives one value per {level}"
-        )
-    if recipe.advantage is not None and "advantages" not in needs:
-        raise RecipeError(f"advantage: objective {entry.name!r} reads no advantages; leave 'advantage' out")
-    if recipe.kl_in_reward is not None and "advantages" not in needs:
-        raise RecipeError(f"kl_in_reward: objective {entry.name!r} reads no advantages, so it would see no penalty")
-    if recipe.correction is not None and level != "token":
-        raise RecipeError(f"correction: it weighs tokens, but objective {entry.name!r} gives one value per {level}")
-    if recipe.head is not None and entry.traits.get("head") is None:
-        raise RecipeError(f"head: objective {entry.name!r} reads no scores or values; leave 'head' out")
-    if recipe.eval.drift_prompts and entry.traits.get("head") == "score":
-        raise RecipeError(
-            f"eval.drift_prompts: objective {entry.name!r} trains no policy that could drift; leave it out"
-        )
-    if bool(needs & TEACHER_STREAMS) != (recipe.teacher is not None):
-        missing = recipe.teacher is None
-        raise RecipeError(
-            f"teacher: objective {entry.name!r} learns from a teacher; give teacher.name"
-            if missing
-            else f"teacher: objective {entry.name!r} reads no teacher; leave 'teacher' out"
-        )
+def _add_companions(
+    optimizer: torch.optim.Optimizer,
+    build_optimizer: Callable[..., torch.optim.Optimizer],
+    companions: dict[str, torch.nn.Module],
+    recipe: Recipe,
+) -> list[tuple[str, Parameter]]:
+    """Let the optimizer train heads and critics too; returns their parameters by name."""
+    if not companions:
+        return []
+    assert recipe.head is not None
+    named = [
+        (f"{name}.{n}", p)
+        for name, module in companions.items()
+        for n, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    of_parameter = {id(p): n for n, p in named}
+    for group in build_optimizer(named, recipe.train.lr).param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
+        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
+    return named
 
 
 def _eval_tasks(recipe: Recipe) -> list[Task]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Template
@@ -50,11 +50,6 @@ class SupervisedSource:
         assert recipe.data is not None
         self.seed, self.batch, self.shape, self.annotate = recipe.train.seed, recipe.data.batch, shape, annotate
         self.train_all = recipe.data.train_on == "all"
-        if self.train_all and shape != "demonstration":
-            raise RecipeError(
-                f"data.train_on: 'all' is for demonstrations; objective {recipe.objective.name!r} judges answers, so "
-                "leave it out"
-            )
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.units: list[tuple[Row, ...]] = []

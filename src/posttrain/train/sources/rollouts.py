@@ -61,10 +61,6 @@ class RolloutSource:
         self.options, self.seed = recipe.rollout, recipe.train.seed
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
-        if self.options.prompts % self.minibatches:
-            raise UsageError(
-                f"train.minibatches={self.minibatches} does not divide rollout.prompts={self.options.prompts}"
-            )
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.annotate, self.feedback = credit, annotate, feedback
