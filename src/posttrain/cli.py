@@ -18,7 +18,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from posttrain import __version__
 from posttrain.commands.options.argument_types import (
@@ -91,25 +91,6 @@ start here:
 """
 
 
-# What ``--help`` says of each command.
-COMMANDS = {
-    "demo": "watch a small model learn to reason, and read the report",
-    "train": "train by a recipe",
-    "compare": "train several methods alike and tabulate them",
-    "study": "see what becomes of reward models when they are optimized",
-    "evaluate": "measure models on held-out tasks",
-    "generate": "sample answers from a model or a run",
-    "chat": "talk to a model, or to several at once",
-    "serve-command": "print the line that starts a vLLM server",
-    "quantize": "store a model in 8 or 4 bits, and say what that costs",
-    "studio": "a page on this machine: talk to models, look into runs and rollouts",
-    "recipes": "list the recipes that ship, or show one",
-    "explain": "explain a word or a section of a recipe: equation, options, recipes that use it",
-    "data": "list the data sets, or show what is in one",
-    "runs": "list, compare, tag, prune, delete, export and resume runs",
-    "activations": "record what layers of a model compute",
-    "sae": "sparse autoencoders: train one, read its features, see what training changed",
-}
 WITHOUT_PLACES = ("recipes", "explain", "data", "sae")  # they open no runs, or their actions say where
 
 
@@ -136,7 +117,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     actions: dict[str, argparse.ArgumentParser] = {}
-    for name, help_line in COMMANDS.items():
+    for name, (help_line, options) in COMMANDS.items():
         made = commands.add_parser(
             name,
             help=help_line,
@@ -145,28 +126,20 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             parents=[common] if name in WITHOUT_PLACES else [common, places],
             allow_abbrev=False,
         )
-        if wanted in (None, name):
-            actions |= _add_options(name, made, common, places)
+        if wanted not in (None, name):
+            continue
+        if callable(options):
+            options(made)
+            continue
+        module = importlib.import_module(options)
+        made.epilog = module.EPILOG
+        if name == "sae":
+            actions = module.add_options(made, common, places)
+        elif name == "runs":
+            module.add_options(made, common)
+        else:
+            module.add_options(made)
     return parser, dict(commands.choices) | actions
-
-
-def _add_options(
-    name: str, parser: argparse.ArgumentParser, common: argparse.ArgumentParser, places: argparse.ArgumentParser
-) -> dict[str, argparse.ArgumentParser]:
-    """Give a command its options; returns the parsers of its actions that have a body of their own."""
-    if name in OPTIONS_HERE:
-        OPTIONS_HERE[name](parser)
-        return {}
-    module = importlib.import_module(OPTION_MODULES[name])
-    parser.epilog = module.EPILOG
-    actions: dict[str, argparse.ArgumentParser] = {}
-    if name == "sae":
-        actions = module.add_options(parser, common, places)
-    elif name == "runs":
-        module.add_options(parser, common)
-    else:
-        module.add_options(parser)
-    return actions
 
 
 TRAIN_EPILOG = """\
@@ -284,26 +257,30 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Who gives a command its options: a function here, or the module of a command with many.
-OPTIONS_HERE = {
-    "demo": _add_demo_options,
-    "train": _add_train_options,
-    "compare": _add_compare_options,
-    "generate": _add_generate_options,
-    "chat": _add_chat_options,
-    "studio": _add_studio_options,
-    "recipes": _add_recipes_options,
-    "explain": _add_explain_options,
-    "data": _add_data_options,
-}
-OPTION_MODULES = {
-    "study": "posttrain.commands.options.study",
-    "evaluate": "posttrain.commands.evaluate.options",
-    "serve-command": "posttrain.commands.options.serve",
-    "quantize": "posttrain.commands.options.quantize",
-    "runs": "posttrain.commands.runs.options",
-    "activations": "posttrain.commands.interpret.activations_options",
-    "sae": "posttrain.commands.interpret.options",
+# What ``--help`` says of each command, and who gives it its options: a function here, or the module of one with many.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]] = {
+    "demo": ("watch a small model learn to reason, and read the report", _add_demo_options),
+    "train": ("train by a recipe", _add_train_options),
+    "compare": ("train several methods alike and tabulate them", _add_compare_options),
+    "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.options.study"),
+    "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.options"),
+    "generate": ("sample answers from a model or a run", _add_generate_options),
+    "chat": ("talk to a model, or to several at once", _add_chat_options),
+    "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.options.serve"),
+    "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.options.quantize"),
+    "studio": ("a page on this machine: talk to models, look into runs and rollouts", _add_studio_options),
+    "recipes": ("list the recipes that ship, or show one", _add_recipes_options),
+    "explain": (
+        "explain a word or a section of a recipe: equation, options, recipes that use it",
+        _add_explain_options,
+    ),
+    "data": ("list the data sets, or show what is in one", _add_data_options),
+    "runs": ("list, compare, tag, prune, delete, export and resume runs", "posttrain.commands.runs.options"),
+    "activations": ("record what layers of a model compute", "posttrain.commands.interpret.activations_options"),
+    "sae": (
+        "sparse autoencoders: train one, read its features, see what training changed",
+        "posttrain.commands.interpret.options",
+    ),
 }
 
 
@@ -386,8 +363,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             own, overrides = split_overrides(rest[end:], known, OVERRIDABLE[name])
             rest = rest[:end] + own
         elif command == "runs":
-            options = importlib.import_module(OPTION_MODULES[command])
-            rest = rest[: start + 1] + options.complete_action(rest[start + 1 :])
+            complete_action = importlib.import_module("posttrain.commands.runs.options").complete_action
+            rest = rest[: start + 1] + complete_action(rest[start + 1 :])
     namespace = parser.parse_args(rest)
     namespace.overrides = overrides
     if namespace.command is None:

@@ -21,10 +21,10 @@ from posttrain.render.encoding import markers_of
 from posttrain.render.rows import Row
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import RewardModel, reasoning_of, split_steps, written_pieces
+from posttrain.store.checkpoint_files import mark_best
 from posttrain.tasks.base import Task
 from posttrain.tasks.stories import task as stories
 from posttrain.train.build import Parts, prepare
-from posttrain.train.checkpoint import mark_best
 from posttrain.train.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
 

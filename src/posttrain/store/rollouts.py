@@ -24,8 +24,6 @@ from posttrain.store.database import MIGRATIONS, check_schema, connect, migrate,
 from posttrain.store.durable import sync_folder
 from posttrain.types import Example, Rollout
 
-__all__ = ["RecordedRollout", "RolloutStore", "prompt_text"]
-
 COLUMNS = (
     "step",
     "epoch",

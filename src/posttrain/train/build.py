@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
@@ -120,14 +120,13 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
     template = build_template(recipe.prompt.template)
     words = words_of(recipe)
-    entry, needs = words.objective, words.needs
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
-    policy = Forward(model, scoring_temperature(recipe, needs))
-    forward, companions = forward_with_head(recipe, entry, policy)
+    policy = Forward(model, scoring_temperature(recipe, words.needs))
+    forward, companions = forward_with_head(recipe, words.objective, policy)
     method = Method(
         forward,
-        entry.bind(recipe.objective.options, "objective"),
+        words.objective.bind(recipe.objective.options, "objective"),
         words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
         level=words.level,
         entropy="differentiable" if recipe.objective.options.get("entropy_bonus") else "detached",
@@ -135,8 +134,8 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
-    reference = _build_reference(recipe, needs, policy)
-    annotate = _build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
+    reference = _build_reference(words, policy)
+    annotate = _build_annotator(words, method, policy, reference, tokenizer, context)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -170,9 +169,10 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     )
 
 
-def _build_reference(recipe: Recipe, needs: frozenset[str], policy: Forward) -> Reference | None:
+def _build_reference(words: Words, policy: Forward) -> Reference | None:
     """The model as it is now, where a stream, a penalty or an evaluation reads it."""
-    if not (needs & {"ref_logprobs", "kl_baseline"} or recipe.kl_in_reward or recipe.eval.drift_prompts):
+    recipe = words.recipe
+    if not (words.needs & {"ref_logprobs", "kl_baseline"} or recipe.kl_in_reward or recipe.eval.drift_prompts):
         return None
     from posttrain.models.reference import Reference
 
@@ -242,26 +242,19 @@ def _build_credit(words: Words) -> Credit:
 
 
 def _build_annotator(
-    recipe: Recipe,
-    needs: frozenset[str],
-    forward: Forward | ActorCritic,
-    policy: Forward,
-    reference: Reference | None,
-    tokenizer: Any,
-    context_tokens: int,
+    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
 ) -> Annotator:
     """What fills the streams; loads the teacher where another model teaches."""
-    correct = None
+    recipe, correct = words.recipe, None
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
     teacher: Forward | None = None
     if recipe.teacher is not None:
-        own = recipe.teacher.name == OWN_TEACHER
-        teacher = policy if own else _load_teacher(recipe, tokenizer, policy.temperature)
+        teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
     return Annotator(
-        forward,
-        needs,
+        method.forward,
+        words.needs,
         tokens_per_micro=recipe.train.tokens_per_micro,
         rows_per_micro=recipe.train.rows_per_micro,
         old_from=recipe.rollout.old_logprobs if recipe.rollout is not None else "sampler",

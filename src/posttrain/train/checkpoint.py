@@ -29,11 +29,7 @@ from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
 from posttrain.models.trained_heads import copy_tensors
 from posttrain.store.checkpoint_files import (
     ASIDE,
-    best_step,
     checkpoint_steps,
-    clean_leftovers,
-    mark_best,
-    prune_checkpoints,
     remove_tree,
     rename_into_place,
     set_aside_steps,
@@ -41,19 +37,6 @@ from posttrain.store.checkpoint_files import (
 )
 from posttrain.store.durable import explain_storage, storage_errors
 from posttrain.store.manifest import Unverified, seal, verify
-
-__all__ = [
-    "Checkpoint",
-    "best_step",
-    "checkpoint_steps",
-    "clean_leftovers",
-    "load_checkpoint",
-    "mark_best",
-    "prune_checkpoints",
-    "restore_model",
-    "save_checkpoint",
-    "step_folder",
-]
 
 
 @dataclass(frozen=True, slots=True)

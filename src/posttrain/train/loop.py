@@ -24,18 +24,12 @@ from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe, decisive
+from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, prepare
-from posttrain.train.checkpoint import (
-    checkpoint_steps,
-    load_checkpoint,
-    mark_best,
-    prune_checkpoints,
-    restore_model,
-    save_checkpoint,
-)
+from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.files import Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import Draw
