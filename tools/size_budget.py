@@ -17,19 +17,19 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50880
+MAX_PACKAGE_LINES = 50870
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 1990,
+    "ground": 2050,
     "recipes": 810,
     "algorithms": 1870,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
     "tasks": 4700,
-    "store": 2060,
-    "models": 2140,
-    "engines": 2830,
+    "store": 2040,
+    "models": 2130,
+    "engines": 2840,
     "evals": 1880,
     "reward_models": 1140,
     "train": 2750,
@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "runs": 2510,
     "sweeps": 2810,
     "reports": 3240,
-    "commands": 7810,
+    "commands": 7780,
 }
 
 

@@ -43,40 +43,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
 REFERENCE_CACHE = "reference_logprobs.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """Where the models of a run came from, by key and name: the last part of a checkpoint, a folder, a hub name."""
-
-    model: tuple[str, str]
-    teacher: tuple[str, str] | None
-    rewards: dict[str, str]
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {
-            "model": self.model[1],
-            "teacher": None if self.teacher is None else self.teacher[1],
-            "rewards": self.rewards,
-        }
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
-
-        Raises:
-            UsageError: one does not stand for what a checkpoint's ``state`` says.
-        """
-        named = [("model.name", *self.model, state.get("model"))]
-        if self.teacher is not None:
-            named.append(("teacher.name", *self.teacher, state.get("teacher")))
-        named += [("rewards", run, now, state.get("rewards", {}).get(run)) for run, now in self.rewards.items()]
-        for key, name, now, began in named:
-            if began not in (None, now):
-                raise UsageError(
-                    f"{key}: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
-                    f"`checkpoints/best` there back to {began}, or start again under another name with --run NAME"
-                )
-
-
 @dataclass(slots=True)
 class Parts:
     """Everything that one run's loop turns."""
@@ -91,7 +57,7 @@ class Parts:
     source: SupervisedSource | RolloutSource
     grader: Grader
     engine: Engine
-    origins: Origins
+    origins: dict[str, Any]  # where models came from, as checkpoints keep it
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
 
@@ -291,7 +257,8 @@ def _build_engine(words: Words, model: Any, tokenizer: Any) -> Engine:
     return built
 
 
-def _origins(recipe: Recipe, loaded: LoadedModel) -> Origins:
+def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
+    """The last part of where each model came from (a checkpoint, a folder, a hub name); ``rewards`` by run."""
     teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
     rewards: dict[str, str] = {}
     for index, word in enumerate(recipe.rewards):
@@ -299,11 +266,26 @@ def _origins(recipe: Recipe, loaded: LoadedModel) -> Origins:
         if option is not None:
             run = str(word.options[option])
             rewards[run] = Path(resolve_model_name(run)).name
-    return Origins(
-        model=(recipe.model.name, Path(loaded.source).name),
-        teacher=None if teacher is None else (teacher, Path(resolve_model_name(teacher)).name),
-        rewards=rewards,
-    )
+    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
+    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
+
+
+def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    Raises:
+        UsageError: a name does not stand for what it did when the run began.
+    """
+    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
+    if recipe.teacher is not None and now["teacher"] is not None:
+        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
+    for key, name, then, place in named:
+        if then not in (None, place):
+            raise UsageError(
+                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
+                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+            )
 
 
 def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:

@@ -28,7 +28,7 @@ from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.build import Parts, prepare
+from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.files import Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
@@ -72,7 +72,7 @@ class Loop:
         if found is not None:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
-            self.parts.origins.check(found.state)
+            check_origins(self.recipe, self.parts.origins, found.state)
             restore_model(self.parts.model, found.path)
             restore_companions(self.parts.companions, found.companions)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
@@ -212,7 +212,7 @@ class Loop:
                 "recipe": self.recipe.fingerprint(),
                 "settings": decisive(self.recipe.dump()),
                 "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
-                **self.parts.origins.state(),
+                **self.parts.origins,
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "source": self.source_state,
