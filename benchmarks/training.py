@@ -43,8 +43,7 @@ def our_steps(recipe: Recipe, parts: Parts, first: int, count: int) -> list[floa
     for step in range(first, first + count):
         started = time.perf_counter()
         draw = parts.source(step)
-        words = (parts.forward, parts.objective, parts.aggregate)
-        loss, _ = accumulate(*words, draw.batch, recipe.train, level=parts.level, entropy=parts.entropy)
+        loss, _ = accumulate(parts.method, draw.batch, recipe.train)
         apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
         seconds.append(time.perf_counter() - started)
     return seconds

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -78,3 +81,61 @@ def test_every_registered_word_is_documented_with_typed_options():
             assert len(entry.doc) > 40, f"{kind} {name} has no docstring"
             for field in entry.options_model().model_fields.values():
                 assert field.annotation is not None, f"{kind} {name} has an option without a type"
+
+
+PACKAGE = Path(registry.__file__).parent
+
+
+def written_words() -> Iterator[tuple[str, str, str]]:
+    """(kind, word, module) of every function of the package under ``@register``, as its file says it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(("posttrain", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in ("register", "registry.register"):
+                    name = next((k.value for k in call.keywords if k.arg == "name"), ast.Constant(node.name))
+                    yield ast.literal_eval(call.args[0]), ast.literal_eval(name), module
+
+
+def test_the_registry_knows_the_module_of_every_word():
+    mapped = {(k, w, m) for k, homes in registry.HOMES.items() for m, words in homes.items() for w in words.split()}
+    assert mapped == set(written_words()), "HOMES in registry.py names every word and its module"
+    registered = {
+        (kind, name, entry.function.__module__)
+        for kind in registry.HOMES
+        for name, entry in registry.entries(kind).items()
+        if entry.function.__module__.startswith("posttrain.")
+    }
+    assert mapped == registered
+
+
+def test_a_word_is_found_without_its_neighbours_and_a_slip_without_any():
+    code = """
+import sys
+from posttrain import registry
+from posttrain.errors import UnknownWord
+try:
+    registry.find("task", "stoires")
+except UnknownWord as error:
+    assert "Did you mean 'stories'? Known: aime24, " in str(error), error
+assert not any(m.startswith("posttrain.tasks") for m in sys.modules)
+registry.find("task", "gsm8k")
+assert "posttrain.tasks.stories" not in sys.modules
+assert "posttrain.tasks.verifiable.math_suites" not in sys.modules
+print(*registry.names("advantage"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(registry.entries("advantage"))
+
+
+def test_a_word_belongs_to_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RecipeError, match=r"'grpo' is a word of \S+\.policy_gradient; give"):
+        registry.register("objective", name="grpo")(sample_word)
+    (tmp_path / "second_grpo.py").write_text(
+        "from posttrain.registry import register\n\n@register('objective')\ndef grpo(outputs, batch):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    declare_code("second_grpo:grpo", tmp_path)
+    with pytest.raises(UnknownWord, match=r"second_grpo.* 'grpo' is a word of posttrain.*give yours another name"):
+        registry.find("objective", "second_grpo:grpo")

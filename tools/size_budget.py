@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50490
+MAX_PACKAGE_LINES = 50870
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 1990,
-    "recipes": 840,
+    "ground": 2050,
+    "recipes": 810,
     "algorithms": 1870,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
     "tasks": 4700,
-    "store": 2010,
-    "models": 2170,
-    "engines": 2830,
+    "store": 2040,
+    "models": 2130,
+    "engines": 2840,
     "evals": 1880,
     "reward_models": 1130,
     "train": 2760,
     "interpret": 6230,
     "runs": 2510,
-    "sweeps": 2550,
-    "reports": 2870,
-    "commands": 7760,
+    "sweeps": 2810,
+    "reports": 3240,
+    "commands": 7780,
 }
 
 

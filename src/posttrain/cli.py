@@ -1,7 +1,7 @@
 """The command line: ``posttrain demo | train | compare | evaluate | generate | data | recipes | explain | runs``.
 
 Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
-each command lives in ``commands`` and is imported when it runs.
+each command lives in ``commands`` and is imported when it runs, and so are options that stand in a module of their own.
 
 Whatever option a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the
 recipe itself. A user's mistake ends in one message on stderr and exit code 2, a failure of the work
@@ -18,18 +18,13 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from posttrain import __version__
-from posttrain.commands import sweep
-from posttrain.commands.evaluate import options as evaluation_options
-from posttrain.commands.interpret import features_options
-from posttrain.commands.interpret import options as interpret_options
-from posttrain.commands.options import consent as consent_options
-from posttrain.commands.options import quantize as quantize_options
-from posttrain.commands.options import serve as serve_options
 from posttrain.commands.options.argument_types import (
+    ACCEPT_HELP,
     Parser,
+    add_consent,
     add_runs_dir,
     natural,
     new_place,
@@ -40,7 +35,6 @@ from posttrain.commands.options.argument_types import (
     share,
     shown,
 )
-from posttrain.commands.runs import options as records_options
 from posttrain.consent import declare_from_command_line
 from posttrain.errors import INTERRUPTED, PosttrainError, UsageError
 from posttrain.untrusted import guard_output
@@ -61,19 +55,25 @@ BODIES = {
     "explain": ("posttrain.commands.recipes", "run_explain"),
     "data": ("posttrain.commands.data", "run_data"),
     "runs": ("posttrain.commands.runs.show", "run_runs"),
-    **interpret_options.BODIES,  # those of actions as "sae train"
+    "activations": ("posttrain.commands.interpret.activations", "run_activations"),
+    "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
+    "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
+    "sae diff": ("posttrain.commands.interpret.sae_diff", "run_sae_diff"),
 }
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
     "study": None,
-    "evaluate": evaluation_options.SECTIONS,
+    "evaluate": ("task", "template", "engine"),
     "generate": ("template",),
     "chat": ("template",),
-    "quantize": quantize_options.SECTIONS,
+    "quantize": ("task", "template"),
     "data": ("task",),
-    **interpret_options.OVERRIDABLE,
+    "activations": ("task", "template"),
+    "sae train": None,
+    "sae features": (),
+    "sae diff": None,
 }
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -89,15 +89,21 @@ start here:
 """
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name."""
+WITHOUT_PLACES = ("recipes", "explain", "data", "sae")  # they open no runs, or their actions say where
+
+
+def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name.
+
+    ``wanted``: the one command that gets its options (``""``: none does); by default every command.
+    """
     common = Parser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
     places = Parser(add_help=False)
     add_runs_dir(places)
-    consent_options.add_options(places)
+    add_consent(places)
     parser: argparse.ArgumentParser = Parser(
         prog="posttrain",
         description=DESCRIPTION,
@@ -108,42 +114,29 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-
-    def add(name: str, help_line: str, *parents: argparse.ArgumentParser, epilog: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(
+    actions: dict[str, argparse.ArgumentParser] = {}
+    for name, (help_line, options) in COMMANDS.items():
+        made = commands.add_parser(
             name,
             help=help_line,
             description=f"{help_line[0].upper()}{help_line[1:]}.",
-            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common, *parents],
+            parents=[common] if name in WITHOUT_PLACES else [common, places],
             allow_abbrev=False,
         )
-
-    _add_demo_options(add("demo", "watch a small model learn to reason, and read the report", places))
-    _add_train_options(add("train", "train by a recipe", places, epilog=TRAIN_EPILOG))
-    sweep.add_options(add, places)
-    evaluation_options.add_options(
-        add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
-    )
-    _add_generate_options(add("generate", "sample answers from a model or a run", places))
-    _add_chat_options(add("chat", "talk to a model, or to several at once", places))
-    serve_options.add_options(add("serve-command", "print the line that starts a vLLM server", places))
-    quantize_options.add_options(
-        add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize_options.EPILOG)
-    )
-    _add_studio_options(add("studio", "a page on this machine: talk to models, look into runs and rollouts", places))
-    recipes = add("recipes", "list the recipes that ship, or show one")
-    recipes.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    recipes.add_argument("name", nargs="?", help="the recipe to show")
-    explain = add("explain", "explain a word or a section of a recipe: equation, options, recipes that use it")
-    explain.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
-    _add_data_options(add("data", "list the data sets, or show what is in one", epilog=DATA_EPILOG))
-    records_options.add_options(
-        add("runs", "list, compare, tag, prune, delete, export and resume runs", places, epilog=records_options.EPILOG),
-        common,
-    )
-    actions = interpret_options.add_options(add, common, places)
+        if wanted not in (None, name):
+            continue
+        if callable(options):
+            options(made)
+            continue
+        module = importlib.import_module(options)
+        made.epilog = module.EPILOG
+        if name == "sae":
+            actions = module.add_options(made, common, places)
+        elif name == "runs":
+            module.add_options(made, common)
+        else:
+            module.add_options(made)
     return parser, dict(commands.choices) | actions
 
 
@@ -167,11 +160,12 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = TRAIN_EPILOG
     parser.usage = "posttrain train RECIPE [options] [--section.key value ...]"
     parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
     parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    parser.add_argument("--accept-changes", action="store_true", help=records_options.ACCEPT_HELP)
+    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
@@ -185,6 +179,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling and of the story (default: 0)")
+    features_options = importlib.import_module("posttrain.commands.interpret.features_options")
     features_options.add_steering_options(parser)
 
 
@@ -218,7 +213,17 @@ def _add_studio_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--browser", action="store_true", help="open it in the browser")
 
 
+def _add_recipes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
+    parser.add_argument("name", nargs="?", help="the recipe to show")
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="such as grpo, correct, r1_zero, train; without it: all words")
+
+
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = DATA_EPILOG
     parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
@@ -230,6 +235,33 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=new_place, metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG"
     )
+
+
+# What ``--help`` says of each command, and who gives it its options: a function here, or the module of one with many.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]] = {
+    "demo": ("watch a small model learn to reason, and read the report", _add_demo_options),
+    "train": ("train by a recipe", _add_train_options),
+    "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweep"),
+    "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweep"),
+    "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.options"),
+    "generate": ("sample answers from a model or a run", _add_generate_options),
+    "chat": ("talk to a model, or to several at once", _add_chat_options),
+    "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.options.serve"),
+    "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.options.quantize"),
+    "studio": ("a page on this machine: talk to models, look into runs and rollouts", _add_studio_options),
+    "recipes": ("list the recipes that ship, or show one", _add_recipes_options),
+    "explain": (
+        "explain a word or a section of a recipe: equation, options, recipes that use it",
+        _add_explain_options,
+    ),
+    "data": ("list the data sets, or show what is in one", _add_data_options),
+    "runs": ("list, compare, tag, prune, delete, export and resume runs", "posttrain.commands.runs.options"),
+    "activations": ("record what layers of a model compute", "posttrain.commands.interpret.activations_options"),
+    "sae": (
+        "sparse autoencoders: train one, read its features, see what training changed",
+        "posttrain.commands.interpret.options",
+    ),
+}
 
 
 def split_overrides(
@@ -295,16 +327,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for argument in arguments:
         if any("\udc80" <= char <= "\udcff" for char in argument):  # bytes that are no UTF-8, as Python keeps them
             raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
-    parser, choices = build_parser()
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
+    parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command = rest[start]
         if command not in choices:
             hint = _suggest(command, list(choices))
-            known_commands = ", ".join(name for name in choices if " " not in name)
-            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {known_commands}")
+            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(choices)}")
         name = " ".join(rest[start : start + 2])
         name, end = (name, start + 2) if name in choices else (command, start + 1)
         if name in OVERRIDABLE:
@@ -312,7 +343,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             own, overrides = split_overrides(rest[end:], known, OVERRIDABLE[name])
             rest = rest[:end] + own
         elif command == "runs":
-            rest = rest[: start + 1] + records_options.complete_action(rest[start + 1 :])
+            complete_action = importlib.import_module("posttrain.commands.runs.options").complete_action
+            rest = rest[: start + 1] + complete_action(rest[start + 1 :])
     namespace = parser.parse_args(rest)
     namespace.overrides = overrides
     if namespace.command is None:

@@ -6,7 +6,7 @@ defaults, *are* the function's YAML keys. No configuration class mirrors a funct
 
 A name of the form ``module:function`` is imported, so users' functions need no registration; but only if the user
 wrote it (``consent``), and not because a stored recipe names it.
-No torch is imported here; the modules that hold the words are imported on first use.
+No torch is imported here; the module of a word is imported when that word is first asked for.
 """
 
 from __future__ import annotations
@@ -25,64 +25,76 @@ from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
 from posttrain.option_types import Options, shorten
 
-# Where the words of each kind live; imported when a word of that kind is first asked for.
-HOMES: dict[str, tuple[str, ...]] = {
-    "objective": (
-        "posttrain.algorithms.objectives.supervised",
-        "posttrain.algorithms.objectives.policy_gradient",
-        "posttrain.algorithms.objectives.actor_critic",
-        "posttrain.algorithms.objectives.preference",
-        "posttrain.algorithms.objectives.preference_unpaired",
-        "posttrain.algorithms.objectives.reward",
-        "posttrain.algorithms.objectives.distillation",
-    ),
-    "advantage": ("posttrain.algorithms.advantages", "posttrain.algorithms.advantages_per_token"),
-    "aggregation": ("posttrain.algorithms.aggregation",),
-    "selection": ("posttrain.algorithms.selection",),
-    "correction": ("posttrain.algorithms.correction",),
-    "reward": (
-        "posttrain.rewards.correct",
-        "posttrain.rewards.format",
-        "posttrain.graders.numeric",
-        "posttrain.rewards.length",
-        "posttrain.graders.scored",
-        "posttrain.reward_models.reward",
-    ),
-    "grader": (
-        "posttrain.graders.numeric",
-        "posttrain.graders.math.grader",
-        "posttrain.graders.choice",
-        "posttrain.graders.knights",
-        "posttrain.graders.ifeval.grader",
-        "posttrain.graders.alternatives",
-        "posttrain.graders.scored",
-    ),
-    "template": ("posttrain.render",),
-    "task": (
-        "posttrain.tasks.stories.task",
-        "posttrain.tasks.verifiable.gsm8k",
-        "posttrain.tasks.verifiable.math",
-        "posttrain.tasks.verifiable.math_suites",
-        "posttrain.tasks.verifiable.mmlu",
-        "posttrain.tasks.verifiable.ifeval",
-        "posttrain.tasks.verifiable.knights_and_knaves",
-        "posttrain.tasks.jsonl",
-        "posttrain.tasks.preferences.task",
-        "posttrain.tasks.preferences.hh_rlhf",
-        "posttrain.tasks.preferences.ultrafeedback",
-        "posttrain.tasks.steps.judged_solutions",
-        "posttrain.tasks.steps.gsm8k_solutions",
-        "posttrain.tasks.steps.prm800k",
-        "posttrain.tasks.steps.math_shepherd",
-        "posttrain.tasks.steps.mr_gsm8k",
-        "posttrain.tasks.steps.prmbench",
-        "posttrain.tasks.preferences.compared_answers",
-        "posttrain.tasks.verifiable.reasoning_gym",
-    ),
-    "engine": ("posttrain.engines.native.engine", "posttrain.engines.scripted", "posttrain.engines.vllm.engine"),
-    "optimizer": ("posttrain.train.optimizer",),
-    "tracker": ("posttrain.store.trackers",),
-    "dictionary": ("posttrain.interpret.dictionaries.words",),
+# The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
+HOMES: dict[str, dict[str, str]] = {
+    "objective": {
+        "posttrain.algorithms.objectives.supervised": "cross_entropy",
+        "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token reinforce sapo",
+        "posttrain.algorithms.objectives.actor_critic": "ppo",
+        "posttrain.algorithms.objectives.preference": (
+            "apo_down apo_zero cpo dpo exo hinge ipo nca orpo robust_dpo rpo simpo"
+        ),
+        "posttrain.algorithms.objectives.preference_unpaired": "kto",
+        "posttrain.algorithms.objectives.reward": "bradley_terry outcome process",
+        "posttrain.algorithms.objectives.distillation": "distillation on_policy_distillation sdpo",
+    },
+    "advantage": {
+        "posttrain.algorithms.advantages": "batch_normalized centered leave_one_out mean_scaled normalized raw",
+        "posttrain.algorithms.advantages_per_token": "gae return_to_go",
+    },
+    "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
+    "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
+    "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
+    "reward": {
+        "posttrain.rewards.correct": "correct",
+        "posttrain.rewards.format": "xml_count xml_format xml_soft",
+        "posttrain.graders.numeric": "is_number",
+        "posttrain.rewards.length": "overlong",
+        "posttrain.graders.scored": "task_score",
+        "posttrain.reward_models.reward": "reward_model",
+    },
+    "grader": {
+        "posttrain.graders.numeric": "exact numeric",
+        "posttrain.graders.math.grader": "math",
+        "posttrain.graders.choice": "multiple_choice",
+        "posttrain.graders.knights": "knights_and_knaves",
+        "posttrain.graders.ifeval.grader": "ifeval",
+        "posttrain.graders.alternatives": "any_answer",
+        "posttrain.graders.scored": "scored",
+    },
+    "template": {"posttrain.render.words": "boxed chat dialogue document plain r1_zero xml_reasoning"},
+    "task": {
+        "posttrain.tasks.stories.task": "stories",
+        "posttrain.tasks.verifiable.gsm8k": "gsm8k",
+        "posttrain.tasks.verifiable.math": "math",
+        "posttrain.tasks.verifiable.math_suites": "aime24 aime25 amc math500 minerva_math olympiad_bench svamp",
+        "posttrain.tasks.verifiable.mmlu": "mmlu",
+        "posttrain.tasks.verifiable.ifeval": "ifeval",
+        "posttrain.tasks.verifiable.knights_and_knaves": "knights_and_knaves",
+        "posttrain.tasks.jsonl": "jsonl",
+        "posttrain.tasks.preferences.task": "preferences",
+        "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
+        "posttrain.tasks.preferences.ultrafeedback": "ultrafeedback",
+        "posttrain.tasks.preferences.compared_answers": "llmbar pandalm",
+        "posttrain.tasks.steps.judged_solutions": "judged_solutions",
+        "posttrain.tasks.steps.gsm8k_solutions": "gsm8k_solutions",
+        "posttrain.tasks.steps.prm800k": "prm800k",
+        "posttrain.tasks.steps.math_shepherd": "math_shepherd",
+        "posttrain.tasks.steps.mr_gsm8k": "mr_gsm8k",
+        "posttrain.tasks.steps.prmbench": "prmbench",
+        "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
+    },
+    "engine": {
+        "posttrain.engines.native.engine": "native",
+        "posttrain.engines.scripted": "scripted",
+        "posttrain.engines.vllm.engine": "vllm",
+    },
+    "optimizer": {"posttrain.train.optimizer": "adamw muon"},
+    "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
+    "dictionary": {"posttrain.interpret.dictionaries.words": "batchtopk jumprelu l1 topk"},
+}
+_MODULES = {
+    kind: {word: module for module, words in homes.items() for word in words.split()} for kind, homes in HOMES.items()
 }
 
 
@@ -178,13 +190,21 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}
 def register(
     kind: str, *, name: str | None = None, **traits: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function under its own name in ``kind``."""
+    """Register the decorated function under its own name in ``kind``.
+
+    Raises:
+        RecipeError: another module has that word.
+    """
     assert kind in HOMES, f"unknown kind {kind!r}"
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Entry(kind, name or function.__name__, function, traits)
         known = _ENTRIES[kind].get(entry.name)
-        assert known is None or known.function.__module__ == function.__module__, f"{kind} {entry.name!r} exists twice"
+        home = known.function.__module__ if known else _MODULES[kind].get(entry.name, function.__module__)
+        if home != function.__module__:
+            raise RecipeError(
+                f"{function.__module__}: {kind} {entry.name!r} is a word of {home}; give yours another name"
+            )
         _ENTRIES[kind][entry.name] = entry
         return function
 
@@ -192,14 +212,19 @@ def register(
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """All registered entries of a kind, by name, in alphabetical order."""
+    """All entries of a kind, by name, in alphabetical order; the modules of all of them are imported."""
     for module in HOMES[kind]:
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
 
 
+def names(kind: str) -> list[str]:
+    """The names of all entries of a kind, in alphabetical order; nothing is imported."""
+    return sorted({*_MODULES[kind], *_ENTRIES[kind]})
+
+
 def find(kind: str, name: str, where: str = "") -> Entry:
-    """The entry ``name`` of ``kind``; ``module:function`` is imported.
+    """The entry ``name`` of ``kind``, whose module alone is imported; so is that of ``module:function``.
 
     Raises:
         UnknownWord: no such name; the message lists what there is and the nearest name.
@@ -207,14 +232,16 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     """
     if ":" in name:
         return _import_entry(kind, name, where)
-    known = entries(kind)
-    if name not in known:
+    if name not in _ENTRIES[kind] and name in _MODULES[kind]:
+        importlib.import_module(_MODULES[kind][name])
+    if name not in _ENTRIES[kind]:
         place = f"{where}: " if where else ""
+        known = names(kind)
         raise UnknownWord(
             f"{place}there is no {kind} named {name!r}.{suggest(name, known)} "
             f"Known: {', '.join(known)}; or give module:function to use your own."
         )
-    return known[name]
+    return _ENTRIES[kind][name]
 
 
 def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
@@ -228,7 +255,7 @@ def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
 
 def kinds_of(name: str) -> list[Entry]:
     """Every entry called ``name``, in whatever kind."""
-    return [entries(kind)[name] for kind in HOMES if name in entries(kind)]
+    return [find(kind, name) for kind in HOMES if name in names(kind)]
 
 
 def _import_entry(kind: str, path: str, where: str) -> Entry:

@@ -21,7 +21,6 @@ from yaml import safe_dump
 from posttrain import registry
 from posttrain.cli import build_parser, main
 from posttrain.commands.console import Text, open_console
-from posttrain.registry import register
 from posttrain.untrusted import HarmlessStream, harmless, harmless_json
 
 Show = Callable[[Sequence[str]], str]
@@ -230,14 +229,14 @@ def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_reward_that_raises_and_prints(show: Show, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._ENTRIES, "reward", dict(registry._ENTRIES["reward"]))  # for this test alone
-
-    @register("reward", name="hostile_reward")
     def hostile_reward(text: str) -> float:
         """Raises what it was told."""
         print(HOSTILE)
         print(HOSTILE, file=sys.stderr)
         raise ValueError(HOSTILE)
+
+    entry = registry.Entry("reward", "hostile_reward", hostile_reward, {})
+    monkeypatch.setitem(registry._ENTRIES["reward"], "hostile_reward", entry)  # for this test alone
 
     changes = ["--rewards", "[hostile_reward]", "--eval.every", "0"]
     shown = show(["train", "honest.yaml", "--run", f"raises{len(os.listdir(stage / 'runs'))}", *changes])

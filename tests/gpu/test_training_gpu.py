@@ -21,7 +21,7 @@ from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import train
-from posttrain.train.step import accumulate
+from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Sample, collate
 
 pytestmark = [
@@ -134,7 +134,7 @@ def test_gradients_on_cuda_are_those_of_the_cpu(family: str) -> None:
     on_cpu = copy.deepcopy(on_gpu).cpu()
     found = {}
     for name, model in (("gpu", on_gpu), ("cpu", on_cpu)):
-        loss, metrics = accumulate(Forward(model), objective, aggregate, ragged_batch(), TrainSection())
+        loss, metrics = accumulate(Method(Forward(model), objective, aggregate), ragged_batch(), TrainSection())
         gradient = torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
         found[name] = (loss, metrics, gradient)
     assert found["gpu"][0] == pytest.approx(found["cpu"][0], abs=1e-5)
@@ -151,7 +151,7 @@ def test_gradients_on_cuda_do_not_depend_on_the_split() -> None:
     gradients = []
     for options in ({}, {"rows_per_micro": 1}, {"tokens_per_micro": 60}):
         model.zero_grad(set_to_none=True)
-        accumulate(forward, objective, aggregate, ragged_batch(), TrainSection(**options))
+        accumulate(Method(forward, objective, aggregate), ragged_batch(), TrainSection(**options))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     scale = float(gradients[0].abs().max())
     assert all(float((g - gradients[0]).abs().max()) / scale < 1e-4 for g in gradients)

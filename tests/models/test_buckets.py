@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from small_models import gradients, random_model, relative_difference
 from torch import Tensor
 
-from posttrain.models.forward.buckets import MIN_TOKENS, Run, plan_buckets
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.packing import pack
+from posttrain.models.forward.packing import MIN_TOKENS, Run, pack, plan_buckets
 from posttrain.types import Batch, Sample, collate
 
 

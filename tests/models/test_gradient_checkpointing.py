@@ -13,7 +13,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, TrainSection
-from posttrain.train.step import accumulate
+from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs
 
 
@@ -45,7 +45,7 @@ def learn(model: torch.nn.Module, path: str, on: bool) -> tuple[float, torch.Ten
     options = TrainSection(gradient_checkpointing=on)
     torch.manual_seed(0)
     with counting_saved_bytes() as saved:
-        loss, _ = accumulate(forward, nll, mean_over_tokens, ragged_batch(), options)
+        loss, _ = accumulate(Method(forward, nll, mean_over_tokens), ragged_batch(), options)
     found = gradients(model)
     model.zero_grad()
     return loss, found, sum(saved.values())
@@ -72,7 +72,7 @@ def test_an_adapters_dropout_is_drawn_alike_both_times():
     again, found, _ = learn(model, "packed", on=True)
     assert again == loss
     assert relative_difference(found, expected) < 1e-6
-    without, _ = accumulate(Forward(model), nll, mean_over_tokens, ragged_batch(), TrainSection(), learns=False)
+    without, _ = accumulate(Method(Forward(model), nll, mean_over_tokens), ragged_batch(), TrainSection(), learns=False)
     assert abs(without - loss) > 1e-4, "dropout acts where gradients are computed"
 
 

@@ -21,10 +21,10 @@ from posttrain.render.encoding import markers_of
 from posttrain.render.rows import Row
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import RewardModel, reasoning_of, split_steps, written_pieces
+from posttrain.store.checkpoint_files import mark_best
 from posttrain.tasks.base import Task
 from posttrain.tasks.stories import task as stories
 from posttrain.train.build import Parts, prepare
-from posttrain.train.checkpoint import mark_best
 from posttrain.train.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
 
@@ -66,7 +66,7 @@ def models(runs: dict[str, tuple[Path, Recipe, Parts]]) -> dict[str, RewardModel
 
 
 def held_out(parts: Parts) -> Task:
-    (task,) = parts.eval_tasks
+    (task,) = parts.evaluator.tasks
     return task
 
 
@@ -94,11 +94,11 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     _, recipe, parts = runs[name]
     task = held_out(parts)
     # every unit of the examples, of which training takes the first n
-    units = {label: replace(held, units=range(len(held.source.units))) for label, held in parts.held_out.items()}
+    units = {
+        label: replace(held, units=range(len(held.source.units))) for label, held in parts.evaluator.held_out.items()
+    }
     (units_of_task,) = units.values()
-    trained = evaluate_objective(
-        units_of_task, task, parts.forward, parts.objective, parts.aggregate, recipe.train, level=parts.level
-    )
+    trained = evaluate_objective(units_of_task, task, parts.method, recipe.train)
     found = evaluate_reward_model(models[name], task, n=recipe.eval.n)
     assert found.results["n"] == trained.results["n"] >= 12
     for ours, theirs in metrics.items():

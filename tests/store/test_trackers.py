@@ -14,8 +14,7 @@ import pytest
 
 from posttrain.errors import MissingExtra, StorageError
 from posttrain.recipes.sections import Word
-from posttrain.store.metrics import MetricsRow
-from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
+from posttrain.store.metrics import MetricsRow, TrackedMetrics, TrackedRun, build_trackers
 
 ROWS = [
     MetricsRow(0, {"eval/stories/test/accuracy": 0.25}, {"evaluation_seconds": 1.5}),

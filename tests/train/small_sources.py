@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
@@ -16,9 +15,10 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template
 from posttrain.tasks.base import Task
-from posttrain.train.assemble import build_rollout_source
+from posttrain.train.build import build_rollout_source
+from posttrain.train.checks import words_of
 from posttrain.train.sources.rollouts import RolloutSource
-from posttrain.train.streams import Annotator, needed_streams
+from posttrain.train.streams import Annotator
 from posttrain.types import Batch, Example, Message, Rollout
 from small_runs import make_recipe
 
@@ -90,12 +90,11 @@ def sampled(
     recipe: Recipe = make_recipe("grpo", **changes)
     declare_code(f"small_sources:{reward}")
     grader = build_grader([RewardWord(name=f"small_sources:{reward}")], template)
-    entry = registry.find("objective", recipe.objective.name)
-    needs = needed_streams(entry, recipe.objective.options, True) - {"ref_logprobs", "kl_baseline"}
+    words = words_of(recipe)
+    needs = words.needs - {"ref_logprobs", "kl_baseline"}
     annotate = Annotator(None, needs, tokens_per_micro=1 << 20)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
-    level = entry.traits["level"]
-    return build_rollout_source(recipe, task, grader, tokenizer, engine, 1024, annotate, level)
+    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, annotate)
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:

@@ -35,9 +35,7 @@ def update(parts: Parts, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
     """One optimizer step; returns its batch."""
     batch = parts.source(step).batch
     torch.manual_seed(step)  # an adapter's dropout draws from it
-    loss, _ = accumulate(
-        parts.forward, parts.objective, parts.aggregate, batch, recipe.train, level=parts.level, entropy=parts.entropy
-    )
+    loss, _ = accumulate(parts.method, batch, recipe.train)
     apply_update(parts.optimizer, [p for _, p in parts.parameters], lr, 1.0, loss, step)
     return batch
 

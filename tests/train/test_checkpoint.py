@@ -23,18 +23,17 @@ from transformers import (
 from posttrain.errors import CheckpointError, StorageError
 from posttrain.models.heads import ScalarHead
 from posttrain.models.trained_heads import companion_tensors, restore_companions
-from posttrain.store.checkpoint_files import Unverified, seal, verify
-from posttrain.train.checkpoint import (
-    Checkpoint,
+from posttrain.store.checkpoint_files import (
+    Unverified,
     best_step,
     checkpoint_steps,
     clean_leftovers,
-    load_checkpoint,
     mark_best,
     prune_checkpoints,
-    restore_model,
-    save_checkpoint,
+    seal,
+    verify,
 )
+from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
 
 SIZES = {
     "vocab_size": 32,

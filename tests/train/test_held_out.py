@@ -44,11 +44,9 @@ def recipe_of(objective: Any, responses: str, **sections: Any) -> Recipe:
 
 
 def evaluated(parts: Parts, recipe: Recipe) -> dict[str, float]:
-    (task,) = parts.eval_tasks
-    (held_out,) = parts.held_out.values()
-    evaluation = evaluate_objective(
-        held_out, task, parts.forward, parts.objective, parts.aggregate, recipe.train, level=parts.level
-    )
+    (task,) = parts.evaluator.tasks
+    (held_out,) = parts.evaluator.held_out.values()
+    evaluation = evaluate_objective(held_out, task, parts.method, recipe.train)
     assert (evaluation.name, evaluation.rollouts) == ("stories/validation", [])
     return evaluation.results
 
@@ -75,7 +73,7 @@ def test_pairs_equal_a_loop_over_the_models_own_forward_pass() -> None:
     results = evaluated(parts, recipe)
     losses, wins, margins = [], [], []
     for index in held_out_indices(24, 7):
-        example = parts.eval_tasks[0].examples[index]
+        example = parts.evaluator.tasks[0].examples[index]
         chosen, rejected = (score_at(parts, ids, -1) for ids in (written(parts, example, r) for r in example.responses))
         margins.append(chosen - rejected)
         losses.append(math.log1p(math.exp(rejected - chosen)))
@@ -95,7 +93,7 @@ def test_judged_answers_are_counted_one_by_one() -> None:
     recipe = recipe_of("outcome", "judged")
     parts = prepare(recipe)
     results = evaluated(parts, recipe)
-    chosen = [parts.eval_tasks[0].examples[i] for i in held_out_indices(24, 7)]
+    chosen = [parts.evaluator.tasks[0].examples[i] for i in held_out_indices(24, 7)]
     every = [(e, r) for e in chosen for r in e.responses]
     units = [every[i] for i in held_out_indices(14, 7)]
     right = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
@@ -108,7 +106,7 @@ def test_steps_are_averaged_over_steps_and_the_interval_over_solutions() -> None
     parts = prepare(recipe)
     results = evaluated(parts, recipe)
     template = r1_zero(preamble="")
-    chosen = [parts.eval_tasks[0].examples[i] for i in held_out_indices(24, 7)]
+    chosen = [parts.evaluator.tasks[0].examples[i] for i in held_out_indices(24, 7)]
     every = [(e, r) for e in chosen for r in e.responses]
     right, positive = [], []
     for example, response in [every[i] for i in held_out_indices(14, 7)]:
@@ -200,12 +198,12 @@ def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
 
 def test_demonstrations_and_tasks_without_responses_are_evaluated_by_generation() -> None:
     recipe = recipe_of("cross_entropy", "none")
-    assert prepare(recipe).held_out == {}
+    assert prepare(recipe).evaluator.held_out == {}
     plain = {"name": "stories", "split": "validation", "size": 8}
     recipe = recipe_of({"name": "dpo"}, "pair", eval={"tasks": [plain, plain | {"responses": "pair"}]})
     parts = prepare(recipe)
-    assert set(parts.held_out) == {"stories-2/validation"}
-    assert [task.name for task in parts.eval_tasks] == ["stories", "stories-2"]
+    assert set(parts.evaluator.held_out) == {"stories-2/validation"}
+    assert [task.name for task in parts.evaluator.tasks] == ["stories", "stories-2"]
 
 
 def test_a_reward_model_has_nothing_to_generate() -> None:
@@ -254,9 +252,7 @@ def broken(outputs: Outputs, batch: Batch) -> Loss:
 def test_an_objective_that_gives_no_accuracy(objective: Any, error: type[Exception], message: str) -> None:
     recipe = recipe_of("bradley_terry", "pair")
     parts = prepare(recipe)
-    (held_out,) = parts.held_out.values()
+    (held_out,) = parts.evaluator.held_out.values()
     assert isinstance(held_out, HeldOut)
     with pytest.raises(error, match=message):
-        evaluate_objective(
-            held_out, parts.eval_tasks[0], parts.forward, objective, parts.aggregate, recipe.train, level="pair"
-        )
+        evaluate_objective(held_out, parts.evaluator.tasks[0], replace(parts.method, objective=objective), recipe.train)

@@ -21,7 +21,7 @@ from posttrain.evals.generation import Evaluation, evaluate
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop
+from posttrain.train import held_out, loop
 from posttrain.train.build import prepare
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
@@ -176,15 +176,15 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     rows = MetricsLog(tmp_path / "metrics.jsonl").read()
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
     assert sorted(evaluated) == [0, 2, 3]  # before the first, every second, and the last
-    parts = prepare(recipe)
+    evaluator = prepare(recipe).evaluator
     expected = evaluate(
-        parts.engine,
-        parts.tokenizer,
-        parts.grader,
-        parts.eval_tasks[0],
+        evaluator.engine,
+        evaluator.tokenizer,
+        evaluator.grader,
+        evaluator.tasks[0],
         n=6,
-        sampling=parts.eval_sampling,
-        context_tokens=parts.context_tokens,
+        sampling=evaluator.sampling(0.0),
+        context_tokens=evaluator.context_tokens,
     )
     facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
     assert evaluated[0] == facts
@@ -199,7 +199,7 @@ def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]
     def pretend(*_: Any, step: int, **__: Any) -> Evaluation:
         return Evaluation("stories/validation", {"accuracy": accuracies[step], "seconds": 0.0}, [])
 
-    monkeypatch.setattr(loop, "evaluate", pretend)
+    monkeypatch.setattr(held_out, "evaluate", pretend)
 
 
 def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +335,8 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
 def test_two_evaluations_of_one_task_keep_their_own_names() -> None:
     tasks = [{"name": "stories", "split": "validation", "size": 50, "max_steps": steps} for steps in (1, 4)]
     parts = prepare(make_recipe("sft", eval={"every": 1, "n": 2, "tasks": tasks}))
-    assert [task.name for task in parts.eval_tasks] == ["stories", "stories-2"]
-    longest = [max(len(e.messages[0].content) for e in task.examples) for task in parts.eval_tasks]
+    assert [task.name for task in parts.evaluator.tasks] == ["stories", "stories-2"]
+    longest = [max(len(e.messages[0].content) for e in task.examples) for task in parts.evaluator.tasks]
     assert longest[0] < longest[1]
 
 

@@ -27,6 +27,7 @@ from posttrain.randomness import draw_indices
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
+from posttrain.train.checks import words_of
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 from small_runs import make_recipe
@@ -228,10 +229,10 @@ def test_demonstrations_carry_no_streams(tokenizer, template) -> None:
     assert batch.rows_per_unit == 1
 
 
-@pytest.mark.parametrize("shape", ["pair", "judged", "steps"])
-def test_training_on_prompts_is_for_demonstrations(tokenizer, template, shape: Shape) -> None:
-    with pytest.raises(RecipeError, match=r"data\.train_on: 'all' is for demonstrations; objective 'bradley_terry'"):
-        given(tokenizer, template, answered(3), shape, data={"train_on": "all"})
+@pytest.mark.parametrize("objective", ["bradley_terry", "outcome", "process"])
+def test_training_on_prompts_is_for_demonstrations(objective: str) -> None:
+    with pytest.raises(RecipeError, match=rf"data\.train_on: 'all' is for demonstrations; objective '{objective}'"):
+        words_of(make_recipe("judged", objective=objective, data={"train_on": "all"}))
 
 
 def test_data_without_answers_say_so(tokenizer, template) -> None:

@@ -27,7 +27,7 @@ from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import TrainSection
-from posttrain.train.step import MeanOverBatch, accumulate, apply_update, learning_rate
+from posttrain.train.step import MeanOverBatch, Method, accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
 # Sums of the same float64 numbers in another order.
@@ -55,15 +55,14 @@ class Trainer:
     def gradient(self, aggregate: str, batch: Batch, **train: Any) -> tuple[torch.Tensor, float, dict[str, float]]:
         for parameter in self.parameters:
             parameter.grad = None
-        loss, metrics = accumulate(
+        method = Method(
             self.forward,
             self.case.bind(),
             registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate]),
-            batch,
-            TrainSection(**train),
             level=self.case.entry.traits["level"],
             entropy="differentiable" if self.case.options.get("entropy_bonus") else "detached",
         )
+        loss, metrics = accumulate(method, batch, TrainSection(**train))
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         return torch.cat([x.flatten() for x in flat]), loss, metrics
 
@@ -155,7 +154,7 @@ def test_unit_mean_by_hand(model) -> None:
     weigh = registry.find("aggregation", "unit_mean").bind({})
     model.zero_grad(set_to_none=True)
     train = TrainSection(rows_per_micro=2)
-    loss, metrics = accumulate(Forward(model), first_minus_second, weigh, batch, train, level="pair")
+    loss, metrics = accumulate(Method(Forward(model), first_minus_second, weigh, "pair"), batch, train)
     assert loss == pytest.approx((sums[1] - 2 * sums[0] + sums[3] - 2 * sums[2]) / 2, abs=1e-9)
     assert metrics["sum"] == pytest.approx((sums[0] + sums[2]) / 2, abs=1e-9)
 

@@ -109,7 +109,7 @@ EXPERTS = {"objective": {"name": "cross_entropy"}, "advantage": None}
 def test_likelihoods_of_own_samples_are_taken_at_temperature_1(changes: dict[str, Any], expected: float) -> None:
     """Sampling is at 1.5 here: a policy gradient improves the policy that sampled, a likelihood the model itself."""
     parts = prepare(make_recipe("grpo", **changes))
-    assert parts.policy.temperature == parts.forward.temperature == expected
+    assert parts.policy.temperature == parts.method.forward.temperature == expected
     assert parts.source.sampling.temperature == 1.5
     if parts.reference is not None:
         with parts.reference.open() as reference:
@@ -121,7 +121,7 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
     parts = prepare(recipe)
     batch = parts.source(1).batch
     assert batch is not None
-    loss, metrics = accumulate(parts.forward, parts.objective, parts.aggregate, batch, recipe.train, learns=False)
+    loss, metrics = accumulate(parts.method, batch, recipe.train, learns=False)
     nll = []
     for b in range(batch.num_rows):
         ids = batch.tokens[b : b + 1, : int(batch.lengths[b])]

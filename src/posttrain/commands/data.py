@@ -34,7 +34,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         _print_tasks(console)
         return 0
     if arguments.name is None:
-        known = ", ".join(registry.entries("task"))
+        known = ", ".join(registry.names("task"))
         raise UsageError(f"give the task's name: posttrain data show NAME. Known: {known}")
     arguments.task = arguments.name
     word = chosen_words(arguments)["task"]

@@ -19,8 +19,9 @@ from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Attempt, Grader, build_grader
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
-from posttrain.models.load import QUANTIZED_FOLDERS, context_length, load_model, load_tokenizer
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
+from posttrain.models.stated_sizes import context_length
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import apply_override
 from posttrain.recipes.recipe import Recipe

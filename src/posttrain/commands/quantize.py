@@ -29,16 +29,10 @@ from posttrain.commands.generate import (
 from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import Forward
-from posttrain.models.load import (
-    QUANTIZED_FOLDERS,
-    LoadedModel,
-    context_length,
-    load_model,
-    num_parameters,
-    quantized_bits,
-)
+from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
+from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.render.template import build_template

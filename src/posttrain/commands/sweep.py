@@ -6,12 +6,12 @@ Only the standard library is imported here until one of them runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from posttrain.commands.options.argument_types import names, positive, repetitions
 
+EPILOG = ""  # each has one of its own
 COMPARE_EPILOG = """\
 the same command again goes on where it stopped; finished runs are kept:
   posttrain compare compare/ppo-grpo-dpo --seeds 3
@@ -23,21 +23,18 @@ the same command again goes on where it stopped; finished parts are kept:
   posttrain study prm-vs-orm --seeds 1 --best_of_n.samples 16
   posttrain study overoptimization --run more-pairs --reward_models.proxy.rollout.prompts 512
 """
+EPILOGS = {"compare": COMPARE_EPILOG, "study": STUDY_EPILOG}
 
 
-def add_options(add: Callable[..., argparse.ArgumentParser], places: argparse.ArgumentParser) -> None:
-    """The two commands, with which sweep, how many seeds, where."""
-    compare = add("compare", "train several methods alike and tabulate them", places, epilog=COMPARE_EPILOG)
-    compare.usage = "posttrain compare RECIPE [options] [--section.key value ...] [--methods.NAME.key value ...]"
-    study = add("study", "see what becomes of reward models when they are optimized", places, epilog=STUDY_EPILOG)
-    study.usage = "posttrain study RECIPE [options] [--section.key value ...] [--policies.NAME.key value ...]"
-    compare.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
-    _add_shared(compare, "runs", "runs of each method")
-    _add_shared(study, "parts", "how often all is done")
-
-
-def _add_shared(parser: argparse.ArgumentParser, parts: str, seeds: str) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of either command: which sweep, how many seeds, where."""
     kind = parser.prog.rpartition(" ")[2]
+    parser.epilog = EPILOGS[kind]
+    group, parts, seeds = ("policies", "parts", "how often all is done")
+    if kind == "compare":
+        group, parts, seeds = ("methods", "runs", "runs of each method")
+        parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
+    parser.usage = f"posttrain {kind} RECIPE [options] [--section.key value ...] [--{group}.NAME.key value ...]"
     parser.add_argument("recipe", metavar="RECIPE", help=f"a {kind}/ name that `posttrain recipes` lists, or a file")
     parser.add_argument("--seeds", type=repetitions, metavar="N", help=f"{seeds} (default: the recipe's)")
     parser.add_argument("--jobs", type=positive, metavar="N", help=f"{parts} at a time (default: cores; 1 on a GPU)")

@@ -18,8 +18,6 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.commands.generate import writes_answers
-    from posttrain.commands.summary import write_summary
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
@@ -32,13 +30,15 @@ def run_train(arguments: argparse.Namespace) -> int:
             accept_changes=arguments.accept_changes,
             observer=progress,
         )
+    from posttrain.commands.summary import write_summary
+
     report = write_summary(result.folder)
     if not arguments.quiet:
         _print_end(progress, result.step)
     print(f"run:    {result.folder}")
     if not arguments.quiet:
         print(f"report: {report}")
-        if writes_answers(recipe):
+        if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
     return 0 if result.reason == "finished" else INTERRUPTED
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from posttrain.graders.math.units import SCALES, SHORT_UNITS, canonical_unit, is_known_unit, is_unit, singular
+from posttrain.graders.units import SCALES, SHORT_UNITS, canonical_unit, is_known_unit, is_unit, singular
 
 MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
 MAX_EXPONENT = 400

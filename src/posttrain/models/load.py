@@ -301,9 +301,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def context_length(config: Any) -> int:
-    """The longest sequence that positions reach, in tokens, by a model's configuration."""
-    text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 0) or 1 << 20)

@@ -1,4 +1,4 @@
-"""What a model's config.json says before anything is built by it: a folder from elsewhere may say anything."""
+"""What the configuration of a model says, which may come from elsewhere: read before anything is built by it."""
 
 from __future__ import annotations
 
@@ -59,3 +59,9 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 1 <= value <= largest):
             raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
+
+
+def context_length(config: Any) -> int:
+    """The longest sequence that positions reach, in tokens, by a model's configuration."""
+    text = config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 0) or 1 << 20)

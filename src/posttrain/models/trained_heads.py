@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from posttrain.errors import CheckpointError, RecipeError
+from posttrain.errors import CheckpointError
 from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.recipes.recipe import Recipe
@@ -34,8 +34,6 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
         seed=recipe.train.seed,
     ).to(next(model.parameters()).device)
     if kind == "score":
-        if recipe.head.trunk == "shared":
-            raise RecipeError("head.trunk: a reward head always stands on the model that is trained; leave it out")
         return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
     if recipe.head.trunk == "shared":
         return Forward(model, temperature, head=head), {"head": head}

@@ -22,7 +22,8 @@ from posttrain.evals.calibration import sigmoid
 from posttrain.evals.ranking import COMBINE, Combine
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
-from posttrain.models.load import QUANTIZED_FOLDERS, context_length, load_model
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model
+from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head, restore_companions
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Piece, Template, encode_prompt, end_id

@@ -2,6 +2,9 @@
 
 ``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are
 functions of the run's recipe alone, so two runs compare bit for bit without ``timing``.
+
+It is the record; a tracker (``trackers``) is given every line after it was written here, and tells the same story. A
+resumed run drops the steps behind its checkpoint and repeats them, so a tracker is told which lines stayed.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from posttrain.errors import DataError
+from posttrain.registry import find
 from posttrain.store.durable import replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
@@ -206,6 +210,73 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
         raise DataError(path, what, number) from None
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker knows of its run: its folder, its resolved recipe, and whom to tell of trouble."""
+
+    folder: Path
+    recipe: Mapping[str, Any]
+    notify: Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """Shows rows of metrics somewhere."""
+
+    def start(self, kept: Sequence[MetricsRow]) -> None:
+        """Called before the first row: what the run has already, and nothing else may be shown of it."""
+        ...
+
+    def log(self, row: MetricsRow) -> None:
+        """Show one more row. Several may have the same step (an update and its evaluations)."""
+        ...
+
+    def close(self) -> None:
+        """Show all that was given. ``start`` may follow again."""
+        ...
+
+
+class TrackedMetrics(MetricsLog):
+    """A ``MetricsLog`` whose rows trackers are given, too."""
+
+    def __init__(self, path: str | Path, trackers: Sequence[Tracker]) -> None:
+        super().__init__(path)
+        self.trackers = trackers
+        self._started = False
+
+    def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
+        """As ``MetricsLog.append``; trackers hear of it when the line is written."""
+        if not self._started and self.trackers:
+            kept = self.read()
+            for tracker in self.trackers:
+                tracker.start(kept)
+            self._started = True
+        super().append(step, metrics, timing)
+        for tracker in self.trackers:
+            tracker.log(MetricsRow(step, dict(metrics), dict(timing or {})))
+
+    def close(self) -> None:
+        """As ``MetricsLog.close``; closes the trackers, too."""
+        try:
+            super().close()
+        finally:
+            if self._started:
+                self._started = False
+                for tracker in self.trackers:
+                    tracker.close()
+
+
+def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
+    """The trackers that a recipe names (``track``), none of them opened yet.
+
+    Raises:
+        MissingExtra: the package of one is not installed.
+    """
+    return [
+        find("tracker", word.name, f"track.{index}").bind(word.options, f"track.{index}")(run)
+        for index, word in enumerate(words)
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Trackers: the lines of ``metrics.jsonl``, shown by TensorBoard or Weights & Biases as well.
 
-``metrics.jsonl`` is the record; a tracker is given every line after it was written there, and tells the same story. A
-resumed run drops the steps behind its checkpoint and repeats them, so a tracker is told which lines stayed. Only disk
-failures stop training; a tracker that cannot reach its server goes on without it.
+Only disk failures stop training; a tracker that cannot reach its server goes on without it.
 
 The only module that imports wandb and tensorboard.
 """
@@ -12,81 +10,13 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from posttrain.errors import MissingExtra
-from posttrain.registry import find, register
+from posttrain.registry import register
 from posttrain.store.durable import storage_errors
-from posttrain.store.metrics import MetricsLog, MetricsRow
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker knows of its run: its folder, its resolved recipe, and whom to tell of trouble."""
-
-    folder: Path
-    recipe: Mapping[str, Any]
-    notify: Callable[[str], None]
-
-
-class Tracker(Protocol):
-    """Shows rows of metrics somewhere."""
-
-    def start(self, kept: Sequence[MetricsRow]) -> None:
-        """Called before the first row: what the run has already, and nothing else may be shown of it."""
-        ...
-
-    def log(self, row: MetricsRow) -> None:
-        """Show one more row. Several may have the same step (an update and its evaluations)."""
-        ...
-
-    def close(self) -> None:
-        """Show all that was given. ``start`` may follow again."""
-        ...
-
-
-class TrackedMetrics(MetricsLog):
-    """A ``MetricsLog`` whose rows trackers are given, too."""
-
-    def __init__(self, path: str | Path, trackers: Sequence[Tracker]) -> None:
-        super().__init__(path)
-        self.trackers = trackers
-        self._started = False
-
-    def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """As ``MetricsLog.append``; trackers hear of it when the line is written."""
-        if not self._started and self.trackers:
-            kept = self.read()
-            for tracker in self.trackers:
-                tracker.start(kept)
-            self._started = True
-        super().append(step, metrics, timing)
-        for tracker in self.trackers:
-            tracker.log(MetricsRow(step, dict(metrics), dict(timing or {})))
-
-    def close(self) -> None:
-        """As ``MetricsLog.close``; closes the trackers, too."""
-        try:
-            super().close()
-        finally:
-            if self._started:
-                self._started = False
-                for tracker in self.trackers:
-                    tracker.close()
-
-
-def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """The trackers that a recipe names (``track``), none of them opened yet.
-
-    Raises:
-        MissingExtra: the package of one is not installed.
-    """
-    return [
-        find("tracker", word.name, f"track.{index}").bind(word.options, f"track.{index}")(run)
-        for index, word in enumerate(words)
-    ]
+from posttrain.store.metrics import MetricsRow, TrackedRun, Tracker
 
 
 @register("tracker")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,37 +15,32 @@ from torch.nn import Parameter
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, build_grader
-from posttrain.errors import RecipeError
-from posttrain.evals.generation import task_label
-from posttrain.models.forward.forward import ActorCritic, Forward
-from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
-from posttrain.models.load import LoadedModel, context_length, load_model, quantized_bits
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.forward.forward import Forward
+from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
-from posttrain.models.reference import Reference
 from posttrain.models.sources import resolve_model_name
+from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
-from posttrain.registry import Entry
-from posttrain.render import end_id, stop_ids
+from posttrain.recipes.sections import ModelSection
+from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
-from posttrain.train.assemble import (
-    OWN_TEACHER,
-    add_companions,
-    build_annotator,
-    build_rollout_source,
-    supervised_shape,
-)
-from posttrain.train.held_out import HeldOut, choose_held_out
+from posttrain.train.checks import OWN_TEACHER, Words, words_of
+from posttrain.train.credit import Credit
 from posttrain.train.optimizer import mark_input_first
-from posttrain.train.sources.dataset import SupervisedSource
-from posttrain.train.sources.rollouts import RolloutSource
-from posttrain.train.step import Level, Objective
-from posttrain.train.streams import TEACHER_STREAMS, needed_streams, scoring_temperature
+from posttrain.train.step import Method, Objective
+from posttrain.train.streams import Annotator, scoring_temperature
+
+if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.models.reference import Reference
+    from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.dataset import SupervisedSource
+    from posttrain.train.sources.rollouts import RolloutSource
 
 REFERENCE_CACHE = "reference_logprobs.safetensors"
 
@@ -55,34 +50,25 @@ class Parts:
     """Everything that one run's loop turns."""
 
     model: Any
-    model_source: str  # the last part of where the weights came from: a checkpoint's step, a folder, a hub name
     tokenizer: Any
     policy: Forward  # the language model's forward pass
-    forward: Forward | ActorCritic  # what the objective reads: the policy's, with a head where there is one
+    method: Method
     companions: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource
-    objective: Objective
-    aggregate: Callable[[Tensor], Tensor]
-    level: Level
-    entropy: Literal["none", "detached", "differentiable"]
     grader: Grader
     engine: Engine
-    eval_tasks: list[Task]
-    held_out: dict[str, HeldOut]  # by a task's label: those on which the objective itself is evaluated
-    eval_sampling: Sampling
-    context_tokens: int
-    teacher_source: str | None = None
-    reward_sources: dict[str, str] = field(default_factory=dict)  # by run, the checkpoint of a model that rewards
+    origins: dict[str, Any]  # where models came from, as checkpoints keep it
     reference: Reference | None = None  # the model as it was when training began, where something needs it
-    drift_sampling: Sampling | None = None
+    evaluator: Evaluator | None = None
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
-        if not isinstance(self.forward, Forward) or self.forward.head is None or self.forward.reads != "at":
+        forward = self.method.forward
+        if not isinstance(forward, Forward) or forward.head is None or forward.reads != "at":
             return None
-        return self.forward.head.weight, end_id(self.tokenizer, self.grader.template)
+        return forward.head.weight, end_id(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
@@ -101,112 +87,214 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
     template = build_template(recipe.prompt.template)
-    entry = registry.find("objective", recipe.objective.name, "objective")
-    kl = recipe.regularize.kl if recipe.regularize is not None else 0.0
-    needs = needed_streams(entry, recipe.objective.options, recipe.rollout is not None, kl)
-    level = entry.traits.get("level", "token")
-    assert recipe.aggregate is not None, "resolved"
-    aggregation = registry.find("aggregation", recipe.aggregate.name, "aggregate")
-    _check_words(recipe, entry, needs, level, aggregation)
+    words = words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
-    policy = Forward(model, scoring_temperature(recipe, needs))
-    forward, companions = forward_with_head(recipe, entry, policy)
+    policy = Forward(model, scoring_temperature(recipe, words.needs))
+    forward, companions = forward_with_head(recipe, words.objective, policy)
+    method = Method(
+        forward,
+        _bind_objective(words),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
+        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+    )
     grader = build_grader(recipe.rewards, template)
-    engine = _build_engine(recipe, model, tokenizer)
+    engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
-    needs_reference = bool(needs & {"ref_logprobs", "kl_baseline"}) or recipe.kl_in_reward or recipe.eval.drift_prompts
-    reference = Reference(policy) if needs_reference else None
-    annotate = build_annotator(recipe, needs, forward, policy, reference, tokenizer, context)
+    reference = _build_reference(words, policy)
+    annotate = _build_annotator(words, method, policy, reference, tokenizer, context)
     source: SupervisedSource | RolloutSource
-    held_out: dict[str, HeldOut] = {}
+    read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
-        read = partial(
-            SupervisedSource, recipe, template=template, tokenizer=tokenizer, context_tokens=context, annotate=annotate
-        )
-        source, held_out = _supervised(recipe, entry, read, task, eval_tasks, folder)
+        read = _reader(words, grader, tokenizer, context, annotate)
+        source = read(task, cache=None if folder is None else folder / REFERENCE_CACHE)
     else:
-        source = build_rollout_source(recipe, task, grader, tokenizer, engine, context, annotate, level)
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, annotate)
+    evaluator = None
+    if eval_tasks:
+        from posttrain.train.held_out import Evaluator, choose_held_out
+
+        asked = (eval_tasks, words.shape, recipe.eval.n)
+        held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
+        answering = (engine, tokenizer, grader, context)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, *answering, policy, reference)
     named, optimizer = _build_optimizer(recipe, model, companions)
     return Parts(
         model=model,
-        model_source=Path(loaded.source).name,
         tokenizer=tokenizer,
         policy=policy,
-        forward=forward,
+        method=method,
         companions=companions,
         parameters=named,
         optimizer=optimizer,
         source=source,
-        objective=_bind_objective(recipe, entry),
-        aggregate=aggregation.bind(recipe.aggregate.options, "aggregate"),
-        level=level,
-        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
         grader=grader,
         engine=engine,
-        eval_tasks=eval_tasks,
-        held_out=held_out,
-        eval_sampling=_eval_sampling(recipe, recipe.eval.temperature, grader, tokenizer),
-        context_tokens=context,
+        origins=_origins(recipe, loaded),
         reference=reference,
-        teacher_source=_teacher_source(recipe),
-        reward_sources=_reward_sources(recipe),
-        drift_sampling=_drift_sampling(recipe, policy, grader, tokenizer),
+        evaluator=evaluator,
     )
 
 
-def _bind_objective(recipe: Recipe, entry: Entry) -> Objective:
-    objective: Objective = entry.bind(recipe.objective.options, "objective")
-    return objective if recipe.regularize is None else with_regularizers(objective, **recipe.regularize.model_dump())
+def _bind_objective(words: Words) -> Objective:
+    """The objective with its options, and with the regularizers where it has a policy term."""
+    objective: Objective = words.objective.bind(words.recipe.objective.options, "objective")
+    regularizers = words.recipe.regularize
+    return objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump())
 
 
-def _supervised(
-    recipe: Recipe,
-    entry: Entry,
-    read: Callable[..., SupervisedSource],
-    task: Task,
-    eval_tasks: list[Task],
-    folder: Path | None,
-) -> tuple[SupervisedSource, dict[str, HeldOut]]:
-    """What a recipe with ``data`` learns from, and what its objective is evaluated on."""
-    needs = needed_streams(entry, recipe.objective.options, has_rollouts=False)
-    shape = supervised_shape(needs, entry.traits.get("level", "token"))
-    source = read(task, shape=shape, cache=None if folder is None else folder / REFERENCE_CACHE)
-    only_scores = entry.traits.get("head") == "score"
-    return source, choose_held_out(
-        partial(read, shape=shape), eval_tasks, shape, recipe.eval.n, only_scores=only_scores
+def _build_reference(words: Words, policy: Forward) -> Reference | None:
+    """The model as it is now, where a stream, a penalty or an evaluation reads it."""
+    recipe = words.recipe
+    if not (words.needs & {"ref_logprobs", "kl_baseline"} or recipe.kl_in_reward or recipe.eval.drift_prompts):
+        return None
+    from posttrain.models.reference import Reference
+
+    return Reference(policy)
+
+
+def _reader(
+    words: Words, grader: Grader, tokenizer: Any, context_tokens: int, annotate: Annotator
+) -> Callable[..., SupervisedSource]:
+    """The recipe's supervised source over whatever task it is given."""
+    from posttrain.train.sources.dataset import SupervisedSource
+
+    return partial(
+        SupervisedSource,
+        words.recipe,
+        template=grader.template,
+        tokenizer=tokenizer,
+        context_tokens=context_tokens,
+        annotate=annotate,
+        shape=words.shape,
     )
 
 
-def _build_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
-    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
-    word = recipe.rollout.engine if recipe.rollout is not None else Word(name="native")
-    entry = registry.find("engine", word.name, "rollout.engine")
-    if not entry.traits.get("follows_training", True):
-        raise RecipeError(
-            f"rollout.engine: {word.name!r} samples with weights of its own, which no update reaches; "
-            "use native, and this one in `posttrain evaluate`"
+def build_rollout_source(
+    words: Words, task: Task, grader: Grader, tokenizer: Any, engine: Engine, context_tokens: int, annotate: Annotator
+) -> RolloutSource:
+    """The source of a recipe with ``rollout``.
+
+    Raises:
+        UsageError: no prompt is left to sample from, or a part of the reward that there is not.
+    """
+    from posttrain.train.sources.rollouts import RolloutSource
+
+    options, selection, feedback = words.recipe.rollout, words.selection, None
+    assert options is not None
+    assert options.select is not None, "resolved"
+    assert selection is not None, "resolved"
+    if words.teaches_itself:
+        from posttrain.train.feedback import Feedback
+
+        feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
+    return RolloutSource(
+        words.recipe,
+        task,
+        grader,
+        tokenizer,
+        engine,
+        context_tokens,
+        select=selection.bind(options.select.options, "rollout.select"),
+        rows_per_unit=2 if words.unit == "pair" else 1,
+        credit=_build_credit(words),
+        annotate=annotate,
+        feedback=feedback,
+    )
+
+
+def _build_credit(words: Words) -> Credit:
+    word = words.recipe.advantage
+    if word is None or words.advantage is None:
+        return Credit(None)
+    return Credit(
+        words.advantage.bind(word.options, "advantage"),
+        per_token=words.per_token,
+        bootstrap=bool(word.options.get("bootstrap", False)),
+        kl=words.recipe.kl_in_reward,
+    )
+
+
+def _build_annotator(
+    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
+) -> Annotator:
+    """What fills the streams; loads the teacher where another model teaches."""
+    recipe, correct = words.recipe, None
+    if recipe.correction is not None:
+        entry = registry.find("correction", recipe.correction.name, "correction")
+        correct = entry.bind(recipe.correction.options, "correction")
+    teacher: Forward | None = None
+    if recipe.teacher is not None:
+        teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
+    return Annotator(
+        method.forward,
+        words.needs,
+        tokens_per_micro=recipe.train.tokens_per_micro,
+        rows_per_micro=recipe.train.rows_per_micro,
+        old_from=recipe.rollout.old_logprobs if recipe.rollout is not None else "sampler",
+        reference=reference,
+        teacher=teacher,
+        top_k=recipe.teacher.top_k if recipe.teacher is not None else 1,
+        context_tokens=context_tokens,
+        correct=correct,
+    )
+
+
+def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
+    assert recipe.teacher is not None
+    section = ModelSection(
+        name=recipe.teacher.name,
+        dtype=recipe.teacher.dtype or recipe.model.dtype,
+        device=recipe.model.device,
+        trust_remote_code=recipe.teacher.trust_remote_code,
+    )
+    loaded = load_model(section, seed=0)
+    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
+            "can only be compared within one. Choose a teacher of the same family"
         )
-    built: Engine = entry.bind(word.options, "rollout.engine")(model, tokenizer)
+    return Forward(loaded.model.eval().requires_grad_(False), temperature)
+
+
+def _build_engine(words: Words, model: Any, tokenizer: Any) -> Engine:
+    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
+    rollout = words.recipe.rollout
+    options = rollout.engine.options if rollout is not None else {}
+    built: Engine = words.engine.bind(options, "rollout.engine")(model, tokenizer)
     return built
 
 
-def _teacher_source(recipe: Recipe) -> str | None:
-    """The last part of where another model that teaches comes from, as for ``model_source``."""
-    if recipe.teacher is None or recipe.teacher.name == OWN_TEACHER:
-        return None
-    return Path(resolve_model_name(recipe.teacher.name)).name
-
-
-def _reward_sources(recipe: Recipe) -> dict[str, str]:
-    """For the run of each reward that is a model, the last part of where its weights come from."""
-    found: dict[str, str] = {}
+def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
+    """The last part of where each model came from (a checkpoint, a folder, a hub name); ``rewards`` by run."""
+    teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
+    rewards: dict[str, str] = {}
     for index, word in enumerate(recipe.rewards):
         option = registry.find("reward", word.name, f"rewards.{index}").traits.get("model_option")
         if option is not None:
             run = str(word.options[option])
-            found[run] = Path(resolve_model_name(run)).name
-    return found
+            rewards[run] = Path(resolve_model_name(run)).name
+    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
+    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
+
+
+def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    Raises:
+        UsageError: a name does not stand for what it did when the run began.
+    """
+    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
+    if recipe.teacher is not None and now["teacher"] is not None:
+        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
+    for key, name, then, place in named:
+        if then not in (None, place):
+            raise UsageError(
+                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
+                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+            )
 
 
 def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
@@ -214,8 +302,6 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
     loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
     model = loaded.model
     if recipe.model.adapter is not None:
-        if recipe.model.init is not None:
-            raise RecipeError("model.adapter: a new model (model.init) has no base on disk that an adapter could name")
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
     bits = quantized_bits(model)
     if bits is not None and not has_adapter(model):
@@ -223,8 +309,12 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
-    if recipe.train.gradient_checkpointing and not checkpointed_layers(model):
-        raise RecipeError(f"train.gradient_checkpointing: {type(model).__name__} has no layers that can be recomputed")
+    if recipe.train.gradient_checkpointing:
+        from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
+
+        if not checkpointed_layers(model):
+            name = type(model).__name__
+            raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
 
@@ -240,48 +330,32 @@ def _build_optimizer(
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
-    named += add_companions(optimizer, build, companions, recipe)
+    named += _add_companions(optimizer, build, companions, recipe)
     return named, optimizer
 
 
-def _eval_sampling(recipe: Recipe, temperature: float, grader: Grader, tokenizer: Any) -> Sampling:
-    max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
-    return Sampling(max_tokens, temperature=temperature, stop_ids=stop_ids(tokenizer, grader.template))
-
-
-def _drift_sampling(recipe: Recipe, policy: Forward, grader: Grader, tokenizer: Any) -> Sampling | None:
-    if not recipe.eval.drift_prompts:
-        return None
-    return _eval_sampling(recipe, policy.temperature, grader, tokenizer)
-
-
-def _check_words(recipe: Recipe, entry: Entry, needs: frozenset[str], level: str, aggregation: Entry) -> None:
-    """Refuse words that do not fit one another, and options that would do nothing."""
-    weighs = "token" if level == "token" else "unit"
-    if aggregation.traits.get("level", weighs) != weighs:
-        raise RecipeError(
-            f"aggregate: {aggregation.name!r} weighs {aggregation.traits['level']}s, "
-            f"but objective {entry.name!r} gives one value per {level}"
-        )
-    if recipe.advantage is not None and "advantages" not in needs:
-        raise RecipeError(f"advantage: objective {entry.name!r} reads no advantages; leave 'advantage' out")
-    if recipe.kl_in_reward is not None and "advantages" not in needs:
-        raise RecipeError(f"kl_in_reward: objective {entry.name!r} reads no advantages, so it would see no penalty")
-    if recipe.correction is not None and level != "token":
-        raise RecipeError(f"correction: it weighs tokens, but objective {entry.name!r} gives one value per {level}")
-    if recipe.head is not None and entry.traits.get("head") is None:
-        raise RecipeError(f"head: objective {entry.name!r} reads no scores or values; leave 'head' out")
-    if recipe.eval.drift_prompts and entry.traits.get("head") == "score":
-        raise RecipeError(
-            f"eval.drift_prompts: objective {entry.name!r} trains no policy that could drift; leave it out"
-        )
-    if bool(needs & TEACHER_STREAMS) != (recipe.teacher is not None):
-        missing = recipe.teacher is None
-        raise RecipeError(
-            f"teacher: objective {entry.name!r} learns from a teacher; give teacher.name"
-            if missing
-            else f"teacher: objective {entry.name!r} reads no teacher; leave 'teacher' out"
-        )
+def _add_companions(
+    optimizer: torch.optim.Optimizer,
+    build_optimizer: Callable[..., torch.optim.Optimizer],
+    companions: dict[str, torch.nn.Module],
+    recipe: Recipe,
+) -> list[tuple[str, Parameter]]:
+    """Let the optimizer train heads and critics too; returns their parameters by name."""
+    if not companions:
+        return []
+    assert recipe.head is not None
+    named = [
+        (f"{name}.{n}", p)
+        for name, module in companions.items()
+        for n, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    of_parameter = {id(p): n for n, p in named}
+    for group in build_optimizer(named, recipe.train.lr).param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
+        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
+    return named
 
 
 def _eval_tasks(recipe: Recipe) -> list[Task]:
@@ -298,7 +372,7 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
     tasks: list[Task] = []
     for index, word in enumerate(words):
         task = build_task(word, f"eval.tasks.{index}")
-        if any(task_label(task) == task_label(other) for other in tasks):
+        if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
         tasks.append(task)
     return tasks

@@ -30,11 +30,7 @@ from posttrain.models.trained_heads import copy_tensors
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
-    best_step,
     checkpoint_steps,
-    clean_leftovers,
-    mark_best,
-    prune_checkpoints,
     remove_tree,
     rename_into_place,
     seal,
@@ -43,19 +39,6 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors
-
-__all__ = [
-    "Checkpoint",
-    "best_step",
-    "checkpoint_steps",
-    "clean_leftovers",
-    "load_checkpoint",
-    "mark_best",
-    "prune_checkpoints",
-    "restore_model",
-    "save_checkpoint",
-    "step_folder",
-]
 
 
 @dataclass(frozen=True, slots=True)

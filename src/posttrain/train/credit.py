@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.algorithms.kl_control import adapt_kl_weight
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
@@ -114,6 +113,8 @@ class Credit:
         metrics = {"kl_in_reward": observed, "kl_weight": self.kl_weight}
         penalty = self.kl_weight * kl
         if self.kl.target is not None:
+            from posttrain.algorithms.kl_control import adapt_kl_weight
+
             try:
                 self.kl_weight = adapt_kl_weight(
                     self.kl_weight, observed, self.kl.target, num_samples=batch.num_rows, horizon=self.kl.horizon

@@ -25,13 +25,6 @@ class RunFiles:
     def within(cls, folder: str | Path) -> RunFiles:
         """The paths under ``folder``; makes the directories."""
         root = Path(folder)
-        files = cls(
-            folder=root,
-            checkpoints=root / "checkpoints",
-            metrics=root / "metrics.jsonl",
-            rollouts=root / "rollouts.db",
-            evaluation=root / "evaluation",
-        )
-        files.checkpoints.mkdir(parents=True, exist_ok=True)
-        files.evaluation.mkdir(parents=True, exist_ok=True)
-        return files
+        for name in ("checkpoints", "evaluation"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        return cls(root, root / "checkpoints", root / "metrics.jsonl", root / "rollouts.db", root / "evaluation")

@@ -1,27 +1,33 @@
-"""Evaluation by the objective itself, on held-out units of given data: pairs, judged answers, labelled steps.
+"""Held-out evaluation while a run trains: by graded answers, or by the objective itself.
 
-A reward model writes no answers that could be graded, and pairs need no gold answer: what such a
-run has learnt is whether it tells good from bad where it has not been told.
+By the objective: on units of given data (pairs, judged answers, labelled steps). A reward model writes no answers that
+could be graded, and pairs need no gold answer: what such a run has learnt is whether it tells good from bad where it
+has not been told. This module is imported only where a recipe evaluates.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
-
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.rollout import Grader
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
-from posttrain.evals.generation import Evaluation, held_out_indices, task_label
+from posttrain.evals.drift import measure_drift
+from posttrain.evals.generation import Evaluation, evaluate, held_out_indices, task_label
 from posttrain.evals.statistics import wilson_interval
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.forward import Forward
+from posttrain.models.reference import Reference
+from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TrainSection
+from posttrain.render import stop_ids
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
-from posttrain.train.step import Level, Objective, accumulate
+from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch
 
 # Which of an objective's metrics is "the" accuracy; the first that it reports.
@@ -81,16 +87,7 @@ def choose_held_out(
     return chosen
 
 
-def evaluate_objective(
-    held_out: HeldOut,
-    task: Task,
-    forward: Forward | ActorCritic,
-    objective: Objective,
-    aggregate: Callable[[Tensor], Tensor],
-    options: TrainSection,
-    *,
-    level: Level,
-) -> Evaluation:
+def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: TrainSection) -> Evaluation:
     """Loss and metrics of the objective on held-out units; no gradients, no dropout, no rollouts.
 
     ``accuracy`` is the objective's own (``ACCURACIES``), with its Wilson interval over the n units. For steps
@@ -101,9 +98,7 @@ def evaluate_objective(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     started = time.perf_counter()
-    loss, metrics = accumulate(
-        forward, objective, aggregate, held_out.batch(), options, level=level, entropy="none", learns=False
-    )
+    loss, metrics = accumulate(method, held_out.batch(), options, learns=False)
     metrics.pop("padding_share")
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
@@ -119,3 +114,73 @@ def evaluate_objective(
     results |= metrics | {"rows_dropped": float(held_out.num_dropped)}
     results["seconds"] = time.perf_counter() - started
     return Evaluation(task_label(task), results, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """The evaluation of a run that trains, on every held-out task, as its recipe says (``eval``).
+
+    held_out: by a task's label, those on which the objective itself is evaluated. policy, start: the model's forward
+    pass now and at the start (None where no drift is asked for).
+    """
+
+    recipe: Recipe
+    tasks: Sequence[Task]
+    held_out: Mapping[str, HeldOut]
+    method: Method
+    engine: Engine
+    tokenizer: Any
+    grader: Grader
+    context_tokens: int
+    policy: Forward
+    start: Reference | None
+
+    def __call__(self, step: int) -> list[Evaluation]:
+        """Of the weights as they are, after ``step`` updates; one for each task."""
+        return [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How answers are drawn."""
+        recipe = self.recipe
+        max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
+        return Sampling(max_tokens, temperature=temperature, stop_ids=stop_ids(self.tokenizer, self.grader.template))
+
+    def _evaluate_on(self, task: Task, step: int) -> Evaluation:
+        """By the objective, where the task's units are such as are trained on; else by graded answers."""
+        held_out = self.held_out.get(task_label(task))
+        if held_out is not None:
+            return evaluate_objective(held_out, task, self.method, self.recipe.train)
+        return evaluate(
+            self.engine,
+            self.tokenizer,
+            self.grader,
+            task,
+            n=self.recipe.eval.n,
+            sampling=self.sampling(self.recipe.eval.temperature),
+            context_tokens=self.context_tokens,
+            seed=self.recipe.train.seed,
+            step=step,
+        )
+
+    def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
+        """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
+        if not self.recipe.eval.drift_prompts:
+            return evaluation
+        assert self.start is not None, "the setup makes a reference for whoever needs one"
+        started = time.perf_counter()
+        drift = measure_drift(
+            self.engine,
+            self.tokenizer,
+            self.grader,
+            task,
+            policy=self.policy,
+            start=self.start,
+            n=self.recipe.eval.drift_prompts,
+            sampling=self.sampling(self.policy.temperature),
+            context_tokens=self.context_tokens,
+            seed=self.recipe.train.seed,
+            tokens_per_micro=self.recipe.train.tokens_per_micro,
+        )
+        evaluation.results.update(drift)
+        evaluation.results["seconds"] += time.perf_counter() - started
+        return evaluation

@@ -19,33 +19,21 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.evals.drift import measure_drift
-from posttrain.evals.generation import Evaluation, evaluate, task_label
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
+from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
-from posttrain.store.metrics import MetricsLog
+from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.store.rollouts import RolloutStore
-from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
-from posttrain.tasks.base import Task
-from posttrain.train.build import Parts, prepare
-from posttrain.train.checkpoint import (
-    Checkpoint,
-    checkpoint_steps,
-    load_checkpoint,
-    mark_best,
-    prune_checkpoints,
-    restore_model,
-    save_checkpoint,
-)
+from posttrain.train.build import Parts, check_origins, prepare
+from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.files import Observer, RunFiles
-from posttrain.train.held_out import evaluate_objective
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
-from posttrain.train.sources.dataset import Draw
+from posttrain.train.sources import Draw
 from posttrain.train.step import accumulate, apply_update, learning_rate
 from posttrain.types import Batch
 
@@ -85,7 +73,7 @@ class Loop:
         if found is not None:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
-            self._check_source(found)
+            check_origins(self.recipe, self.parts.origins, found.state)
             restore_model(self.parts.model, found.path)
             restore_companions(self.parts.companions, found.companions)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
@@ -107,7 +95,7 @@ class Loop:
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
             self.save()
-        elif self.step == 0 and self.parts.eval_tasks:
+        elif self.step == 0 and self.parts.evaluator is not None:
             self.evaluate()
         while self.step < steps and not should_stop():
             self.update()
@@ -136,20 +124,6 @@ class Loop:
         except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
             error.add_note(f"step {self.step} could not be saved: {failure}")
 
-    def _check_source(self, found: Checkpoint) -> None:
-        """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now."""
-        state, parts = found.state, self.parts
-        named = [("model.name", self.recipe.model.name, state.get("model"), parts.model_source)]
-        if self.recipe.teacher is not None and parts.teacher_source is not None:
-            named.append(("teacher.name", self.recipe.teacher.name, state.get("teacher"), parts.teacher_source))
-        named += [("rewards", run, state.get("rewards", {}).get(run), now) for run, now in parts.reward_sources.items()]
-        for key, name, began, now in named:
-            if began not in (None, now):
-                raise UsageError(
-                    f"{key}: {name!r} stood for {began} when this run began, and stands for {now} now. Point "
-                    f"`checkpoints/best` there back to {began}, or start again under another name with --run NAME"
-                )
-
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
@@ -175,7 +149,7 @@ class Loop:
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
         is_due = self._due(self.recipe.eval.every) or step == self.recipe.train.steps
-        self.owes_evaluation = bool(self.parts.eval_tasks) and is_due
+        self.owes_evaluation = self.parts.evaluator is not None and is_due
         self.source_state = self.parts.source.state()
         self.settled = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
@@ -187,15 +161,7 @@ class Loop:
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
         torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
-        loss, metrics = accumulate(
-            self.parts.forward,
-            self.parts.objective,
-            self.parts.aggregate,
-            batch,
-            options,
-            level=self.parts.level,
-            entropy=self.parts.entropy,
-        )
+        loss, metrics = accumulate(self.parts.method, batch, options)
         try:
             own, apart = self.parts.split_parameters()
             self.settled = False
@@ -210,10 +176,8 @@ class Loop:
 
         Records are written when all of it is done, so that a failure leaves no part of them behind.
         """
-        done: list[Evaluation] = []
-        for task in self.parts.eval_tasks:
-            done.append(self._evaluate_on(task))
-            self._add_drift(done[-1], task)
+        assert self.parts.evaluator is not None
+        done = self.parts.evaluator(self.step)
         self.settled = False
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
@@ -227,48 +191,6 @@ class Loop:
         for evaluation in done:
             about: dict[str, Any] = {"step": self.step, "name": evaluation.name}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
-
-    def _evaluate_on(self, task: Task) -> Evaluation:
-        """By the objective, where the task's units are such as are trained on; else by graded answers."""
-        parts = self.parts
-        held_out = parts.held_out.get(task_label(task))
-        if held_out is not None:
-            return evaluate_objective(
-                held_out, task, parts.forward, parts.objective, parts.aggregate, self.recipe.train, level=parts.level
-            )
-        return evaluate(
-            parts.engine,
-            parts.tokenizer,
-            parts.grader,
-            task,
-            n=self.recipe.eval.n,
-            sampling=parts.eval_sampling,
-            context_tokens=parts.context_tokens,
-            seed=self.recipe.train.seed,
-            step=self.step,
-        )
-
-    def _add_drift(self, evaluation: Evaluation, task: Task) -> None:
-        """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
-        if self.parts.drift_sampling is None:
-            return
-        assert self.parts.reference is not None, "the setup makes a reference for whoever needs one"
-        started = time.perf_counter()
-        drift = measure_drift(
-            self.parts.engine,
-            self.parts.tokenizer,
-            self.parts.grader,
-            task,
-            policy=self.parts.policy,
-            start=self.parts.reference,
-            n=self.recipe.eval.drift_prompts,
-            sampling=self.parts.drift_sampling,
-            context_tokens=self.parts.context_tokens,
-            seed=self.recipe.train.seed,
-            tokens_per_micro=self.recipe.train.tokens_per_micro,
-        )
-        evaluation.results.update(drift)
-        evaluation.results["seconds"] += time.perf_counter() - started
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
@@ -291,9 +213,7 @@ class Loop:
                 "recipe": self.recipe.fingerprint(),
                 "settings": decisive(self.recipe.dump()),
                 "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
-                "model": self.parts.model_source,
-                "teacher": self.parts.teacher_source,
-                "rewards": self.parts.reward_sources,
+                **self.parts.origins,
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "source": self.source_state,
@@ -358,7 +278,7 @@ def train(
                 "num_repeated": parts.source.num_repeated,
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
-                "forward_path": parts.forward.path,
+                "forward_path": parts.method.forward.path,
             },
         )
         try:

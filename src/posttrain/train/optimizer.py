@@ -15,7 +15,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import CheckpointError
 from posttrain.registry import register
@@ -93,6 +92,8 @@ def mark_input_first(module: torch.nn.Module) -> None:
 
     A property of the tensor, since an optimizer sees nothing else; copies of a module have to be marked again.
     """
+    from transformers.pytorch_utils import Conv1D
+
     for layer in module.modules():
         if isinstance(layer, Conv1D):
             layer.weight.input_first = True

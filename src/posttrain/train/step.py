@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,14 +14,28 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
 from posttrain.errors import NonFiniteLoss, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward
-from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import TrainSection
 from posttrain.types import Batch, Loss, Outputs
 
 Objective = Callable[[Outputs, Batch], Loss]
 Level = Literal["token", "row", "pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What is made smaller: values of an objective, under the weights of an aggregation.
+
+    forward: what the objective reads, the policy's pass with a head where there is one. level: what it gives a value
+    for. entropy: whether the forward pass computes it, and with gradients.
+    """
+
+    forward: Forward | ActorCritic
+    objective: Objective
+    aggregate: Callable[[Tensor], Tensor]
+    level: Level = "token"
+    entropy: Entropy = "detached"
 
 
 @dataclass(slots=True)
@@ -87,15 +101,7 @@ def learning_rate(options: TrainSection, step: int) -> float:
 
 
 def accumulate(
-    forward: Forward | ActorCritic,
-    objective: Objective,
-    aggregate: Callable[[Tensor], Tensor],
-    batch: Batch,
-    options: TrainSection,
-    *,
-    level: Level = "token",
-    entropy: Any = "detached",
-    learns: bool = True,
+    method: Method, batch: Batch, options: TrainSection, *, learns: bool = True
 ) -> tuple[float, dict[str, float]]:
     """Gradients of ``(values * weights).sum()`` over the whole batch, added to ``.grad``.
 
@@ -103,7 +109,9 @@ def accumulate(
     split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
     values of token objectives. Without ``learns`` it only measures: no gradients, no dropout.
     """
-    batch.weights = _weigh(aggregate, batch.mask if level == "token" else batch.unit_mask, level)
+    forward, level = method.forward, method.level
+    entropy = method.entropy if learns else "none"
+    batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
@@ -113,7 +121,7 @@ def accumulate(
         part = planned.to(device)
         with _learning(forward, options) if learns else torch.no_grad():
             outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
-            result = _apply(objective, outputs, part, level)
+            result = _apply(method.objective, outputs, part, level)
             assert part.weights is not None
             loss = (_kept(result.values, part, level) * part.weights.to(result.values.dtype)).sum()
             if learns:
@@ -171,8 +179,12 @@ def _measure(
 @contextmanager
 def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
     """What holds where gradients are computed, and nowhere else."""
-    models = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
-    recomputing = gradient_checkpointing(models if options.gradient_checkpointing else [])
+    recomputing: AbstractContextManager[None] = nullcontext()
+    if options.gradient_checkpointing:
+        from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+
+        both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
+        recomputing = gradient_checkpointing(both)
     with adapter_dropout(forward.model), recomputing:
         yield
 

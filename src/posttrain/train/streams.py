@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.micro import split_rows
-from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry
 from posttrain.types import Batch, Sample, collate
+
+if TYPE_CHECKING:
+    from posttrain.models.reference import Reference
 
 FROM_ROLLOUTS = ("advantages", "sampler_logprobs", "old_logprobs", "returns", "old_values", "rewards", "has_feedback")
 FROM_MODELS = ("ref_logprobs", "kl_baseline", "teacher_logprobs", "teacher_ids", "teacher_candidate_logprobs")

@@ -23,7 +23,8 @@ from posttrain.interpret.activations.loading import check_layers, read_config, t
 from posttrain.interpret.activations.pt_shards import export_pt, import_pt
 from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.models.load import context_length, load_tokenizer
+from posttrain.models.load import load_tokenizer
+from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection
 from posttrain.render.template import build_template
 from posttrain.runs.directory import find_run

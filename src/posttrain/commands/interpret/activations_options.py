@@ -6,9 +6,6 @@ import argparse
 
 from posttrain.commands.options.argument_types import naturals, new_place, nonnegative_float, positive
 
-# Sections whose keys are options: --task.path, --template.preamble
-SECTIONS = ("task", "template")
-
 EPILOG = """\
 layer L is what block number L gives (hidden_states[L] in transformers); layer 0 are the embeddings:
   posttrain activations runs/tiny-grpo --layer 2 --task stories --out activations/stories

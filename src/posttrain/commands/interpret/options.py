@@ -1,31 +1,17 @@
-"""The options of ``posttrain activations`` and ``sae``. Only the standard library is imported here (see ``cli``)."""
+"""The options of ``posttrain sae``. Only the standard library is imported here (see ``cli``)."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Protocol
 
-from posttrain.commands.interpret import activations_options, features_options, sae_diff_options
-from posttrain.commands.runs.options import ACCEPT_HELP
+from posttrain.commands.interpret import features_options, sae_diff_options
+from posttrain.commands.options.argument_types import ACCEPT_HELP
 
-# The actions of ``posttrain sae``: what each does, and where its body is.
-SAE_ACTIONS = {
+EPILOG = ""  # each action has its own
+ACTIONS = {
     "train": "train a sparse autoencoder on activations, by a recipe",
     "features": "what the features of a sparse autoencoder stand for, as one page",
     "diff": "what training changed: two models seen through the same features",
-}
-BODIES = {
-    "activations": ("posttrain.commands.interpret.activations", "run_activations"),
-    "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
-    "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
-    "sae diff": ("posttrain.commands.interpret.sae_diff", "run_sae_diff"),
-}
-# As ``cli.OVERRIDABLE``: whose keys are further options; None: any key of a recipe.
-OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
-    "activations": activations_options.SECTIONS,
-    "sae train": None,
-    "sae features": (),
-    "sae diff": None,
 }
 
 SAE_TRAIN_EPILOG = """\
@@ -36,23 +22,11 @@ any key of the recipe is an option:
 """
 
 
-class AddCommand(Protocol):
-    """Makes the parser of one command, as ``cli.build_parser`` does it."""
-
-    def __call__(
-        self, name: str, help_line: str, *parents: argparse.ArgumentParser, epilog: str = ""
-    ) -> argparse.ArgumentParser: ...
-
-
 def add_options(
-    add: AddCommand, common: argparse.ArgumentParser, places: argparse.ArgumentParser
+    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, places: argparse.ArgumentParser
 ) -> dict[str, argparse.ArgumentParser]:
-    """Add both commands; returns the parsers of the actions as ``sae train``."""
-    activations_options.add_options(
-        add("activations", "record what layers of a model compute", places, epilog=activations_options.EPILOG)
-    )
-    sae = add("sae", "sparse autoencoders: train one, read its features, see what training changed")
-    actions = sae.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    """Add the actions; returns their parsers, as ``sae train``."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     made = {
         name: actions.add_parser(
             name,
@@ -62,7 +36,7 @@ def add_options(
             parents=[common, places],
             allow_abbrev=False,
         )
-        for name, text in SAE_ACTIONS.items()
+        for name, text in ACTIONS.items()
     }
     _add_train_options(made["train"])
     features_options.add_features_options(made["features"])

@@ -62,7 +62,7 @@ def _train(
     from posttrain.interpret.dictionaries.rows import StoreRows, open_or_record
     from posttrain.interpret.dictionaries.training import train_dictionary
     from posttrain.store.durable import replace_file
-    from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
+    from posttrain.store.metrics import TrackedMetrics, TrackedRun, build_trackers
 
     assert isinstance(recipe, SaeRecipe)
 

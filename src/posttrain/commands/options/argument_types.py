@@ -8,9 +8,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from posttrain.consent import ALLOW_CODE, TRUST_REMOTE_CODE
+
 LARGEST = 10**9
 LARGEST_PORT = 65_535
 MOST_SEEDS = 1000
+ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
 _SHOWN_CHARS = 60
 _LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
 
@@ -96,6 +99,23 @@ def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None
     """Give a parser the option that says where runs are."""
     help_line = "where run directories are (default: runs)"
     parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
+
+
+def add_consent(parser: argparse.ArgumentParser) -> None:
+    """Code that a stored recipe names, and the Python of a model: neither runs without being asked for here."""
+    parser.add_argument(
+        ALLOW_CODE,
+        metavar="MODULE:FUNCTION[@FOLDER]",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="a function that a run's recipe names, and that may be imported (again for another)",
+    )
+    parser.add_argument(
+        TRUST_REMOTE_CODE,
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="run the Python that comes with a model (no recipe can ask for it)",
+    )
 
 
 def names(text: str) -> list[str]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from posttrain.commands.options import consent as consent_options
-from posttrain.commands.options.argument_types import Parser, add_runs_dir, natural, new_place, positive
+from posttrain.commands.options.argument_types import (
+    ACCEPT_HELP,
+    Parser,
+    add_consent,
+    add_runs_dir,
+    natural,
+    new_place,
+    positive,
+)
 
 ACTIONS = {
     "list": "every run: where it stands, what it came from, what it takes up",
@@ -20,7 +27,6 @@ ACTIONS = {
     "resume": "go on with a run by its own recipe, from its newest checkpoint",
     "manage": "all of this from a menu",
 }
-ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
 EPILOG = """\
 a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort accuracy
@@ -36,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser
     """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
     places = Parser(add_help=False)
     add_runs_dir(places, argparse.SUPPRESS)
-    consent_options.add_options(places)
+    add_consent(places)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
     made = {
         name: actions.add_parser(

@@ -17,12 +17,11 @@ import torch
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe
 from posttrain.engines.native.schedule import Row, Schedule, completion
 from posttrain.errors import EngineMismatch, UsageError
-from posttrain.models.load import context_length
+from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
 from posttrain.types import Completion
 
@@ -87,7 +86,9 @@ class NativeEngine:
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""
         path, shapes = self._choose()
-        decoder = LeanDecoder.bind(self.model, reach) if path == "lean" else ModulesDecoder(self.model, shapes)
+        if path == "modules":
+            return modules_decoder(self.model, shapes)
+        decoder = LeanDecoder.bind(self.model, reach)
         assert decoder is not None, "the structure has just been checked"
         return decoder
 
@@ -111,7 +112,7 @@ class NativeEngine:
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"
         if self.wanted == "lean":
             raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
-        modules = ModulesDecoder(self.model)
+        modules = modules_decoder(self.model)
         difference, tolerance = probe(self.model, modules, context)
         if difference > tolerance:
             raise EngineMismatch(
@@ -120,6 +121,13 @@ class NativeEngine:
                 "the native engine cannot sample from this architecture"
             )
         return "modules", modules.shapes
+
+
+def modules_decoder(model: Any, shapes: list[LayerShape] | None = None) -> Decoder:
+    """The path of any architecture, which few models need."""
+    from posttrain.engines.native.modules import ModulesDecoder
+
+    return ModulesDecoder(model, shapes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from posttrain.engines.base import Sampling, check_prompts, check_sampling
 from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
-from posttrain.models.load import context_length
+from posttrain.models.stated_sizes import context_length
 from posttrain.randomness import uniforms
 from posttrain.types import Finish
 

@@ -31,8 +31,8 @@ from posttrain.graders.math.reading import (
     undress,
 )
 from posttrain.graders.math.relations import Statement, is_name, resolve
-from posttrain.graders.math.units import canonical_unit
 from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, rational, same_value
+from posttrain.graders.units import canonical_unit
 
 _UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
 _PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from posttrain.graders.answers import Quantity, parse_quantity
 from posttrain.graders.math.notation import unify
-from posttrain.graders.math.units import is_known_unit, is_unit
+from posttrain.graders.units import is_known_unit, is_unit
 
 MAX_DEPTH = 30
 MAX_ITEMS = 64

@@ -15,7 +15,8 @@ from posttrain.interpret.activations.loading import load_layers, tokenizer_hash,
 from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, column, row_norms
 from posttrain.interpret.activations.sites import Extractor, read_site
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.models.load import LoadedModel, context_length
+from posttrain.models.load import LoadedModel
+from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection
 
 SHARD_BYTES = 1 << 28

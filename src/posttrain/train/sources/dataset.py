@@ -1,14 +1,9 @@
-"""Sources: what one optimizer step trains on, as a function of the step.
-
-A source owns no state that would have to be saved: rows and random numbers are functions of
-(seed, step). The source of rollouts (``rollout_source``) keeps the batch that it is in the middle of.
-"""
+"""The source of supervised training: rows of a task, in an order that is a function of (seed, epoch)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +13,18 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
+from posttrain.train.sources import Draw
 from posttrain.train.streams import Annotator
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Sample, collate
 
 REFERENCE_CHUNK = 256
-
-
-@dataclass(slots=True)
-class Draw:
-    """What a source gives for one step.
-
-    ``batch`` is None where nothing is to be trained on. ``fresh``: the batch was made for this step
-    (and not kept from an earlier one). ``rollouts`` are those to record, ``metrics`` facts about them,
-    ``timing`` seconds by phase.
-    """
-
-    batch: Batch | None
-    fresh: bool = True
-    rollouts: list[Rollout] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
 
 
 class SupervisedSource:
@@ -70,11 +50,6 @@ class SupervisedSource:
         assert recipe.data is not None
         self.seed, self.batch, self.shape, self.annotate = recipe.train.seed, recipe.data.batch, shape, annotate
         self.train_all = recipe.data.train_on == "all"
-        if self.train_all and shape != "demonstration":
-            raise RecipeError(
-                f"data.train_on: 'all' is for demonstrations; objective {recipe.objective.name!r} judges answers, so "
-                "leave it out"
-            )
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.units: list[tuple[Row, ...]] = []

@@ -7,9 +7,10 @@ data say, reference log-probabilities included, is then computed once.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,19 @@ from posttrain.algorithms.selection import Units, choose_units
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Grader, collect, encode_prompts
 from posttrain.errors import UsageError
+from posttrain.graders.grading import FAILURES
 from posttrain.randomness import draw_indices, permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit
-from posttrain.train.feedback import Feedback
-from posttrain.train.rollout_metrics import describe_rollouts
-from posttrain.train.sources.dataset import Draw
+from posttrain.train.sources import Draw
 from posttrain.train.streams import Annotator
 from posttrain.types import Batch, Rollout, Sample, collate
+
+if TYPE_CHECKING:
+    from posttrain.train.feedback import Feedback
 
 
 class RolloutSource:
@@ -58,10 +61,6 @@ class RolloutSource:
         self.options, self.seed = recipe.rollout, recipe.train.seed
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
-        if self.options.prompts % self.minibatches:
-            raise UsageError(
-                f"train.minibatches={self.minibatches} does not divide rollout.prompts={self.options.prompts}"
-            )
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.annotate, self.feedback = credit, annotate, feedback
@@ -277,6 +276,36 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Tensor |
     for group, row in zip(groups, advantages.tolist(), strict=True):
         for rollout, value in zip(group, row, strict=True):
             rollout.advantage = value
+
+
+def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> dict[str, float]:
+    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
+
+    ``num_tokens_right`` and ``num_tokens_wrong`` are mean lengths of correct and other answers,
+    absent when there are none. ``grading_failures``: the share whose grading had to be stopped, if there are any.
+    """
+    rollouts = [r for group in groups for r in group]
+    lengths = [len(r.completion.ids) for r in rollouts]
+    right = [len(r.completion.ids) for r in rollouts if r.parts["correct"] == 1.0]
+    wrong = [len(r.completion.ids) for r in rollouts if r.parts["correct"] != 1.0]
+    facts = {
+        "reward": statistics.fmean(r.reward for r in rollouts),
+        "accuracy": len(right) / len(rollouts),
+        "format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts),
+        "num_tokens": statistics.fmean(lengths),
+        "truncated": statistics.fmean(float(r.completion.finish == "length") for r in rollouts),
+        "uniform_groups": statistics.fmean(float(len({r.reward for r in g}) == 1) for g in groups),
+    }
+    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
+    facts |= {f"reward/{name}": statistics.fmean(r.parts[name] for r in rollouts) for name in names}
+    failures = sum(r.outcome in FAILURES for r in rollouts)
+    if failures:
+        facts["grading_failures"] = failures / len(rollouts)
+    if right:
+        facts["num_tokens_right"] = statistics.fmean(right)
+    if wrong:
+        facts["num_tokens_wrong"] = statistics.fmean(wrong)
+    return facts
 
 
 def _describe_choice(

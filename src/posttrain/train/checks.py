@@ -1,0 +1,195 @@
+"""What fits what: every rule about words and sections of a recipe that stand beside one another, in one table.
+
+A row is: when the rule is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
+Rules about one section alone stand with that section (``recipes/sections``), rules about a loaded model in ``build``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from posttrain import registry
+from posttrain.errors import RecipeError
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Word
+from posttrain.registry import Entry
+from posttrain.train.step import Level
+from posttrain.train.streams import TEACHER_STREAMS, needed_streams
+
+if TYPE_CHECKING:
+    from posttrain.render.rows import Shape
+
+OWN_TEACHER = "self"
+Row = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
+
+
+@dataclass(frozen=True)
+class Words:
+    """A resolved recipe with the entries of its words.
+
+    needs: the streams that the objective reads. level: what it gives one value for. unit: what is selected of the
+    rollouts, a row or a pair. per_token: advantages are per token.
+    """
+
+    recipe: Recipe
+    objective: Entry
+    needs: frozenset[str]
+    level: Level
+    aggregation: Entry
+    engine: Entry
+    advantage: Entry | None
+    selection: Entry | None
+    unit: str
+    per_token: bool
+
+    @property
+    def shape(self) -> Shape:
+        """What a unit of the data is for the objective."""
+        if "step_labels" in self.needs:
+            return "steps"
+        if self.level == "pair":
+            return "pair"
+        return "judged" if "labels" in self.needs else "demonstration"
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether a reward model is trained, which writes no answers."""
+        return bool(self.objective.traits.get("head") == "score")
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the model that is trained is its own teacher."""
+        return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
+
+
+def words_of(recipe: Recipe) -> Words:
+    """The words of a resolved recipe, which fit one another.
+
+    Raises:
+        RecipeError: they do not; the first broken rule speaks.
+    """
+    objective = registry.find("objective", recipe.objective.name, "objective")
+    assert recipe.aggregate is not None, "resolved"
+    rollout, advantage, selection = recipe.rollout, None, None
+    engine = rollout.engine if rollout is not None else Word(name="native")  # a supervised recipe's evaluation samples
+    if recipe.advantage is not None:
+        advantage = registry.find("advantage", recipe.advantage.name, "advantage")
+    if rollout is not None and rollout.select is not None:
+        selection = registry.find("selection", rollout.select.name, "rollout.select")
+    kl = recipe.regularize.kl if recipe.regularize is not None else 0.0
+    words = Words(
+        recipe=recipe,
+        objective=objective,
+        needs=needed_streams(objective, recipe.objective.options, rollout is not None, kl),
+        level=objective.traits.get("level", "token"),
+        aggregation=registry.find("aggregation", recipe.aggregate.name, "aggregate"),
+        engine=registry.find("engine", engine.name, "rollout.engine"),
+        advantage=advantage,
+        selection=selection,
+        unit="row" if selection is None else selection.traits.get("level", "row"),
+        per_token=advantage is not None and advantage.traits.get("level") == "token",
+    )
+    for broken, key, says in chain(_of_objective(words), _of_rollouts(words), _of_advantages(words), _of_groups(words)):
+        if broken:
+            raise RecipeError(f"{key}{says}")
+    return words
+
+
+def _of_objective(w: Words) -> Iterator[Row]:
+    r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
+    weighs = "token" if w.level == "token" else "unit"
+    weighed = w.aggregation.traits.get("level", weighs)
+    one = f"but {objective} gives one value per {w.level}"
+    yield weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"
+    blind = "advantages" not in needs
+    yield r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"
+    penalty = f": {objective} reads no advantages, so it would see no penalty"
+    yield r.kl_in_reward and blind, "kl_in_reward", penalty
+    yield r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"
+    headless = w.objective.traits.get("head") is None
+    yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
+    drift = f": {objective} trains no policy that could drift; leave it out"
+    yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    taught = bool(needs & TEACHER_STREAMS)
+    yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
+    yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
+    yield w.teaches_itself and r.rollout is None, "teacher.name", samples
+    base = ": a new model (model.init) has no base on disk that an adapter could name"
+    yield r.model.adapter and r.model.init, "model.adapter", base
+    stands = ": a reward head always stands on the model that is trained; leave it out"
+    yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
+    judges = f": 'all' is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
+    yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
+
+
+def _of_rollouts(w: Words) -> Iterator[Row]:
+    elsewhere = (
+        f": {w.engine.name!r} samples with weights of its own, which no update reaches; "
+        "use native, and this one in `posttrain evaluate`"
+    )
+    yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere
+    if w.recipe.rollout is None or w.selection is None:
+        return
+    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    yield "step_labels" in w.needs, "objective", steps
+    wanted = "pairs of answers" if w.level == "pair" else "single answers"
+    units = f": {w.selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
+    yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
+
+
+def _of_advantages(w: Words) -> Iterator[Row]:
+    rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
+    if rollout is None or w.advantage is None:
+        return
+    name, traits = w.advantage.name, w.advantage.traits
+    smallest, batch = traits.get("min_group", 1), rollout.prompts * rollout.group
+    few = f"={rollout.group}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
+    yield rollout.group < smallest, "rollout.group", few
+    values = (
+        f": {name!r} needs values, which {objective} does not learn; "
+        "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+    )
+    yield "old_values" in traits.get("needs", ()) and "old_values" not in w.needs, "advantage", values
+    divides = f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; "
+    negative = divides + "use the objective's kl instead"
+    yield traits.get("wants_positive") and kl, "kl_in_reward", negative
+    returns = f": {objective} learns returns, and {name!r} gives none; use gae"
+    yield "returns" in w.needs and not w.per_token, "advantage", returns
+    if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0
+        from posttrain.algorithms.kl_control import MAX_ERROR
+
+        short = (
+            f"={kl.horizon} is too short for batches of {batch} completions: it must be more than "
+            f"{MAX_ERROR * batch:g}, and is usually many batches"
+        )
+        yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
+
+
+def _of_groups(w: Words) -> Iterator[Row]:
+    rollout = w.recipe.rollout
+    if rollout is None or rollout.select is None or w.selection is None:
+        return
+    every = ": advantages per token and kl_in_reward are computed over every completion; leave rollout.select out"
+    yield (w.per_token or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"), "rollout.select", every
+    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
+    both = (
+        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
+        "labelled as right; give both the same number"
+    )
+    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
+    yield differ, "rollout.select.threshold", both
+    alone = rollout.group < 2
+    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group"
+    uniform = ": a group of one completion is always uniform; give rollout.group"
+    yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
+    shown = (
+        f": objective {w.recipe.objective.name!r} learns from feedback, which only the model itself is shown; "
+        f"set teacher.name to {OWN_TEACHER}"
+    )
+    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
+    parts = w.recipe.train.minibatches
+    yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"

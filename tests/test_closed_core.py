@@ -1,0 +1,92 @@
+"""A run imports what its recipe names, and nothing of the laboratory around the core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_MODULES = 110
+LABORATORY = ("interpret", "sweeps", "reports")
+# Of the rooms of words, what `tiny/grpo` names, and what these modules share.
+NAMED = {
+    "algorithms.advantages",
+    "algorithms.aggregation",
+    "algorithms.objectives.policy_gradient",
+    "algorithms.objectives.primitives",
+    "algorithms.objectives.surrogate",
+    "algorithms.selection",
+    "graders.answers",
+    "graders.blank",
+    "graders.grading",
+    "graders.numeric",
+    "graders.units",
+    "rewards.calling",
+    "rewards.correct",
+    "rewards.format",
+    "tasks.base",
+    "tasks.stories.families",
+    "tasks.stories.responses",
+    "tasks.stories.task",
+    "tasks.stories.text",
+}
+FOLDERS = {"algorithms", "algorithms.objectives", "graders", "rewards", "tasks", "tasks.stories"}
+
+# Ends the process when update number 2 begins, as the loop is imported by the command itself.
+PROGRAM = """
+import os
+import sys
+from importlib.machinery import PathFinder
+
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name != "posttrain.train.loop":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def and_watch(module):
+            execute(module)
+            update = module.Loop.update
+
+            def watched(loop):
+                if loop.step == 1:
+                    print(*sorted(n for n in sys.modules if n.partition(".")[0] == "posttrain"), flush=True)
+                    os._exit(0)
+                update(loop)
+
+            module.Loop.update = watched
+
+        spec.loader.exec_module = and_watch
+        return spec
+
+
+sys.meta_path.insert(0, Watch())
+from posttrain.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_training_imports_what_its_recipe_names(tmp_path: Path):
+    options = ["--eval.every", "0", "--rollout.prompts", "2", "--rollout.group", "2", "--rollout.max_tokens", "8"]
+    command = [sys.executable, "-c", PROGRAM, "train", "tiny/grpo", *options, "--runs-dir", str(tmp_path), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.split()
+    assert "posttrain.train.step" in modules
+    names = {name.removeprefix("posttrain.") for name in modules}
+    assert {name for name in names if name.partition(".")[0] in LABORATORY} == set()
+    words = {name for name in names if name.partition(".")[0] in ("algorithms", "graders", "rewards", "tasks")}
+    assert words - FOLDERS == NAMED
+    assert len(modules) <= MOST_MODULES, f"{len(modules)} modules: {', '.join(modules)}"
+
+
+def test_a_dry_run_loads_no_transformers():
+    code = (
+        "import sys\nfrom posttrain.cli import main\nmain(['train', 'tiny/grpo', '--dry-run'])\n"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
