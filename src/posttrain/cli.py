@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain import __version__
-from posttrain.commands.evaluate import options as evaluation_options
+from posttrain.commands.evaluate import command as evaluation_options
 from posttrain.commands.interpret import features_options
 from posttrain.commands.interpret import options as interpret_options
 from posttrain.commands.options import consent as consent_options

@@ -11,11 +11,11 @@ from posttrain.commands.chat.conversation import Controls, SpokenToken
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
 from posttrain.commands.chat.studio_html import draw_conversation, draw_curves, draw_reply, draw_table
 from posttrain.commands.chat.studio_records import TRAINING, Archive
-from posttrain.commands.generate import open_sampler
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Word, validate_recipe
 from posttrain.runs.launch import launch
+from posttrain.runs.models import find_source
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Message
 
@@ -50,7 +50,7 @@ def stage() -> Stage:
 
     def open_model(name: str):
         loaded.append(name)
-        return open_sampler(str(TINY), "runs", Word(name="r1_zero", preamble=""))
+        return open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
 
     def open_judge(name: str):
         raise UsageError(f"no judge {name}")

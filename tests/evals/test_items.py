@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up_items import make_item, make_sample
 
+from made_up_items import make_item, make_sample
 from posttrain.errors import DataError
 from posttrain.evals.items import Item, digest_of, item_of, read_items, sample_of, with_scores, write_items
 from posttrain.store.rollouts import RolloutStore

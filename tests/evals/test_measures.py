@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_up_items import make_item, make_items, make_sample
 
+from made_up_items import make_item, make_items, make_sample
 from posttrain.evals.items import Item
 from posttrain.evals.measures import break_down, default_ks, summarize
 from posttrain.evals.statistics import wilson_interval

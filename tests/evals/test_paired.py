@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_up_items import make_items
 
+from made_up_items import make_items
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item
 from posttrain.evals.paired import compare_items, pair_items, settings_apart, show_p

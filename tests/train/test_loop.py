@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 from transformers import AutoModelForCausalLM
 
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
-from posttrain.evals.generation import Evaluation, evaluate
+from posttrain.evals.generation import Evaluation, Questions, evaluate
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
@@ -174,15 +175,8 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
     assert sorted(evaluated) == [0, 2, 3]  # before the first, every second, and the last
     parts = prepare(recipe)
-    expected = evaluate(
-        parts.engine,
-        parts.tokenizer,
-        parts.grader,
-        parts.eval_tasks[0],
-        n=6,
-        sampling=parts.eval_sampling,
-        context_tokens=parts.context_tokens,
-    )
+    sampler = Sampler(parts.engine, parts.tokenizer, parts.grader, parts.context_tokens)
+    expected = evaluate(sampler, Questions(parts.eval_tasks[0], parts.eval_sampling, n=6))
     facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
     assert evaluated[0] == facts
     records = recorded(tmp_path)[1]
@@ -193,8 +187,8 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
 
 
 def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
-    def pretend(*_: Any, step: int, **__: Any) -> Evaluation:
-        return Evaluation("stories/validation", {"accuracy": accuracies[step], "seconds": 0.0}, [])
+    def pretend(_: Any, asked: Questions) -> Evaluation:
+        return Evaluation("stories/validation", {"accuracy": accuracies[asked.step], "seconds": 0.0}, [])
 
     monkeypatch.setattr(loop, "evaluate", pretend)
 

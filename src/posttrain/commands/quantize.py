@@ -17,16 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
 from posttrain.commands.console import Text, open_console
-from posttrain.commands.generate import (
-    ModelSource,
-    choose_task,
-    chosen_words,
-    complete_template,
-    find_source,
-    grader_for,
-    writes_answers,
-)
+from posttrain.commands.options.words import chosen_words
 from posttrain.engines.base import Sampling
+from posttrain.engines.models import ModelSource, complete_template, grader_for
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import (
@@ -43,12 +36,13 @@ from posttrain.recipes.recipe import AdapterSection, ModelSection, Word
 from posttrain.render import end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.quantization import compare_policies, compare_scorers, with_trunk
-from posttrain.reward_models.scoring import COMPANIONS, RewardModel, load_reward_model
+from posttrain.reward_models.scoring import COMPANIONS, RewardModel, open_reward_model
+from posttrain.runs.models import find_source
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place
 from posttrain.store.durable import aside_of, remove_asides, storage_errors
 from posttrain.store.links import refuse_links
 from posttrain.store.manifest import seal
-from posttrain.tasks.base import Task, build_task
+from posttrain.tasks.base import Task, build_task, choose_task
 
 REPORT = "quantization.json"
 
@@ -127,21 +121,15 @@ def _check_out(out: Path) -> None:
 
 def _load_original(source: ModelSource, path: str, arguments: argparse.Namespace) -> Original:
     """The model as it is, an adapter added to its base."""
-    changes: dict[str, Any] = {"name": path, "adapter": AdapterSection()}  # asks for a base with adapters added
-    if source.recipe is not None:
-        trained = source.recipe.model
-        changes |= {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    given = {"dtype": arguments.dtype, "device": arguments.device}
-    section = ModelSection(**(changes | {key: value for key, value in given.items() if value is not None}))
+    merged = {"name": path, "adapter": AdapterSection()}  # asks for a base with adapters added
+    section = source.section(arguments.dtype, arguments.device).model_copy(update=merged)
     loaded = load_model(section, seed=0)
     stored = quantized_bits(loaded.model)
     if stored is not None:
         raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
     scorer = None
-    if source.recipe is not None and source.run is not None and not writes_answers(source.recipe):
-        step = int(Path(path).resolve().name.rpartition("-")[2])
-        opened = load_reward_model(source.recipe, source.run / "checkpoints", label=source.label, step=step)
-        scorer = with_trunk(opened, loaded.model)
+    if source.is_scorer:
+        scorer = with_trunk(open_reward_model(source), loaded.model)
     return Original(source, path, loaded, section, scorer)
 
 

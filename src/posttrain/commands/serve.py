@@ -6,9 +6,8 @@ import argparse
 import shlex
 import sys
 
-from posttrain.commands.generate import find_source
 from posttrain.engines.vllm.command import ServerOptions, server_command
-from posttrain.recipes.recipe import ModelSection
+from posttrain.runs.models import find_source
 
 
 def run_serve_command(arguments: argparse.Namespace) -> int:
@@ -19,7 +18,7 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     """
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
-    section = source.recipe.model if source.recipe is not None else ModelSection()
+    section = source.section()
     options = ServerOptions(
         host=arguments.host,
         port=arguments.port,

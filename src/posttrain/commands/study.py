@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.evaluate.command import print_table
+from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe

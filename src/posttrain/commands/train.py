@@ -18,7 +18,6 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.commands.generate import writes_answers
     from posttrain.commands.summary import write_summary
     from posttrain.runs.launch import launch
 
@@ -38,7 +37,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     print(f"run:    {result.folder}")
     if not arguments.quiet:
         print(f"report: {report}")
-        if writes_answers(recipe):
+        if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
     return 0 if result.reason == "finished" else INTERRUPTED
 

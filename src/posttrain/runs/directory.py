@@ -24,8 +24,8 @@ from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import Recipe, is_place, validate_recipe
 from posttrain.registry import suggest
-from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.environment import describe_environment
 from posttrain.store.links import refuse_links
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.reading import read_json, read_yaml

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialize
 
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.evals.drift import measure_drift
-from posttrain.evals.generation import Evaluation, evaluate, task_label
+from posttrain.evals.generation import Evaluation, Questions, evaluate, task_label
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.randomness import derive_key
@@ -235,17 +236,12 @@ class Loop:
             return evaluate_objective(
                 held_out, task, parts.forward, parts.objective, parts.aggregate, self.recipe.train, level=parts.level
             )
-        return evaluate(
-            parts.engine,
-            parts.tokenizer,
-            parts.grader,
-            task,
-            n=self.recipe.eval.n,
-            sampling=parts.eval_sampling,
-            context_tokens=parts.context_tokens,
-            seed=self.recipe.train.seed,
-            step=self.step,
-        )
+        seed, n = self.recipe.train.seed, self.recipe.eval.n
+        return evaluate(self._sampler(), Questions(task, parts.eval_sampling, n, seed=seed, step=self.step))
+
+    def _sampler(self) -> Sampler:
+        parts = self.parts
+        return Sampler(parts.engine, parts.tokenizer, parts.grader, parts.context_tokens)
 
     def _add_drift(self, evaluation: Evaluation, task: Task) -> None:
         """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
@@ -253,17 +249,12 @@ class Loop:
             return
         assert self.parts.reference is not None, "the setup makes a reference for whoever needs one"
         started = time.perf_counter()
+        seed, n = self.recipe.train.seed, self.recipe.eval.drift_prompts
         drift = measure_drift(
-            self.parts.engine,
-            self.parts.tokenizer,
-            self.parts.grader,
-            task,
+            self._sampler(),
+            Questions(task, self.parts.drift_sampling, n, seed=seed),
             policy=self.parts.policy,
             start=self.parts.reference,
-            n=self.recipe.eval.drift_prompts,
-            sampling=self.parts.drift_sampling,
-            context_tokens=self.parts.context_tokens,
-            seed=self.recipe.train.seed,
             tokens_per_micro=self.recipe.train.tokens_per_micro,
         )
         evaluation.results.update(drift)

@@ -16,7 +16,8 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from posttrain.commands.console import open_console
-from posttrain.commands.generate import ModelSource, choose_task, chosen_words, complete_template, find_source
+from posttrain.commands.options.words import chosen_words
+from posttrain.engines.models import ModelSource, complete_template
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
 from posttrain.interpret.activations.loading import check_layers, read_config, tokenizer_hash
@@ -24,10 +25,10 @@ from posttrain.interpret.activations.pt_shards import export_pt, import_pt
 from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import context_length, load_tokenizer
-from posttrain.recipes.recipe import ModelSection
 from posttrain.render.template import build_template
 from posttrain.runs.directory import find_run
-from posttrain.tasks.base import build_task
+from posttrain.runs.models import find_source
+from posttrain.tasks.base import build_task, choose_task
 from posttrain.untrusted import guard_output
 
 MAX_CONTEXT_TOKENS = 8192
@@ -48,7 +49,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
     sources = [find_source(name, arguments.runs_dir) for name in (arguments.model, arguments.paired) if name]
     for source in sources:
         check_layers(source.path, sites)  # before texts are read
-    sections = [_section(source, arguments) for source in sources]
+    sections = [source.section(arguments.weights, arguments.device) for source in sources]
     documents = read_documents(arguments, sources[0])
     recorder = Recorder(
         sections,
@@ -97,16 +98,6 @@ def read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docume
     task = build_task(choose_task(words.get("task"), source.name, source.recipe), "--task")
     template = build_template(complete_template(words.get("template"), source) or source.template, "--template")
     return task_prompts(task, tokenizer, template, **limits)
-
-
-def _section(source: ModelSource, arguments: argparse.Namespace) -> ModelSection:
-    """How a model is loaded: as its run says, but for what is given here."""
-    kept: dict[str, Any] = {}
-    if source.recipe is not None:
-        trained = source.recipe.model
-        kept = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    given = {"dtype": arguments.weights, "device": arguments.device}
-    return ModelSection(name=source.path, **(kept | {key: value for key, value in given.items() if value is not None}))
 
 
 def _default_out(sources: list[ModelSource], documents: Documents) -> Path:

@@ -10,7 +10,6 @@ import torch
 from rich.progress import Progress
 
 from posttrain.commands.console import open_console
-from posttrain.commands.generate import find_source
 from posttrain.commands.interpret.steering import DictionaryPlace, find_dictionary
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.loading import tokenizer_hash
@@ -24,6 +23,7 @@ from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import ModelSection
 from posttrain.reports.interpret.features import write_page
+from posttrain.runs.models import find_source
 from posttrain.untrusted import guard_output
 
 ACTIVATIONS, PAGE = "activations", "features.html"

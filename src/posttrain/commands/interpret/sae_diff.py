@@ -161,13 +161,12 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
 
 def _setting(recipe: DiffRecipe, root: Path, allow_large: bool) -> tuple[Any, DiffRecipe]:
     """What is compared, with the task, template and site that the recipe leaves to the run filled in."""
-    from dataclasses import replace
-
-    from posttrain.commands.generate import choose_task, complete_template, find_source, grader_for, open_sampler
+    from posttrain.engines.models import complete_template, grader_for, open_model
     from posttrain.interpret.activations.loading import check_layers, read_config
     from posttrain.interpret.differences.causal import Subject
     from posttrain.interpret.differences.diff import Setting
-    from posttrain.tasks.base import build_task
+    from posttrain.runs.models import find_source
+    from posttrain.tasks.base import build_task, choose_task
 
     assert recipe.base.name is not None, "found or trained by now"
     assert recipe.post.name is not None, "found or trained by now"
@@ -187,21 +186,12 @@ def _setting(recipe: DiffRecipe, root: Path, allow_large: bool) -> tuple[Any, Di
     grader = grader_for(post, template)
 
     def open_subject(name: str) -> Subject:
-        sampler = replace(open_sampler(sources[name], root, template), grader=grader)
-        max_tokens = recipe.changes.max_tokens or post.max_tokens
-        return Subject(sampler.model, sampler.tokenizer, sampler.engine, grader, max_tokens, sampler.label)
+        model = open_model(sources[name], template)
+        own = (model.engine, model.tokenizer, grader, model.context_tokens, model.model)
+        return Subject(*own, recipe.changes.max_tokens or post.max_tokens, model.label)
 
-    sections = {name: _section(source) for name, source in sources.items()}
+    sections = {name: source.section() for name, source in sources.items()}
     return Setting(sections, open_subject, build_task(task_word, "task"), site, allow_large), recipe
-
-
-def _section(source: Any) -> ModelSection:
-    """How a model is loaded: as its run says."""
-    kept: dict[str, Any] = {}
-    if source.recipe is not None:
-        trained = source.recipe.model
-        kept = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    return ModelSection(name=source.path, **kept)
 
 
 def _claim(folder: Path, recipe: DiffRecipe) -> None:
