@@ -21,12 +21,10 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain import __version__
-from posttrain.commands.evaluate import command as evaluation_options
-from posttrain.commands.interpret import features_options
-from posttrain.commands.interpret import options as interpret_options
+from posttrain.commands import quantize, serve
+from posttrain.commands.evaluate import command as evaluation
+from posttrain.commands.interpret import activations, sae, steering
 from posttrain.commands.options import consent as consent_options
-from posttrain.commands.options import quantize as quantize_options
-from posttrain.commands.options import serve as serve_options
 from posttrain.commands.options import study as study_options
 from posttrain.commands.options.argument_types import (
     Parser,
@@ -63,19 +61,25 @@ BODIES = {
     "explain": ("posttrain.commands.recipes", "run_explain"),
     "data": ("posttrain.commands.data", "run_data"),
     "runs": ("posttrain.commands.runs.show", "run_runs"),
-    **interpret_options.BODIES,  # those of actions as "sae train"
+    "activations": ("posttrain.commands.interpret.activations", "run_activations"),
+    "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
+    "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
+    "sae diff": ("posttrain.commands.interpret.sae_diff", "run_sae_diff"),
 }
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
     "study": None,
-    "evaluate": evaluation_options.SECTIONS,
+    "evaluate": evaluation.SECTIONS,
     "generate": ("template",),
     "chat": ("template",),
-    "quantize": quantize_options.SECTIONS,
+    "quantize": quantize.SECTIONS,
     "data": ("task",),
-    **interpret_options.OVERRIDABLE,
+    "activations": activations.SECTIONS,
+    "sae train": None,
+    "sae features": (),
+    "sae diff": None,
 }
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -128,14 +132,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     study_options.add_options(
         add("study", "see what becomes of reward models when they are optimized", places, epilog=study_options.EPILOG)
     )
-    evaluation_options.add_options(
-        add("evaluate", "measure models on held-out tasks", places, epilog=evaluation_options.EPILOG)
-    )
+    evaluation.add_options(add("evaluate", "measure models on held-out tasks", places, epilog=evaluation.EPILOG))
     _add_generate_options(add("generate", "sample answers from a model or a run", places))
     _add_chat_options(add("chat", "talk to a model, or to several at once", places))
-    serve_options.add_options(add("serve-command", "print the line that starts a vLLM server", places))
-    quantize_options.add_options(
-        add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize_options.EPILOG)
+    serve.add_options(add("serve-command", "print the line that starts a vLLM server", places))
+    quantize.add_options(
+        add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize.EPILOG)
     )
     _add_studio_options(add("studio", "a page on this machine: talk to models, look into runs and rollouts", places))
     recipes = add("recipes", "list the recipes that ship, or show one")
@@ -148,7 +150,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         add("runs", "list, compare, tag, prune, delete, export and resume runs", places, epilog=records_options.EPILOG),
         common,
     )
-    actions = interpret_options.add_options(add, common, places)
+    activations.add_options(
+        add("activations", "record what layers of a model compute", places, epilog=activations.EPILOG)
+    )
+    actions = sae.add_options(
+        add("sae", "sparse autoencoders: train one, read its features, see what training changed"), common, places
+    )
     return parser, dict(commands.choices) | actions
 
 
@@ -207,7 +214,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling and of the story (default: 0)")
-    features_options.add_steering_options(parser)
+    steering.add_steering_options(parser)
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:

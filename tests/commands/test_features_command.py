@@ -13,8 +13,7 @@ import torch
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.interpret.features_options import read_changes
-from posttrain.commands.interpret.steering import read_steering
+from posttrain.commands.interpret.steering import read_changes, read_steering
 from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record

@@ -11,6 +11,7 @@ from posttrain.commands.chat.conversation import Controls, SpokenToken
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
 from posttrain.commands.chat.studio_html import draw_conversation, draw_curves, draw_reply, draw_table
 from posttrain.commands.chat.studio_records import TRAINING, Archive
+from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Word, validate_recipe
@@ -48,14 +49,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage() -> Stage:
     loaded: list[str] = []
 
-    def open_model(name: str):
+    def open_named(name: str):
         loaded.append(name)
         return open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
 
     def open_judge(name: str):
         raise UsageError(f"no judge {name}")
 
-    made = Stage(open_model, open_judge)
+    made = Stage(open_named, open_judge)
     made.loaded = loaded
     return made
 

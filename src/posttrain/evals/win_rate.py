@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.models import NATIVE, Device, Dtype, ModelSource, OpenedModel, complete_template, open_model
+from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.files import refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
-from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, measure, slug
+from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
 from posttrain.evals.statistics import Z_95, item_interval, standard_error
 from posttrain.models.forward.forward import Forward
@@ -182,31 +182,17 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 
 
 @dataclass(frozen=True)
-class ContestRequest:
-    """Two models, what they are asked, how their answers are drawn, and who judges.
+class ContestPlan:
+    """Two models whose words were checked: the task that was read, a template for each, the folder for the files.
 
-    Answers are drawn at temperature 1 unless another is asked for: a KL is between distributions. ``task``,
-    ``template``: None is that of A, or of the model that has one. ``judge``: the name of the reward model that says
-    who wins; None: the task's grader. ``out`` as in ``evals.plan.EvaluationRequest``.
+    ``judge``: the name of the reward model that says who wins; None: the task's grader.
     """
 
     a: ModelSource
     b: ModelSource
     drawing: Drawing
-    task: Word | None = None
-    template: Word | None = None
-    engine: Word = field(default_factory=lambda: NATIVE)
-    dtype: Dtype | None = None
-    device: Device | None = None
-    judge: str | None = None
-    out: Path | None = None
-
-
-@dataclass(frozen=True)
-class ContestPlan:
-    """A contest whose words were checked: the task that was read, a template for each, the folder for the files."""
-
-    asked: ContestRequest
+    asked: EvaluationRequest
+    judge: str | None
     task: Task
     task_word: Word
     templates: tuple[Word, Word]
@@ -215,11 +201,11 @@ class ContestPlan:
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides about the results."""
-        asked, drawing = self.asked, self.asked.drawing
+        drawing = self.drawing
         return {
-            "a": asked.a.name,
-            "b": asked.b.name,
-            "judge": asked.judge or "the task's grader",
+            "a": self.a.name,
+            "b": self.b.name,
+            "judge": self.judge or "the task's grader",
             "task": self.task_word.model_dump(),
             "templates": [word.model_dump() for word in self.templates],
             "n": drawing.n,
@@ -233,28 +219,33 @@ class ContestPlan:
         }
 
 
-def plan_contest(asked: ContestRequest) -> ContestPlan:
-    """Check what was asked for as far as that goes without loading a model.
+def plan_contest(asked: EvaluationRequest, judge: str | None = None) -> ContestPlan:
+    """Check what was asked of two models, A and B, as far as that goes without loading one.
+
+    A task that is not named is that of A; a template, the model's own, or that of the one that has one.
 
     Raises:
         UsageError: words, options or combinations that cannot be.
     """
-    a, b = asked.a, asked.b
+    for name, words in (("task", asked.tasks), ("template", asked.templates)):
+        if len(words) > 1:
+            raise UsageError(f"--{name}: one at a time with --against")
+    a, b = asked.models
     if a.label == b.label:
         a, b = (replace(source, label=f"{source.name} ({side})") for source, side in ((a, "A"), (b, "B")))
     for source in (a, b):
         source.refuse_scorer()
-    word = choose_task(asked.task, a.name, a.recipe)
-    longest = asked.drawing.max_tokens or max(a.max_tokens, b.max_tokens)
+    word = choose_task(next(iter(asked.tasks), None), a.name, a.recipe)
+    template = next(iter(asked.templates), None)
+    drawing = replace(asked.drawing, max_tokens=asked.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
     task = build_task(word, "--task")
     name = slug(f"against-{b.label}-{task_label(task)}")
     if a.run is None:
         name = slug(f"{a.label}-{name}")
     folder = asked.out or (a.run / "evaluation" if a.run else Path(EVALUATIONS)) / name
     refuse_other(folder)
-    templates = (_template_of(asked.template, a, b), _template_of(asked.template, b, a))
-    asked = replace(asked, a=a, b=b, drawing=replace(asked.drawing, max_tokens=longest, ks=()))
-    return ContestPlan(asked, task, word, templates, folder)
+    templates = (_template_of(template, a, b), _template_of(template, b, a))
+    return ContestPlan(a, b, drawing, asked, judge, task, word, templates, folder)
 
 
 def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Word:
@@ -275,10 +266,10 @@ def run_contest(
     """
     asked = plan.asked
     models, evaluations = [], []
-    for source, template in zip((asked.a, asked.b), plan.templates, strict=True):
+    for source, template in zip((plan.a, plan.b), plan.templates, strict=True):
         model = open_model(source, template, engine=asked.engine, dtype=asked.dtype, device=asked.device)
         models.append(model)
-        evaluations.append(measure(model, plan.task, asked.drawing, progress=progress))
+        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
     contests = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     notes = _missing(evaluations, contests)
     if judge is None:
@@ -290,9 +281,9 @@ def run_contest(
     for item, contest in zip(found.items, contests, strict=True):
         item["question"] = prompt_text(contest.a[0].example)
     _add_accuracies(found.results, evaluations)
-    reason = why_no_kl(models[0], models[1], asked.drawing, contests)
+    reason = why_no_kl(models[0], models[1], plan.drawing, contests)
     if reason is None:
-        add_kl(found, models, asked.drawing, contests)
+        add_kl(found, models, plan.drawing, contests)
     else:
         notes.append(f"no KL: {reason}")
     return found, notes
@@ -369,8 +360,8 @@ def write_contest(plan: ContestPlan, found: WinRate, notes: Sequence[str], page:
     """
     content = {
         "evaluation": task_label(plan.task),
-        "a": plan.asked.a.label,
-        "b": plan.asked.b.label,
+        "a": plan.a.label,
+        "b": plan.b.label,
         "results": found.results,
         "notes": list(notes),
         "settings": plan.settings,

@@ -14,7 +14,7 @@ from posttrain.evals.calibration import Bin
 from posttrain.evals.files import refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
-from posttrain.evals.plan import EVALUATIONS, slug, tell_apart
+from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.recipe import Word
 from posttrain.reward_models.pairs import evaluate_pairs
@@ -91,18 +91,6 @@ def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
 
 
 @dataclass(frozen=True)
-class ScoringRequest:
-    """Which reward models are measured, on what; ``tasks``, ``out`` as in ``evals.plan.EvaluationRequest``."""
-
-    models: Sequence[ModelSource]
-    n: int
-    tasks: Sequence[Word] = ()
-    dtype: str | None = None
-    device: str | None = None
-    out: Path | None = None
-
-
-@dataclass(frozen=True)
 class Scored:
     """A reward model measured on a task, the settings that decide about the results, the folder for its files."""
 
@@ -112,8 +100,8 @@ class Scored:
     folder: Path
 
 
-def run_scoring(asked: ScoringRequest) -> Iterator[Scored]:
-    """Score the answers of every task with every reward model, one model in memory at a time.
+def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
+    """Score the given answers of every task with every reward model, one model in memory at a time.
 
     Raises:
         UsageError: words or models that cannot be, before any model is loaded.
@@ -131,8 +119,8 @@ def run_scoring(asked: ScoringRequest) -> Iterator[Scored]:
         if opened is None or opened[0] != source:
             opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
         model = opened[1]
-        evaluation = evaluate_reward_model(model, task, n=asked.n)
-        yield Scored(model.label, evaluation, settings_of(source, model, word, task, asked.n), folder)
+        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        yield Scored(model.label, evaluation, settings_of(source, model, word, task, asked.drawing.n), folder)
 
 
 def settings_of(source: ModelSource, model: RewardModel, word: Word, task: Task, n: int) -> dict[str, Any]:

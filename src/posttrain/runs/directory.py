@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
+from posttrain.recipes.files import flatten
 from posttrain.recipes.recipe import Recipe, is_place, validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
@@ -331,17 +332,3 @@ def new_status(steps: int, before: RunStatus | None) -> RunStatus:
     if before is None:
         return RunStatus("running", 0, steps, **here)
     return replace(before, state="running", steps=steps, message=None, **here)
-
-
-def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
-    if isinstance(data, Mapping) and data:
-        items = [(str(key), value) for key, value in data.items()]
-    elif isinstance(data, list) and data:
-        items = [(str(index), value) for index, value in enumerate(data)]
-    else:
-        return {prefix: data}
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
-    return flat

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from posttrain.commands.console import Text, open_console, print_table
-from posttrain.commands.evaluate.command import SECTIONS
-from posttrain.commands.evaluate.models import drawing_of
+from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
-from posttrain.commands.options.words import words_of
 from posttrain.errors import UsageError
 from posttrain.evals.generation import task_label
-from posttrain.evals.win_rate import ContestRequest, Judge, plan_contest, run_contest, write_contest
+from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
 from posttrain.reports.win_rate import contest_table, write_contest_page
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
@@ -20,12 +17,18 @@ from posttrain.runs.models import find_source
 
 def run_against(arguments: argparse.Namespace) -> int:
     """Set two models against one another, print a table, write results and records."""
-    plan = plan_contest(contest_of(arguments))
+    for option in ("compare", "best_of", "k"):
+        if getattr(arguments, option):
+            raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
+    if len(arguments.models) != 1:
+        raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
+    # Answers are drawn, unless asked otherwise: a KL is between distributions.
+    plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), arguments.judge)
     judge = _open_judge(arguments)
     console = open_console()
     with choose_evaluation_progress(console, arguments.quiet) as progress:
         found, notes = run_contest(plan, judge, progress)
-    table = contest_table(task_label(plan.task), plan.asked.a.label, plan.asked.b.label, found.results)
+    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, found.results)
     write_contest(plan, found, notes, write_contest_page(table, notes, plan.settings, found.items))
     if not arguments.quiet:
         print_table(console, table)
@@ -33,35 +36,6 @@ def run_against(arguments: argparse.Namespace) -> int:
             console.print(Text(note, style="dim"), soft_wrap=True)
         console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
     return 0
-
-
-def contest_of(arguments: argparse.Namespace) -> ContestRequest:
-    """What the command line asks for.
-
-    Raises:
-        UsageError: options that say nothing here, or words that cannot be.
-    """
-    for option in ("compare", "best_of", "k"):
-        if getattr(arguments, option):
-            raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
-    if len(arguments.models) != 1:
-        raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
-    words = words_of(arguments, SECTIONS)
-    for name in ("task", "template"):
-        if len(words[name]) > 1:
-            raise UsageError(f"--{name}: one at a time with --against")
-    return ContestRequest(
-        a=find_source(arguments.models[0], arguments.runs_dir),
-        b=find_source(arguments.against, arguments.runs_dir),
-        drawing=drawing_of(arguments, 1.0 if arguments.temperature is None else arguments.temperature),
-        task=next(iter(words["task"]), None),
-        template=next(iter(words["template"]), None),
-        engine=words["engine"][0],
-        dtype=arguments.dtype,
-        device=arguments.device,
-        judge=arguments.judge,
-        out=Path(arguments.out) if arguments.out else None,
-    )
 
 
 def _open_judge(arguments: argparse.Namespace) -> Judge | None:

@@ -19,7 +19,6 @@ from posttrain.evals.items import Item
 from posttrain.evals.paired import COMPARISON, Paired, compare_finished, show_p, write_comparison
 from posttrain.evals.plan import (
     EVALUATIONS,
-    Drawing,
     EvaluationRequest,
     Pages,
     Plan,
@@ -37,6 +36,7 @@ from posttrain.runs.models import find_source
 from posttrain.untrusted import harmless
 
 MAX_QUESTION_CHARS = 200
+DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 TABLE_WORDS = {
     "both": "both right",
     "only_a": "only A right",
@@ -57,16 +57,21 @@ def run_models(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """What the command line asks for.
+def request_of(
+    arguments: argparse.Namespace, others: Sequence[str] = (), temperature: float | None = None
+) -> EvaluationRequest:
+    """What the command line asks for; ``others``: models besides those named first. ``temperature`` by default.
 
     Raises:
         UsageError: words or options that cannot be.
     """
     words = words_of(arguments, SECTIONS)
+    options = {name: getattr(arguments, name) for name in DRAWING}
+    if options["temperature"] is None:
+        options["temperature"] = temperature
     return EvaluationRequest(
-        models=[find_source(name, arguments.runs_dir) for name in dict.fromkeys(arguments.models)],
-        drawing=drawing_of(arguments, arguments.temperature),
+        models=[find_source(name, arguments.runs_dir) for name in (*dict.fromkeys(arguments.models), *others)],
+        drawing=choose_drawing(**options),
         tasks=words["task"],
         templates=words["template"],
         engine=words["engine"][0],
@@ -75,21 +80,6 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
         best_of=find_source(arguments.best_of, arguments.runs_dir) if arguments.best_of is not None else None,
         out=Path(arguments.out) if arguments.out else None,
         alike=arguments.compare,
-    )
-
-
-def drawing_of(arguments: argparse.Namespace, temperature: float | None) -> Drawing:
-    """How answers are drawn, as the command line says (see ``choose_drawing``)."""
-    return choose_drawing(
-        n=arguments.n,
-        samples=arguments.samples,
-        k=arguments.k,
-        temperature=temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        max_tokens=arguments.max_tokens,
-        seed=arguments.seed,
-        batch=arguments.batch,
     )
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from posttrain.commands.console import Text, open_console, print_table
-from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
-from posttrain.commands.options.words import words_of
+from posttrain.commands.evaluate.command import DEFAULT_BATCH
+from posttrain.commands.evaluate.models import request_of
 from posttrain.errors import UsageError
 from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, ways_table, write_score_page
-from posttrain.reward_models.evaluation import Scored, ScoringRequest, run_scoring, write_scores
-from posttrain.runs.models import find_source
+from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
 
 PICTURE = "calibration.png"
 
@@ -23,16 +21,8 @@ PICTURE = "calibration.png"
 def run_scores(arguments: argparse.Namespace) -> int:
     """Score the answers of every task with every reward model; print tables, write results, records and pages."""
     _refuse_sampling(arguments)
-    asked = ScoringRequest(
-        models=[find_source(name, arguments.runs_dir) for name in dict.fromkeys(arguments.models)],
-        n=arguments.n,
-        tasks=words_of(arguments, SECTIONS)["task"],
-        dtype=arguments.dtype,
-        device=arguments.device,
-        out=Path(arguments.out) if arguments.out else None,
-    )
     done = []
-    for scored in run_scoring(asked):
+    for scored in run_scoring(request_of(arguments)):
         write_scores(scored, write_page)
         done.append(scored)
     if not arguments.quiet:
