@@ -155,13 +155,8 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
 def _measure(console: Console, model: OpenedModel, task: Task, plan: Plan, label: str, description: str) -> Measured:
     max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
     evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
-    settings = {
-        "model": model.label,
-        "label": label,
-        "split": task.split,
-        "temperature": 0.0,
-        "max_tokens": max_tokens,
-    }
+    about = {"model": model.label, "label": label, "split": task.split}
+    settings = about | {"temperature": 0.0, "max_tokens": max_tokens}
     if model.source.run is not None:
         folder = model.source.run / "evaluation" / f"{task.name}-{task.split}"
         write_evaluation(folder, evaluation, settings, write_page)

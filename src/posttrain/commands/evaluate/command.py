@@ -99,14 +99,14 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Measure models, test a difference, set two against one another, or measure reward models."""
-    from posttrain.commands.evaluate import against, models, scores
+    from posttrain.commands.evaluate import models, scores
     from posttrain.errors import UsageError
     from posttrain.runs.models import find_source
 
     if arguments.judge is not None and arguments.against is None:
         raise UsageError("--judge: it judges between two models; name the other one with --against MODEL")
     if arguments.against is not None:
-        return against.run_against(arguments)
+        return models.run_against(arguments)
     scorers = [name for name in arguments.models if find_source(name, arguments.runs_dir).is_scorer]
     if not scorers:
         return models.run_comparison(arguments) if arguments.compare else models.run_models(arguments)
