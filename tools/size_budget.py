@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50880
+MAX_PACKAGE_LINES = 50870
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 1990,
-    "recipes": 810,
+    "ground": 2000,
+    "recipes": 910,
     "algorithms": 1870,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
-    "tasks": 4700,
-    "store": 2060,
+    "tasks": 4730,
+    "store": 2140,
     "models": 2140,
-    "engines": 2830,
-    "evals": 1880,
-    "reward_models": 1140,
-    "train": 2750,
-    "interpret": 6640,
-    "runs": 2510,
+    "engines": 3010,
+    "evals": 2830,
+    "reward_models": 1450,
+    "train": 2740,
+    "interpret": 6790,
+    "runs": 2520,
     "sweeps": 2810,
     "reports": 3240,
-    "commands": 7810,
+    "commands": 6000,
 }
 
 
