@@ -136,9 +136,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     _add_generate_options(add("generate", "sample answers from a model or a run", places))
     _add_chat_options(add("chat", "talk to a model, or to several at once", places))
     serve.add_options(add("serve-command", "print the line that starts a vLLM server", places))
-    quantize.add_options(
-        add("quantize", "store a model in 8 or 4 bits, and say what that costs", places, epilog=quantize.EPILOG)
-    )
+    quantize.add_options(add("quantize", "store a model in 8 or 4 bits, and say what that costs", places))
     _add_studio_options(add("studio", "a page on this machine: talk to models, look into runs and rollouts", places))
     recipes = add("recipes", "list the recipes that ship, or show one")
     recipes.add_argument("action", nargs="?", choices=("list", "show"), default="list")
@@ -150,9 +148,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         add("runs", "list, compare, tag, prune, delete, export and resume runs", places, epilog=records_options.EPILOG),
         common,
     )
-    activations.add_options(
-        add("activations", "record what layers of a model compute", places, epilog=activations.EPILOG)
-    )
+    activations.add_options(add("activations", "record what layers of a model compute", places))
     actions = sae.add_options(
         add("sae", "sparse autoencoders: train one, read its features, see what training changed"), common, places
     )

@@ -22,6 +22,7 @@ the folder that it writes is a model like any other:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is quantized, to what, and by how much of a task the loss is measured."""
+    parser.epilog = EPILOG
     parser.usage = "posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]"
     parser.add_argument(
         "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"

@@ -226,7 +226,7 @@ class RunDirectory:
 
         Args:
             stored: plain data to compare with; by default what the run's ``recipe.yaml`` says.
-            places: the keys of place (``recipe.PLACE_KEYS``), which may change at any time, instead of all others.
+            places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
         """
         stored = dict(stored) if stored is not None else self.read_recipe()
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no

@@ -44,6 +44,7 @@ the same command goes on where it was interrupted; .pt files of others are writt
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which model, what of it, over which texts, and where to."""
+    parser.epilog = EPILOG
     parser.usage = "posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]"
     parser.add_argument(
         "model",
