@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from posttrain.cli import main
-from posttrain.recipes.document import decisive, fingerprint_of
-from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.recipe import decisive, fingerprint_of, load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.manifest import seal
 from posttrain.store.metrics import MetricsLog

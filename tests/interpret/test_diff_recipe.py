@@ -54,7 +54,7 @@ def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
         (
             "changes.sedes",
             "3",
-            r"command line: changes.sedes: section 'changes' has no key 'sedes'. Did you mean 'seeds'\? Known keys: ",
+            r"command line: changes.sedes: there is no such key. Did you mean 'seeds'\? Known keys: ",
         ),
         ("changes.by", "me", "changes.by: Input should be 'post', 'base' or 'both'; got 'me'"),
         ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),

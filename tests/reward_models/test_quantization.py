@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
-from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.errors import UsageError
-from posttrain.evals.generation import Questions, held_out_indices
+from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.models.sources import TINY
-from posttrain.render import encode_prompt
+from posttrain.render import encode_prompt, stop_ids
 from posttrain.reward_models import quantization
 from posttrain.reward_models.quantization import compare_policies, compare_scorers, with_trunk
 from posttrain.reward_models.scoring import RewardModel
@@ -69,9 +68,17 @@ def compare(tokenizer: Any, template: Any, before: Any, after: Any, n: int = 12,
             answers.extend((p, g[0].ids) for p, g in zip(prompts, groups, strict=True))
             return groups
 
-    sampler = Sampler(Recorder(), tokenizer, build_grader([], template), 200)  # type: ignore[arg-type]
-    asked = Questions(sums(40), sampler.sampling(max_tokens, 1.0), n)
-    found = compare_policies(sampler, asked, before=Forward(before), after=Forward(after))
+    found = compare_policies(
+        Recorder(),  # type: ignore[arg-type]
+        tokenizer,
+        template,
+        sums(40),
+        before=Forward(before),
+        after=Forward(after),
+        n=n,
+        sampling=Sampling(max_tokens=max_tokens, stop_ids=stop_ids(tokenizer, template)),
+        context_tokens=200,
+    )
     return found, answers
 
 
@@ -151,10 +158,15 @@ def test_the_interval_of_a_ratio_by_hand() -> None:
 def test_prompts_that_do_not_fit(tokenizer, template) -> None:
     with pytest.raises(UsageError, match="none of 2 prompts fits into 10 tokens"):
         compare_policies(
-            Sampler(None, tokenizer, build_grader([], template), 10),  # type: ignore[arg-type]
-            Questions(sums(2), Sampling(4), 2),
+            None,  # type: ignore[arg-type]
+            tokenizer,
+            template,
+            sums(2),
             before=None,  # type: ignore[arg-type]
             after=None,  # type: ignore[arg-type]
+            n=2,
+            sampling=Sampling(4),
+            context_tokens=10,
         )
 
 

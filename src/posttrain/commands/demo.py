@@ -20,22 +20,21 @@ from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.commands.summary import chapter_of, last_start, write_summary
+from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import INTERRUPTED
 from posttrain.evals.files import write_evaluation
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.plan import Drawing, measure
 from posttrain.evals.tables import Row, results_table
-from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.render.template import build_template
+from posttrain.recipes.recipe import Recipe, Word, load_recipe
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.run import Answer, Report, Stage, Transcript, write_report
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.models import find_source
 from posttrain.store.durable import replace_file
-from posttrain.tasks.base import Task, build_task, choose_task
+from posttrain.tasks.base import Task, build_task
 
 NUM_HELD_OUT = 500
 NUM_TRANSCRIPTS = 6
@@ -69,7 +68,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     console = open_console()
     root = Path(arguments.runs_dir)
     plan = make_plan(root, arguments.seed)
-    task = build_task(choose_task(None, "", plan.grpo_recipe))  # the test split of the task that GRPO trains on
+    task = held_out_stories(plan.grpo_recipe)
     _say(console, "1. The base model", BASE_TEXT)
     base = open_model(find_source(plan.sft_recipe.model.name, root), plan.grpo_recipe.prompt.template)
     stages = [_measure(console, base, task, plan, BASE_LABEL, "has read stories and sums; was never asked anything")]
@@ -142,6 +141,12 @@ def _can_continue(plan: Plan) -> bool:
     return plan.sft.exists() and (status is None or status.state != "finished")
 
 
+def held_out_stories(recipe: Recipe) -> Task:
+    """The test split of the task that GRPO trains on."""
+    word = recipe.task
+    return build_task(Word(name=word.name, **(word.options | {"split": "test"})))
+
+
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     is_there = (folder / "recipe.yaml").is_file()
     with choose_progress(folder.name, quiet) as progress:
@@ -170,7 +175,7 @@ def _measure(console: Console, model: OpenedModel, task: Task, plan: Plan, label
 
 def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]:
     """The first held-out problems, answered by every model; nothing is picked."""
-    extract = build_template(recipe.prompt.template).extract
+    extract = template_of(recipe).extract
     by_id = [{r.example.id: r for r in stage.evaluation.rollouts} for stage in stages]
     shared = [key for key in by_id[-1] if all(key in rollouts for rollouts in by_id)]
     transcripts = []

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.files import interpretation_names
-from posttrain.recipes.recipe import Recipe, Word, load_recipe
-from posttrain.recipes.sections import Section
+from posttrain.recipes.recipe import Recipe, Section, Word, load_recipe
 from posttrain.registry import HOMES, Entry, entries
 from posttrain.sweeps.compare import training_recipe_names
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain import registry
 from posttrain.commands.progress import show_duration
 from posttrain.recipes.recipe import Recipe
-from posttrain.render.template import build_template
 from posttrain.reports.charts.curves import draw_curves
 from posttrain.reports.charts.panels import choose_panels
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, write_report
@@ -136,7 +136,7 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
         return []
     task, first, last = points[0].name, points[0].step, max(p.step for p in points if p.name == points[0].name)
     store = RolloutStore(folder / "rollouts.db", read_only=True)
-    extract = build_template(recipe.prompt.template).extract
+    extract = template_of(recipe).extract
     columns: list[tuple[str, Mapping[str, RecordedRollout]]] = []
     for step in dict.fromkeys((first, last)):
         label = "before training" if step == 0 else f"after {step} steps"
@@ -148,6 +148,12 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
         question = columns[0][1][key]
         transcripts.append(Transcript(question.prompt, question.answer, answers))
     return transcripts
+
+
+def template_of(recipe: Recipe) -> Any:
+    """The prompt template of a recipe."""
+    word = recipe.prompt.template
+    return registry.find("template", word.name, "prompt.template").bind(word.options, "prompt.template")()
 
 
 def answer_of(label: str, row: RecordedRollout, extract: Any) -> Answer:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from posttrain import registry
 from posttrain.engines.models import (
@@ -234,12 +234,6 @@ def make_plan(asked: EvaluationRequest) -> Plan:
 
 class EvaluationProgress:
     """Told how an evaluation goes on; this one keeps it to itself. One cell after the other is begun and observed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Put everything away."""
 
     def begin(self, title: str, num_known: int = 0) -> None:
         """A cell begins; ``num_known`` of its items were answered before it was interrupted."""

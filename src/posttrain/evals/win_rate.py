@@ -32,8 +32,6 @@ from posttrain.types import Rollout
 SIMILAR_LENGTH = 0.1
 
 TOKENS_PER_MICRO = 1 << 14
-# What of a drawing decides about a contest.
-DRAWN = ("n", "samples", "temperature", "top_k", "top_p", "max_tokens", "seed")
 
 Judge = Callable[[Sequence[Rollout]], Sequence[float | None]]
 
@@ -203,13 +201,20 @@ class ContestPlan:
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides about the results."""
+        drawing = self.drawing
         return {
             "a": self.a.name,
             "b": self.b.name,
             "judge": self.judge or "the task's grader",
             "task": self.task_word.model_dump(),
             "templates": [word.model_dump() for word in self.templates],
-            **{name: getattr(self.drawing, name) for name in DRAWN},
+            "n": drawing.n,
+            "samples": drawing.samples,
+            "temperature": drawing.temperature,
+            "top_k": drawing.top_k,
+            "top_p": drawing.top_p,
+            "max_tokens": drawing.max_tokens,
+            "seed": drawing.seed,
             "dropped": self.task.dropped,
         }
 

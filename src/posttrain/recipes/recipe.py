@@ -8,16 +8,17 @@ Unknown keys are refused with a suggestion and the line in the file. No torch is
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain import registry
 from posttrain.consent import declare_code, is_declared, refuse_remote_code, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
-from posttrain.recipes.document import Document, complete_word, known_keys, line_finder
 from posttrain.recipes.files import apply_override, extend, merge, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.sections import (
     AdapterSection,
@@ -30,6 +31,7 @@ from posttrain.recipes.sections import (
     PromptSection,
     RewardWord,
     RolloutSection,
+    Section,
     TeacherSection,
     TokenizerSection,
     TrainSection,
@@ -37,6 +39,7 @@ from posttrain.recipes.sections import (
     Words,
     as_list,
 )
+from posttrain.strict_yaml import write_yaml
 
 __all__ = [
     "AdapterSection",
@@ -74,8 +77,22 @@ WORD_KINDS = {
     "optimizer": "optimizer",
 }
 
+# Where a run works, who watches it and what it is called: no part of the fingerprint, and free to change when it is
+# resumed (the change is written into its log). Everything else decides what comes out.
+PLACE_KEYS = (
+    "description",
+    "track",
+    "model.device",
+    "train.device",
+    "activations.model.device",
+    "rollout.engine.url",
+    "rollout.engine.served_name",
+    "rollout.engine.timeout_seconds",
+    "rollout.engine.retries",
+)
 
-class Recipe(Document):
+
+class Recipe(Section):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
     ``track``: where the metrics are shown besides ``metrics.jsonl``.
@@ -176,6 +193,60 @@ class Recipe(Document):
         traits = registry.traits_of("objective", self.objective.name)
         return self.head is not None and self.data is not None if traits is None else traits.get("head") == "score"
 
+    def dump(self) -> dict[str, Any]:
+        """Plain data, without keys that are None by default; a None that was asked for stays."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
+    def to_yaml(self) -> str:
+        return write_yaml(self.dump())
+
+    def fingerprint(self) -> str:
+        """``fingerprint_of`` the resolved recipe; two runs with it are the same experiment."""
+        return fingerprint_of(self.dump())
+
+
+def fingerprint_of(dump: Mapping[str, Any]) -> str:
+    """SHA-256 (16 hex digits) of what decides the result in a resolved recipe's plain data."""
+    return hashlib.sha256(json.dumps(decisive(dump), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(dump: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A recipe's plain data without the ``PLACE_KEYS``."""
+    kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
+    return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
+
+
+def is_place(key: str) -> bool:
+    """Whether a dotted key is one of ``PLACE_KEYS``, or lies below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
+
+
+def complete_word(word: Any, kind: str, where: str) -> Any:
+    """A word with all of its options, which are checked."""
+    entry = registry.find(kind, word.name, where)
+    options = entry.options(word.options, where)
+    fields = entry.options_model().model_fields
+    options = {k: v for k, v in options.items() if v is not None or fields[k].default is not None}
+    fixed = {name: getattr(word, name) for name in type(word).model_fields}
+    return type(word)(**fixed, **json.loads(json.dumps(options)))
+
+
+def _plain(value: Any) -> Any:
+    """A section, word or value as plain data; see ``Recipe.dump``."""
+    if isinstance(value, Word):
+        return value.model_dump(mode="json")  # its options were sorted out when it was resolved
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        shown = {name: getattr(value, name) for name in fields}
+        return {k: _plain(v) for k, v in shown.items() if v is not None or fields[k].default is not None}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
 
 def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
     """The recipe that a run has stored, to look things up in: it allows no code, neither its own nor a model's.
@@ -231,7 +302,17 @@ def validate_recipe(
     if is_own:
         declare_code(data)
     places = dict(inherited or {}) | {key: f"{place}:{line}" for key, line in (lines or {}).items()}
-    line_of = line_finder(place, places, overridden)
+
+    def line_of(key: str) -> str:
+        if key in overridden:
+            return "command line: "
+        probe = key
+        while probe:
+            if probe in places:
+                return f"{places[probe]}: "
+            probe = probe.rpartition(".")[0]
+        return f"{place}: "
+
     refuse_remote_code(data, overridden, line_of)
     try:
         return Recipe.model_validate(data)
@@ -240,7 +321,7 @@ def validate_recipe(
         for item in error.errors():
             path = [str(part) for part in item["loc"]]
             single = ValidationError.from_exception_data("recipe", [_as_init_error(item)])
-            known = known_keys(Recipe, path[:-1])
+            known = _known_keys(path[:-1])
             if len(path) == 1 and path != ["extends"]:
                 known.append("extends")  # a file's key, gone by the time that a recipe is checked
             label = f"section {'.'.join(path[:-1])!r}" if path[:-1] else "a recipe"
@@ -253,3 +334,14 @@ def _as_init_error(item: Any) -> Any:
         return {"type": item["type"], "loc": item["loc"], "input": item["input"]}
     message = item["msg"].removeprefix("Value error, ").replace("{", "(").replace("}", ")")
     return {"type": PydanticCustomError("invalid", message), "loc": item["loc"], "input": item["input"]}
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = Recipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return []
+        candidates = [field.annotation, *get_args(field.annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -17,11 +17,12 @@ from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
+from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.models import Device, Dtype, ModelSource, complete_template, grader_for
-from posttrain.engines.rollout import Sampler, encode_prompts
+from posttrain.engines.rollout import encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, kl_of_states
-from posttrain.evals.generation import Questions, held_out_indices
+from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import Z_95, paired_bootstrap
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -37,7 +38,7 @@ from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import AdapterSection, ModelSection, Word
-from posttrain.render import end_id
+from posttrain.render import Template, end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import COMPANIONS, RewardModel, open_reward_model
@@ -52,8 +53,20 @@ REPORT = "quantization.json"
 
 
 @torch.no_grad()
-def compare_policies(sampler: Sampler, asked: Questions, *, before: Forward, after: Forward) -> dict[str, float]:
-    """One answer that is sampled from ``before`` to each of the fixed prompts of a task, read by both models.
+def compare_policies(
+    engine: Engine,
+    tokenizer: Any,
+    template: Template,
+    task: Task,
+    *,
+    before: Forward,
+    after: Forward,
+    n: int,
+    sampling: Sampling,
+    context_tokens: int,
+    seed: int = 0,
+) -> dict[str, float]:
+    """One answer that ``engine`` samples from ``before`` to each of ``n`` fixed prompts of a task, read by both models.
 
     ``kl_per_token``: KL(before‖after) of the next token's distribution in nats, the mean over generated tokens;
     exact at each state (beyond 1,024 candidates the rest counts as one), so it has no noise but that of which
@@ -62,18 +75,17 @@ def compare_policies(sampler: Sampler, asked: Questions, *, before: Forward, aft
     ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
 
     Args:
-        sampler: of the model in ``before``, at the temperature of both.
+        engine: samples from the model in ``before``, at the temperature of both.
 
     Raises:
         UsageError: no prompt that fits into the model.
     """
-    task, limit = asked.task, sampler.context_tokens
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
-    kept, prompts, dropped = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    kept, prompts, dropped = encode_prompts(tokenizer, template, examples, context_tokens - 1)
     if not kept:
-        raise UsageError(f"task {task.name!r}: none of {len(examples)} prompts fits into {limit} tokens")
-    keys = [[derive_key(asked.seed, "quantization", index)] for index in kept]
-    answers = [group[0].ids for group in sampler.engine.generate(prompts, keys, asked.sampling)]
+        raise UsageError(f"task {task.name!r}: none of {len(examples)} prompts fits into {context_tokens} tokens")
+    keys = [[derive_key(seed, "quantization", index)] for index in kept]
+    answers = [group[0].ids for group in engine.generate(prompts, keys, sampling)]
     batch = collate(
         [
             Sample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), group=index, prefix=len(prompt))
@@ -308,11 +320,20 @@ def _measure(
     if original.scorer is not None:
         return compare_scorers(original.scorer, with_trunk(original.scorer, after.model), task, n=asked.n)
     source, before = original.source, original.loaded
-    engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
-    limit = context_length(before.model.config)
-    sampler = Sampler(engine, before.tokenizer, grader_for(source, template), limit)
-    questions = Questions(task, sampler.sampling(asked.max_tokens or source.max_tokens, 1.0), asked.n, seed=asked.seed)
-    return compare_policies(sampler, questions, before=Forward(before.model), after=Forward(after.model))
+    rendered = grader_for(source, template).template
+    stops = stop_ids(before.tokenizer, rendered)
+    return compare_policies(
+        registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
+        before.tokenizer,
+        rendered,
+        task,
+        before=Forward(before.model),
+        after=Forward(after.model),
+        n=asked.n,
+        sampling=Sampling(asked.max_tokens or source.max_tokens, stop_ids=stops),
+        context_tokens=context_length(before.model.config),
+        seed=asked.seed,
+    )
 
 
 def _bytes_on_disk(path: str) -> int | None:

@@ -22,9 +22,8 @@ from typing import Any, Literal, get_args
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
-from posttrain.recipes.document import is_place
 from posttrain.recipes.files import flatten
-from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.recipe import Recipe, is_place, validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.environment import describe_environment

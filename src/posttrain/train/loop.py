@@ -26,8 +26,7 @@ from posttrain.evals.generation import Evaluation, Questions, evaluate, task_lab
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import companion_tensors, restore_companions
 from posttrain.randomness import derive_key
-from posttrain.recipes.document import decisive
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.recipe import Recipe, decisive
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,6 +17,21 @@ from posttrain.untrusted import guard_output
 SECONDS_BETWEEN_LINES = 15.0
 
 
+class Shown(EvaluationProgress):
+    """The quiet view, and the base of the others: told how an evaluation goes on, and put away at its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Put everything away."""
+
+
 def describe(advance: Advance, seconds: float) -> str:
     """Share right so far and throughput, as far as there is something to tell."""
     parts = [f"{advance.num_right / advance.num_done:.1%} right"] if advance.num_done else []
@@ -24,7 +40,7 @@ def describe(advance: Advance, seconds: float) -> str:
     return " · ".join(parts)
 
 
-class PlainLines(EvaluationProgress):
+class PlainLines(Shown):
     """A line when a cell goes on from before, and one every few seconds of a long one: for log files and pipes."""
 
     def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
@@ -50,7 +66,7 @@ class PlainLines(EvaluationProgress):
         self.console.print(Text(line), soft_wrap=True)
 
 
-class LiveBar(EvaluationProgress):
+class LiveBar(Shown):
     """One bar, which starts again for each cell."""
 
     def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
@@ -80,12 +96,12 @@ class LiveBar(EvaluationProgress):
     def tell(self, line: str) -> None:
         self.progress.console.print(Text(line), soft_wrap=True)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.progress.stop()
 
 
-def choose_evaluation_progress(console: Console, quiet: bool) -> EvaluationProgress:
+def choose_evaluation_progress(console: Console, quiet: bool) -> Shown:
     """The view that fits: nothing when quiet, a bar on a terminal, plain lines elsewhere."""
     if quiet:
-        return EvaluationProgress()
+        return Shown()
     return LiveBar(console) if console.is_terminal else PlainLines(console)

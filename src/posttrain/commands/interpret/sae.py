@@ -74,8 +74,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    from posttrain.interpret.dictionaries.results import DICTIONARY
-    from posttrain.interpret.dictionaries.run import train_run
+    from posttrain.interpret.dictionaries.run import DICTIONARY, train_run
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
@@ -99,7 +98,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
 
 
 def _print_results(folder: Path) -> None:
-    from posttrain.interpret.dictionaries.results import RESULTS
+    from posttrain.interpret.dictionaries.run import RESULTS
 
     path = folder / RESULTS
     if not path.is_file():

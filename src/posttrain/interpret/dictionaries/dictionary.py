@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionaries.recipe import DictionaryWord
-from posttrain.interpret.dictionaries.training_rows import Rows
 from posttrain.interpret.dictionaries.words import keep_largest
 from posttrain.randomness import derive_key
 from posttrain.registry import find
@@ -168,9 +166,3 @@ def _prefixes(given: Sequence[int] | None, num_features: int) -> tuple[int, ...]
             f"matryoshka: {list(given or ())}: give rising numbers of features below that of all, {num_features}"
         )
     return tuple(sizes)
-
-
-def build_dictionary(word: DictionaryWord, rows: Rows, seed: int) -> Dictionary:
-    """The dictionary of a resolved word, with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
-    size, prefixes = word.num_features(rows.d), word.prefixes(rows.d) or None
-    return Dictionary(rows.d, size, rows.sources, word.name, word.options, prefixes, seed)

@@ -5,16 +5,21 @@ It is told from other recipes by its section ``dictionary``.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain import registry
-from posttrain.option_types import Seed, Tokens
-from posttrain.recipes.document import Document, complete_word, load_document
+from posttrain.consent import refuse_remote_code
+from posttrain.errors import RecipeError
+from posttrain.option_types import Seed, Tokens, shorten
+from posttrain.recipes.files import apply_override, extend, parse_yaml, recipe_text
+from posttrain.recipes.recipe import fingerprint_of
 from posttrain.recipes.sections import ModelSection, Section, Word, Words, as_list
+from posttrain.strict_yaml import write_yaml
 
 SECTION = "dictionary"
 
@@ -104,13 +109,6 @@ class DictionaryTrainSection(Section):
         """The learning rates depend on ``steps``, so these cannot change when a run is resumed."""
         return "warmup and decay"
 
-    def share_of_rate(self, step: int) -> float:
-        """The share of the learning rate at a step from 0 on: rising over ``warmup``, falling over ``decay``."""
-        rising, falling = self.warmup * self.steps, self.decay * self.steps
-        up = (step + 1) / rising if rising else 1.0
-        down = (self.steps - step) / falling if falling else 1.0
-        return max(0.0, min(1.0, up, down))
-
     def learning_rate(self, num_features: int) -> float:
         return self.lr if self.lr is not None else min(1e-3, 3e-4 * math.sqrt(2**14 / num_features))
 
@@ -127,7 +125,7 @@ class DictionaryEvalSection(Section):
     documents: int = Field(default=0, ge=0)
 
 
-class SaeRecipe(Document):
+class SaeRecipe(Section):
     """One dictionary. ``track``: where the metrics are shown besides ``metrics.jsonl``."""
 
     description: str = ""
@@ -144,20 +142,44 @@ class SaeRecipe(Document):
             UnknownWord, RecipeError: with the key that is wrong.
         """
         resolved = self.model_copy(deep=True)
-        resolved.dictionary = complete_word(resolved.dictionary, "dictionary", "dictionary")
+        resolved.dictionary = _resolve(resolved.dictionary, "dictionary", "dictionary")
         if resolved.train.auxk is None:
             entry = registry.find("dictionary", resolved.dictionary.name)
             resolved.train.auxk = 1 / 32 if entry.traits.get("needs_rank") else 0.0
         activations = resolved.activations
         if activations.task is not None:
-            activations.task = complete_word(activations.task, "task", "activations.task")
-        activations.template = complete_word(activations.template, "template", "activations.template")
-        resolved.track = [complete_word(word, "tracker", f"track.{i}") for i, word in enumerate(resolved.track)]
+            activations.task = _resolve(activations.task, "task", "activations.task")
+        activations.template = _resolve(activations.template, "template", "activations.template")
+        resolved.track = [_resolve(word, "tracker", f"track.{i}") for i, word in enumerate(resolved.track)]
         return resolved
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, without keys that are None or empty lists."""
-        return {key: value for key, value in super().dump().items() if value != []}
+        """Plain data, without keys that are None."""
+        return {key: value for key, value in _plain(self).items() if value not in (None, [])}
+
+    def to_yaml(self) -> str:
+        return write_yaml(self.dump())
+
+    def fingerprint(self) -> str:
+        """SHA-256 (16 hex digits) of what decides the result; where it works and who watches are no part of it."""
+        return fingerprint_of(self.dump())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        data = {name: getattr(value, name) for name in type(value).model_fields} | dict(value.model_extra or {})
+        return {key: _plain(item) for key, item in data.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _resolve(word: Any, kind: str, where: str) -> Any:
+    options = registry.find(kind, word.name, where).options(word.options, where)
+    fixed = {name: getattr(word, name) for name in type(word).model_fields}
+    return type(word)(**fixed, **json.loads(json.dumps({k: v for k, v in options.items() if v is not None})))
 
 
 def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> SaeRecipe:
@@ -166,5 +188,64 @@ def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()
     Raises:
         RecipeError: with file, line and key.
     """
-    other = f"this trains no dictionary (it has no section {SECTION!r}); run it with: posttrain train {name_or_path}"
-    return load_document(SaeRecipe, name_or_path, SECTION, overrides, "a recipe of a dictionary", other)
+    place, text = recipe_text(name_or_path)
+    data, lines = parse_yaml(text, place)
+    data, inherited = extend(data, place, lines)
+    if SECTION not in data:
+        raise RecipeError(
+            f"{place}: this trains no dictionary (it has no section {SECTION!r}); run it with: "
+            f"posttrain train {name_or_path}"
+        )
+    for key, value in overrides:
+        apply_override(data, key, value)
+    places = inherited | {key: f"{place}:{line}" for key, line in lines.items()}
+    given = {key for key, _ in overrides}
+
+    def line_of(key: str) -> str:
+        if key in given:
+            return "command line: "
+        found = next((probe for probe in _upwards(key) if probe in places), None)
+        return f"{places[found]}: " if found else f"{place}: "
+
+    refuse_remote_code(data, given, line_of)
+    try:
+        return SaeRecipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, line_of)) from None
+
+
+def _upwards(key: str) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _explain(error: ValidationError, line_of: Any) -> str:
+    lines = []
+    for item in error.errors():
+        path = [str(part) for part in item["loc"]]
+        key = ".".join(path)
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(path[:-1])
+            section = f"section {'.'.join(path[:-1])!r}" if path[:-1] else "a recipe of a dictionary"
+            hint = registry.suggest(path[-1], known)
+            lines.append(
+                f"{line_of(key)}{key}: {section} has no key {path[-1]!r}.{hint} Known keys: {', '.join(known)}"
+            )
+        elif item["type"] == "missing":
+            lines.append(f"{line_of(key)}{key}: this key is needed")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = "" if item["type"] == "value_error" else f"; got {shorten(item['input'])}"
+            lines.append(f"{line_of(key)}{key}: {message}{shown}")
+    return "\n".join(lines)
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = SaeRecipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        annotation = field.annotation if field is not None else None
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -20,9 +20,6 @@ from posttrain.recipes.recipe import ModelSection
 # What other tools call the output of the block with this index.
 _HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out"}
 
-# What a run of ``sae train`` has beside a run's other files.
-DICTIONARY, ACTIVATIONS, RESULTS = "dictionary", "activations", "dictionary.json"
-
 
 def hook_name(site: str) -> str:
     """``resid.20`` is ``blocks.19.hook_resid_post``; ``resid.0`` is ``blocks.0.hook_resid_pre``."""

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.results import (
-    ACTIVATIONS,
-    DICTIONARY,
-    RESULTS,
-    describe_training,
-    recovered_by,
-    results_of,
-)
+from posttrain.interpret.dictionaries.results import describe_training, recovered_by, results_of
 from posttrain.interpret.dictionaries.sae_activations import open_or_record
-from posttrain.interpret.dictionaries.training import Trained, train_dictionary
+from posttrain.interpret.dictionaries.training import train_dictionary
 from posttrain.interpret.dictionaries.training_rows import StoreRows
 from posttrain.store.durable import replace_file
 from posttrain.store.trackers import TrackedMetrics, TrackedRun, build_trackers
 from posttrain.train.files import Observer, RunFiles
 
+DICTIONARY, ACTIVATIONS, RESULTS = "dictionary", "activations", "dictionary.json"
+
+
+@dataclass(frozen=True)
+class DictionaryRun:
+    """What ``runs.launch`` asks of a training."""
+
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]]
+
 
 def train_run(
     recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
-) -> Trained:
+) -> DictionaryRun:
     """Record activations if the recipe says so, train, measure, and write the dictionary."""
     assert isinstance(recipe, SaeRecipe)
 
@@ -61,4 +66,4 @@ def train_run(
         recovered = recovered_by(rows, recipe, trained.dictionary, notify)
         content = json.dumps(results_of(trained.quality, recovered), indent=1)
         replace_file(files.folder / RESULTS, content.encode() + b"\n")
-    return trained
+    return DictionaryRun(trained.step, trained.reason, trained.evaluations)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
-from posttrain.interpret.dictionaries.dictionary import Dictionary, build_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows, split_rows
-from posttrain.recipes.document import decisive
+from posttrain.recipes.recipe import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
     checkpoint_steps,
@@ -86,7 +86,7 @@ def train_dictionary(
     """
     settings = recipe.train
     num_rows = split_rows(rows, recipe.eval.rows, settings.batch)
-    dictionary = build_dictionary(recipe.dictionary, rows, settings.seed)
+    dictionary = build_dictionary(rows, recipe)
     found = _newest_checkpoint(checkpoints, observer) if resume else None
     if found is None:
         dictionary.prepare(sample_rows(rows, num_rows, SAMPLE_ROWS, settings.seed))
@@ -108,6 +108,20 @@ def train_dictionary(
     observer("finish", {"step": step, "reason": reason})
     dictionary.cpu()
     return Trained(dictionary, step, reason, quality, {"held_out": quality.numbers()})
+
+
+def build_dictionary(rows: Rows, recipe: SaeRecipe) -> Dictionary:
+    """The dictionary of a resolved recipe, with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
+    word = recipe.dictionary
+    return Dictionary(
+        rows.d,
+        word.num_features(rows.d),
+        rows.sources,
+        word.name,
+        word.options,
+        word.prefixes(rows.d) or None,
+        recipe.train.seed,
+    )
 
 
 class _Training(lightning.LightningModule):
@@ -139,9 +153,17 @@ class _Training(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        lr = self.settings.learning_rate(self.dictionary.features)
+        settings, steps = self.settings, self.settings.steps
+        lr = settings.learning_rate(self.dictionary.features)
         optimizer = torch.optim.Adam(self.dictionary.parameters(), lr, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.settings.share_of_rate)
+        rising, falling = settings.warmup * steps, settings.decay * steps
+
+        def factor(step: int) -> float:
+            up = (step + 1) / rising if rising else 1.0
+            down = (steps - step) / falling if falling else 1.0
+            return max(0.0, min(1.0, up, down))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:

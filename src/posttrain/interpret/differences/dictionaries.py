@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary, build_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.loss import dictionary_loss
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.training_rows import RowBatches, Rows, sample_rows
@@ -35,7 +35,15 @@ def fit_dictionary(
             says what a set of directions gives that knows nothing of the model.
         observe: told the number of steps done.
     """
-    dictionary = build_dictionary(word, rows, seed).to(device)
+    dictionary = Dictionary(
+        rows.d,
+        word.num_features(rows.d),
+        rows.sources,
+        word.name,
+        word.options,
+        word.prefixes(rows.d) or None,
+        seed,
+    ).to(device)
     dictionary.prepare(sample_rows(rows, num_rows, SAMPLE_ROWS, seed).to(device))
     dictionary.W_dec.requires_grad_(not frozen_decoder)
     trained = [p for p in dictionary.parameters() if p.requires_grad]
@@ -58,7 +66,7 @@ def fit_dictionary(
         loss.backward()
         if settings.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(trained, settings.max_grad_norm)
-        optimizer.param_groups[0]["lr"] = rate * settings.share_of_rate(step)
+        optimizer.param_groups[0]["lr"] = rate * _schedule(step, settings)
         optimizer.step()
         dictionary.normalize()
         with torch.no_grad():
@@ -67,6 +75,13 @@ def fit_dictionary(
                 dictionary.threshold.copy_(measured.threshold)
         observe(step + 1)
     return dictionary.requires_grad_(False).fold()
+
+
+def _schedule(step: int, settings: DictionaryTrainSection) -> float:
+    rising, falling = settings.warmup * settings.steps, settings.decay * settings.steps
+    up = (step + 1) / rising if rising else 1.0
+    down = (settings.steps - step) / falling if falling else 1.0
+    return max(0.0, min(1.0, up, down))
 
 
 @dataclass(frozen=True, slots=True)

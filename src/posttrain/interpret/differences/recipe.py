@@ -5,15 +5,21 @@ It is told from other recipes by its section ``changes``.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from posttrain import registry
+from posttrain.consent import refuse_remote_code
+from posttrain.errors import RecipeError
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.option_types import Repetitions, Seed, Tokens
-from posttrain.recipes.document import Document, complete_word, load_document, validate_document
+from posttrain.option_types import Repetitions, Seed, Tokens, shorten
+from posttrain.recipes.files import apply_override, extend, parse_yaml, recipe_text
 from posttrain.recipes.sections import Section, Word
+from posttrain.strict_yaml import write_yaml
 
 SECTION = "changes"
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -121,7 +127,7 @@ class ChangesSection(Section):
         return filled
 
 
-class DiffRecipe(Document):
+class DiffRecipe(Section):
     """Two models compared. ``task``: what they are asked (default: the post run's own, its test split); ``template``:
     how (default: the post run's own)."""
 
@@ -143,12 +149,41 @@ class DiffRecipe(Document):
         for key in ("dictionary", "difference", "crosscoder"):
             word = getattr(changes, key)
             if word is not None:
-                setattr(changes, key, complete_word(word, "dictionary", f"changes.{key}"))
+                setattr(changes, key, _resolve(word, "dictionary", f"changes.{key}"))
         if resolved.task is not None:
-            resolved.task = complete_word(resolved.task, "task", "task")
+            resolved.task = _resolve(resolved.task, "task", "task")
         if resolved.template is not None:
-            resolved.template = complete_word(resolved.template, "template", "template")
+            resolved.template = _resolve(resolved.template, "template", "template")
         return resolved
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, without keys that are None, but for parts that were left out."""
+        data = _plain(self)
+        for key in ("difference", "patching", "causal"):
+            data["changes"].setdefault(key, None)
+        return dict(data)
+
+    def to_yaml(self) -> str:
+        return write_yaml(self.dump())
+
+    def fingerprint(self) -> str:
+        """SHA-256 (16 hex digits) of the recipe."""
+        return hashlib.sha256(json.dumps(self.dump(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        data = {name: getattr(value, name) for name in type(value).model_fields} | dict(value.model_extra or {})
+        return {key: _plain(item) for key, item in data.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _resolve(word: Any, kind: str, where: str) -> Any:
+    options = registry.find(kind, word.name, where).options(word.options, where)
+    fixed = {name: getattr(word, name) for name in type(word).model_fields}
+    return type(word)(**fixed, **json.loads(json.dumps({k: v for k, v in options.items() if v is not None})))
 
 
 def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]] = ()) -> DiffRecipe:
@@ -157,12 +192,60 @@ def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]]
     Raises:
         RecipeError: with file, line and key.
     """
-    label = "a recipe of a comparison"
     if len(models) == 2:
-        data = {"base": {"name": models[0]}, "post": {"name": models[1]}}
-        return validate_document(DiffRecipe, data, overrides, label)
-    other = (
-        f"this compares no models (it has no section {SECTION!r}). Give BASE and POST, or a recipe such as "
-        "tiny/what-did-rl-change"
-    )
-    return load_document(DiffRecipe, models[0], SECTION, overrides, label, other)
+        return _validate({"base": {"name": models[0]}, "post": {"name": models[1]}}, overrides, "command line", {})
+    place, text = recipe_text(models[0])
+    data, lines = parse_yaml(text, place)
+    data, inherited = extend(data, place, lines)
+    if SECTION not in data:
+        raise RecipeError(
+            f"{place}: this compares no models (it has no section {SECTION!r}). Give BASE and POST, or a recipe such "
+            "as tiny/what-did-rl-change"
+        )
+    places = inherited | {key: f"{place}:{line}" for key, line in lines.items()}
+    return _validate(data, overrides, place, places)
+
+
+def _validate(
+    data: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, places: Mapping[str, str]
+) -> DiffRecipe:
+    for key, value in overrides:
+        apply_override(data, key, value)
+    given = {key for key, _ in overrides}
+    refuse_remote_code(data, given, lambda key: f"{places.get(key, place)}: ")
+    try:
+        return DiffRecipe.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            path = [str(part) for part in item["loc"]]
+            key = ".".join(path)
+            nearest = next((places[k] for k in _upwards(path) if k in places), place)
+            where = "command line" if key in given else nearest
+            lines.append(f"{where}: {key}: {_explain(item, path)}")
+        raise RecipeError("\n".join(lines)) from None
+
+
+def _upwards(path: Sequence[str]) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    return [".".join(path[:end]) for end in range(len(path), 0, -1)]
+
+
+def _explain(item: Any, path: Sequence[str]) -> str:
+    if item["type"] == "missing":
+        return "this key is needed"
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        return f"there is no such key.{registry.suggest(path[-1], known)} Known keys: {', '.join(known)}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message if item["type"] == "value_error" else f"{message}; got {shorten(item['input'])}"
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = DiffRecipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        annotation = field.annotation if field is not None else None
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -15,7 +15,7 @@ from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.store_index import INDEX
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.interpret.dictionaries.results import ACTIVATIONS
+from posttrain.interpret.dictionaries.run import ACTIVATIONS
 from posttrain.interpret.dictionaries.training_rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
