@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli import main as posttrain
-from posttrain.commands.evaluate.scorer import open_reward_model
 from posttrain.evals.statistics import item_interval, paired_bootstrap
 from posttrain.reward_models.evaluation import evaluate_reward_model
+from posttrain.reward_models.scoring import open_reward_model
+from posttrain.runs.models import find_source
 from posttrain.tasks.base import Task
 from posttrain.tasks.preferences.hh_rlhf import hh_rlhf
 
@@ -38,7 +39,7 @@ def train(recipe: str, run: str, runs_dir: Path, overrides: list[str]) -> None:
 
 
 def measure(run: str, runs_dir: Path, task: Task) -> Any:
-    found = evaluate_reward_model(open_reward_model(run, runs_dir), task, n=len(task.examples))
+    found = evaluate_reward_model(open_reward_model(find_source(run, runs_dir)), task, n=len(task.examples))
     r = found.results
     gain = f"{r['gain_over_length']:+.1%} [{r['gain_over_length_low']:+.1%}, {r['gain_over_length_high']:+.1%}]"
     accuracy = f"{r['accuracy']:.1%} [{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"

@@ -254,3 +254,19 @@ def test_ground_imports_no_torch() -> None:
 def test_listing_recipes_imports_no_torch() -> None:
     code = "import sys\nfrom posttrain.cli import main\nmain(['recipes'])\nprint('torch' in sys.modules)"
     assert run_python(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if component(name) != "cli"])
+def test_no_namespace_is_made_up(module: str) -> None:
+    """What a command does with a command line, a library call does with a typed request."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [call for call in calls if call.endswith("Namespace")]
+
+
+def test_a_model_is_asked_and_evaluated_without_the_laboratory() -> None:
+    code = (
+        "import sys, posttrain.engines.models, posttrain.evals.plan, posttrain.evals.win_rate, posttrain.runs.models\n"
+        "print(sorted(name for name in sys.modules if name.startswith(('posttrain.interpret', 'posttrain.commands'))))"
+    )
+    assert run_python(code).strip() == "[]"

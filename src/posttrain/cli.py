@@ -130,7 +130,6 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             options(made)
             continue
         module = importlib.import_module(options)
-        made.epilog = module.EPILOG
         if name == "sae":
             actions = module.add_options(made, common, places)
         elif name == "runs":
@@ -179,8 +178,8 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling and of the story (default: 0)")
-    features_options = importlib.import_module("posttrain.commands.interpret.features_options")
-    features_options.add_steering_options(parser)
+    steering = importlib.import_module("posttrain.commands.interpret.steering")
+    steering.add_steering_options(parser)
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -243,11 +242,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     "train": ("train by a recipe", _add_train_options),
     "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweep"),
     "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweep"),
-    "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.options"),
+    "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.command"),
     "generate": ("sample answers from a model or a run", _add_generate_options),
     "chat": ("talk to a model, or to several at once", _add_chat_options),
-    "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.options.serve"),
-    "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.options.quantize"),
+    "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.serve"),
+    "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.quantize"),
     "studio": ("a page on this machine: talk to models, look into runs and rollouts", _add_studio_options),
     "recipes": ("list the recipes that ship, or show one", _add_recipes_options),
     "explain": (
@@ -256,10 +255,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     ),
     "data": ("list the data sets, or show what is in one", _add_data_options),
     "runs": ("list, compare, tag, prune, delete, export and resume runs", "posttrain.commands.runs.options"),
-    "activations": ("record what layers of a model compute", "posttrain.commands.interpret.activations_options"),
+    "activations": ("record what layers of a model compute", "posttrain.commands.interpret.activations"),
     "sae": (
         "sparse autoencoders: train one, read its features, see what training changed",
-        "posttrain.commands.interpret.options",
+        "posttrain.commands.interpret.sae",
     ),
 }
 

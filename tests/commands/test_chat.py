@@ -10,19 +10,20 @@ from posttrain.cli import main
 from posttrain.commands.chat import conversation as module
 from posttrain.commands.chat.command import change_controls
 from posttrain.commands.chat.conversation import Controls, Conversation
-from posttrain.commands.console import harmless
-from posttrain.commands.generate import open_sampler
+from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Word
+from posttrain.runs.models import find_source
 from posttrain.types import Message
+from posttrain.untrusted import harmless
 
 QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
 
 
 @pytest.fixture(scope="module")
 def sampler():
-    return open_sampler(str(TINY), "runs", Word(name="r1_zero", preamble=""))
+    return open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
 
 
 @pytest.fixture

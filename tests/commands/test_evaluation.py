@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.evaluate import command as app
-from posttrain.commands.evaluate.files import is_evaluation, read_finished
+from posttrain.commands.evaluate import models
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import DataError
+from posttrain.evals import plan as app
+from posttrain.evals.files import is_evaluation, read_finished
 from posttrain.evals.items import read_items
 from posttrain.store.rollouts import RolloutStore
 
@@ -162,7 +163,7 @@ class Interrupting(ScriptedEngine):
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedEngine]]:
     """After so many batches of a model's engine (-1: never); returns the engines that were used, in order."""
-    genuine = app.open_sampler
+    genuine = app.open_model
 
     def after(batches: int) -> list[ScriptedEngine]:
         used: list[ScriptedEngine] = []
@@ -172,7 +173,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedE
             used.append(Interrupting(sampler.engine, batches) if batches >= 0 else sampler.engine)
             return replace(sampler, engine=used[-1])
 
-        monkeypatch.setattr(app, "open_sampler", open_interrupted)
+        monkeypatch.setattr(app, "open_model", open_interrupted)
         return used
 
     return after
@@ -290,7 +291,7 @@ def test_a_reward_model_chooses_among_the_samples(
             return [float(f" {example.answer}." in text) for example, text in zip(examples, texts, strict=True)]
 
     asked = []
-    monkeypatch.setattr(app, "open_reward_model", lambda name, runs_dir: asked.append(name) or Oracle())
+    monkeypatch.setattr(models, "open_reward_model", lambda source: asked.append(source.name) or Oracle())
     assert evaluate(
         "--template", "plain", "--samples", "4", "--best-of", "the/rm", texts=("It is 3.", "It is 2.")
     ) == 0  # fmt: skip

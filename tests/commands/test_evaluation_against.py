@@ -166,7 +166,7 @@ def test_without_gold_answers_a_judge_is_needed(runs: Path, tmp_path: Path, caps
 def test_the_files_of_a_run_are_kept(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # before a model is loaded
+    monkeypatch.setattr("posttrain.engines.models.load_model", None)  # before a model is loaded
     before = sorted(path.name for path in (runs / "sft").iterdir())
     assert against(runs, "sft", "--against", "tiny", "--out", str(runs / "sft")) == 2
     assert "that is the folder of a run" in capsys.readouterr().err

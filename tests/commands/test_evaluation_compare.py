@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.evaluate.compare import differences_table
+from posttrain.commands.evaluate.models import differences_table
 from posttrain.evals.items import Item, ItemSample
 from posttrain.evals.paired import compare_items
 from posttrain.models.sources import TINY

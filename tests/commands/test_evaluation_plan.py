@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main, parse
-from posttrain.commands.evaluate.plan import Drawing, Plan, drawing_of, make_plan, slug, words_of
+from posttrain.commands.evaluate.command import SECTIONS
+from posttrain.commands.evaluate.models import request_of
+from posttrain.commands.options.words import words_of
 from posttrain.errors import UsageError
+from posttrain.evals.plan import Drawing, Plan, make_plan, slug
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
@@ -18,15 +21,15 @@ from posttrain.runs.directory import RunDirectory
 
 
 def words(*arguments: str) -> dict[str, list[Word]]:
-    return words_of(parse(["evaluate", "tiny", *arguments]))
+    return words_of(parse(["evaluate", "tiny", *arguments]), SECTIONS)
 
 
 def drawing(*arguments: str) -> Drawing:
-    return drawing_of(parse(["evaluate", "tiny", *arguments]))
+    return request_of(parse(["evaluate", "tiny", *arguments])).drawing
 
 
 def plan(*arguments: str) -> Plan:
-    return make_plan(parse(["evaluate", *arguments]))
+    return make_plan(request_of(parse(["evaluate", *arguments])))
 
 
 def test_words_take_their_options() -> None:
@@ -96,7 +99,7 @@ def test_one_answer_is_greedy_and_several_are_drawn() -> None:
 def test_what_cannot_be_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # before a model is loaded
+    monkeypatch.setattr("posttrain.engines.models.load_model", None)  # before a model is loaded
     assert main(["evaluate", "tiny", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -161,8 +164,8 @@ def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path
 
 def test_the_engine_is_one_word_with_options() -> None:
     found = plan("tiny", "--engine", "native", "--engine.slots", "3", "--dtype", "bfloat16", "--device", "cpu")
-    assert found.engine == Word(name="native", slots=3)
-    assert (found.dtype, found.device) == ("bfloat16", "cpu")
+    assert found.asked.engine == Word(name="native", slots=3)
+    assert (found.asked.dtype, found.asked.device) == ("bfloat16", "cpu")
     settings = found.settings(found.cells[0])
     assert settings["engine"] == {"name": "native", "slots": 3}
     assert settings["max_tokens"] == 256

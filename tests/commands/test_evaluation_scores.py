@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.evaluate.scorer import open_reward_model
 from posttrain.errors import UsageError
+from posttrain.reward_models.scoring import open_reward_model
+from posttrain.runs.models import find_source
 from posttrain.tasks.stories import task as stories
 
 SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
@@ -125,7 +126,7 @@ def test_models_of_one_name_are_told_apart(runs: Path, tmp_path: Path, capsys: p
 
 def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> None:
     first, last = (runs / "rm" / "checkpoints" / f"step-00000{step}" for step in (1, 2))
-    assert [open_reward_model(str(path), runs).step for path in (first, last)] == [1, 2]
+    assert [open_reward_model(find_source(str(path), runs)).step for path in (first, last)] == [1, 2]
     for name, asked in (("first", first), ("last", last), ("run", runs / "rm")):
         assert evaluate(runs, str(asked), "--out", str(tmp_path / name), "--quiet") == 0
     one, other, whole = (read(tmp_path / name) for name in ("first", "last", "run"))
@@ -134,9 +135,9 @@ def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> Non
     assert one[0]["settings"]["step"] == 1
     exported = tmp_path / "runs" / "x" / "checkpoints"
     with pytest.raises(UsageError, match="named by its run, or by a checkpoint in its run"):
-        open_reward_model(str(exported), runs)
+        open_reward_model(find_source(str(exported), runs))
     with pytest.raises(UsageError, match="tiny: a reward model is named by its run"):
-        open_reward_model("tiny", runs)
+        open_reward_model(find_source("tiny", runs))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_a_checkpoint_without_its_head_is_refused(
 def test_the_files_of_a_run_are_kept(
     runs: Path, models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.commands.evaluate.scores.open_reward_model", None)  # before a model is loaded
+    monkeypatch.setattr("posttrain.reward_models.evaluation.open_reward_model", None)  # before a model is loaded
     before = sorted(path.name for path in (runs / "rm").iterdir())
     assert evaluate(runs, *models, "--task", "stories", "--out", str(runs / "rm")) == 2
     assert "that is the folder of a run" in capsys.readouterr().err

@@ -13,9 +13,8 @@ import torch
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.generate import open_sampler
-from posttrain.commands.interpret.features_options import read_changes
-from posttrain.commands.interpret.steering import read_steering
+from posttrain.commands.interpret.steering import read_changes, read_steering
+from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
@@ -23,6 +22,7 @@ from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import Word
+from posttrain.runs.models import find_source
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
 D, FEATURES = 128, 24
@@ -157,7 +157,9 @@ def test_changes_as_text() -> None:
 
 def test_one_side_of_the_studio_is_steered() -> None:
     def replies(**steering: Any) -> list[list[str]]:
-        stage = Stage(lambda _: open_sampler("tiny", "runs", Word(name="r1_zero", preamble="")), lambda _: None)
+        stage = Stage(
+            lambda _: open_model(find_source("tiny", "runs"), Word(name="r1_zero", preamble="")), lambda _: None
+        )
         session = Session()
         controls = Controls(0.0, max_tokens=6)
         list(stage.answer(session, TEXTS[0], ["tiny", "tiny"], controls, "", NOBODY, "nothing", **steering))

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from posttrain.cli import main
-from posttrain.commands.generate import find_source
 from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
+from posttrain.runs.models import find_source
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.interpret.sae_diff import find_model, find_runs
+from posttrain.commands.interpret.sae_diff import find_model
 from posttrain.interpret.differences.recipe import Compared
 from posttrain.recipes.recipe import load_recipe
 from posttrain.reports.difference_sentences import findings
 from posttrain.reports.differences import render_diff
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.launch import find_runs
 
 LITTLE = {
     "prompts": "24",

@@ -9,17 +9,12 @@ import pytest
 
 from posttrain import registry
 from posttrain.cli import main
-from posttrain.commands.generate import (
-    ModelSource,
-    choose_task,
-    complete_template,
-    find_source,
-    grader_for,
-    open_sampler,
-)
+from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
+from posttrain.runs.models import find_source
+from posttrain.tasks.base import choose_task
 from posttrain.types import Message
 
 
@@ -128,12 +123,12 @@ def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
 
 
 def test_a_checkpoint_has_its_own_weights_and_its_runs_template(run: Path) -> None:
-    samplers = [open_sampler(str(run / "checkpoints" / f"step-00000{step}"), run.parent) for step in (1, 2)]
+    samplers = [open_model(find_source(str(run / "checkpoints" / f"step-00000{step}"), run.parent)) for step in (1, 2)]
     first, second = (dict(sampler.model.named_parameters()) for sampler in samplers)
     assert any(not first[name].equal(second[name]) for name in first)
-    newest = dict(open_sampler("taught", run.parent).model.named_parameters())
+    newest = dict(open_model(find_source("taught", run.parent)).model.named_parameters())
     assert all(newest[name].equal(second[name]) for name in second)
-    assert samplers[0].sampling(None, 0.0).max_tokens == 17
+    assert samplers[0].source.max_tokens == 17
     drawn = samplers[0].sampling(5, 0.7, 3, 0.9)
     assert (drawn.max_tokens, drawn.temperature, drawn.top_k, drawn.top_p) == (5, 0.7, 3, 0.9)
     assert samplers[0].tokenizer.eos_token_id in drawn.stop_ids
@@ -167,7 +162,7 @@ def test_an_engine_elsewhere_gets_no_model(monkeypatch: pytest.MonkeyPatch) -> N
 
     entry = registry.Entry("engine", "remote", remote, {"needs_model": False})
     monkeypatch.setitem(registry._ENTRIES["engine"], "remote", entry)
-    monkeypatch.setattr("posttrain.commands.generate.load_model", None)  # it is not called
-    sampler = open_sampler("tiny", "runs", engine=Word(name="remote", url="there"))
+    monkeypatch.setattr("posttrain.engines.models.load_model", None)  # it is not called
+    sampler = open_model(find_source("tiny", "runs"), engine=Word(name="remote", url="there"))
     assert sampler.model is None
     assert sampler.context_tokens == 99

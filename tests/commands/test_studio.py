@@ -18,12 +18,13 @@ from posttrain.commands.chat.studio_html import (
     draw_table,
 )
 from posttrain.commands.chat.studio_records import TRAINING, Archive
-from posttrain.commands.generate import open_sampler
+from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.launch import launch
+from posttrain.runs.models import find_source
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message
 
@@ -56,14 +57,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage() -> Stage:
     loaded: list[str] = []
 
-    def open_model(name: str):
+    def open_named(name: str):
         loaded.append(name)
-        return open_sampler(str(TINY), "runs", Word(name="r1_zero", preamble=""))
+        return open_model(find_source(str(TINY), "runs"), Word(name="r1_zero", preamble=""))
 
     def open_judge(name: str):
         raise UsageError(f"no judge {name}")
 
-    made = Stage(open_model, open_judge)
+    made = Stage(open_named, open_judge)
     made.loaded = loaded
     return made
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from posttrain import cli
 from posttrain.commands import sweep, sweep_view
 from posttrain.commands import train as training
-from posttrain.commands.evaluate import command as evaluation
+from posttrain.commands.evaluate import models as evaluation
 from posttrain.commands.evaluate import scores as evaluation_scores
 from posttrain.runs import children
 from posttrain.sweeps import comparison, runner, study_report

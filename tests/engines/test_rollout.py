@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Sampling
-from posttrain.engines.rollout import Attempt, Grader, build_grader, collect, encode_prompts
+from posttrain.engines.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure, UsageError
 from posttrain.models.sources import TINY
@@ -108,7 +108,8 @@ def sample(tokenizer, engine, grader, examples, group: int = 1, **options):
     prompts = [encode_prompt(tokenizer, grader.template, e.messages) for e in examples]
     sampling = Sampling(max_tokens=64, stop_ids=stop_ids(tokenizer, grader.template))
     key = options.pop("key", (0, "rollout 0", 1))
-    return collect(engine, tokenizer, grader, examples, prompts, group, sampling, key=key, step=1, **options)[0]
+    request = RolloutRequest(examples, prompts, sampling, key, group, step=1, **options)
+    return collect(Sampler(engine, tokenizer, grader, 1024), request)[0]
 
 
 def test_what_a_reward_is_given(tokenizer) -> None:

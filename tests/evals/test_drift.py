@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import build_grader
+from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.evals.drift import measure_drift
-from posttrain.evals.generation import held_out_indices
+from posttrain.evals.generation import Questions, held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import apply_adapter
 from posttrain.models.reference import Reference
@@ -86,14 +86,11 @@ def measure(
     settings = {"n": 24, "context_tokens": 200, "seed": 0, "tokens_per_micro": 1 << 14} | changes
     sampling |= {"max_tokens": settings.pop("max_tokens", 12)}
     return measure_drift(
-        engine,
-        tokenizer,
-        grader,
-        task,
+        Sampler(engine, tokenizer, grader, settings["context_tokens"]),
+        Questions(task, Sampling(**sampling), settings["n"], seed=settings["seed"]),
         policy=Forward(policy, TEMPERATURE),
         start=start,
-        sampling=Sampling(**sampling),
-        **settings,
+        tokens_per_micro=settings["tokens_per_micro"],
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import pytest
 from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
-from posttrain.engines.rollout import build_grader
+from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
-from posttrain.evals.generation import evaluate, held_out_indices
+from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import RewardWord
@@ -51,6 +54,16 @@ def make_task(size: int, long: tuple[int, ...] = (), worked=None) -> Task:
     return Task("sums", "test", examples, worked=worked)
 
 
+def ask(sampler: Sampler, asked: Questions, options: dict[str, Any]) -> Evaluation:
+    """Evaluate with options of the sampler, of the questions, or of ``evaluate``."""
+    options = dict(options)
+    sampler, asked = (
+        replace(one, **{f.name: options.pop(f.name) for f in fields(one) if f.name in options})
+        for one in (sampler, asked)
+    )
+    return evaluate(sampler, asked, **options)
+
+
 def measure(tokenizer, grader, task: Task, answers: dict[int, str], n: int = 100, **options):
     """Evaluate an engine that answers item i with ``answers[i]``, else with the right answer."""
     scripts = {}
@@ -59,8 +72,7 @@ def measure(tokenizer, grader, task: Task, answers: dict[int, str], n: int = 100
         scripts[tuple(encode_prompt(tokenizer, grader.template, item.messages))] = [[*ids, tokenizer.eos_token_id]]
     engine = ScriptedEngine(scripts, logprob=-1.0)
     sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=stop_ids(tokenizer, grader.template))
-    settings = {"context_tokens": 128, "step": 3} | options
-    return evaluate(engine, tokenizer, grader, task, n=n, sampling=sampling, **settings), engine
+    return ask(Sampler(engine, tokenizer, grader, 128), Questions(task, sampling, n, step=3), options), engine
 
 
 def test_shares_by_hand(tokenizer, grader) -> None:
@@ -124,8 +136,7 @@ def drawn(tokenizer, grader, task: Task, choices: list[str], **options):
     ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in choices]
     engine = ScriptedEngine(ids, logprob=-1.0)
     sampling = Sampling(max_tokens=40, stop_ids=stop_ids(tokenizer, grader.template))
-    settings = {"n": 100, "context_tokens": 128} | options
-    return evaluate(engine, tokenizer, grader, task, sampling=sampling, **settings), engine
+    return ask(Sampler(engine, tokenizer, grader, 128), Questions(task, sampling, 100), options), engine
 
 
 CHOICES = [GOOD.format(i) for i in (1, 2, 3)]

@@ -12,12 +12,12 @@ import pytest
 
 from posttrain.errors import DataError, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
+from posttrain.reports.page import flatten
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
     check_run_name,
     find_run,
-    flatten,
     is_live,
     lock_run,
     name_of_recipe,
@@ -178,7 +178,7 @@ def test_environment_keeps_every_start(tmp_path: Path) -> None:
 
 
 def test_git_state_is_that_of_the_checkout(tmp_path: Path) -> None:
-    from posttrain.runs.environment import git_state
+    from posttrain.store.environment import git_state
 
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@x"]

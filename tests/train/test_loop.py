@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
-from posttrain.evals.generation import Evaluation, evaluate
+from posttrain.evals.generation import Evaluation, Questions, evaluate
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
@@ -176,16 +177,9 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     rows = MetricsLog(tmp_path / "metrics.jsonl").read()
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
     assert sorted(evaluated) == [0, 2, 3]  # before the first, every second, and the last
-    evaluator = prepare(recipe).evaluator
-    expected = evaluate(
-        evaluator.engine,
-        evaluator.tokenizer,
-        evaluator.grader,
-        evaluator.tasks[0],
-        n=6,
-        sampling=evaluator.sampling(0.0),
-        context_tokens=evaluator.context_tokens,
-    )
+    parts = prepare(recipe)
+    sampler = Sampler(parts.engine, parts.tokenizer, parts.grader, parts.context_tokens)
+    expected = evaluate(sampler, Questions(parts.eval_tasks[0], parts.eval_sampling, n=6))
     facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
     assert evaluated[0] == facts
     records = recorded(tmp_path)[1]
@@ -196,8 +190,8 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
 
 
 def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
-    def pretend(*_: Any, step: int, **__: Any) -> Evaluation:
-        return Evaluation("stories/validation", {"accuracy": accuracies[step], "seconds": 0.0}, [])
+    def pretend(_: Any, asked: Questions) -> Evaluation:
+        return Evaluation("stories/validation", {"accuracy": accuracies[asked.step], "seconds": 0.0}, [])
 
     monkeypatch.setattr(held_out, "evaluate", pretend)
 

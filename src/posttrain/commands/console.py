@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.text
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
 
 from posttrain.untrusted import harmless
 
+if TYPE_CHECKING:
+    from posttrain.evals.tables import TextTable
+
 PIPED_COLUMNS = 120
+MAX_COLUMNS = 400
 
 
 class Text(rich.text.Text):
@@ -54,3 +60,14 @@ def open_console() -> Console:
     options |= {"markup": False, "emoji": False}
     console = OutputConsole(**options)
     return console if console.is_terminal else OutputConsole(**options, width=PIPED_COLUMNS)
+
+
+def print_table(console: Console, content: TextTable) -> None:
+    """A table of text; nothing in it is cut off, however narrow the terminal."""
+    table = Table(title=Text(content.title), title_justify="left")
+    for index, label in enumerate(content.header):
+        table.add_column(Text(label), justify="left" if index < content.num_labels else "right", no_wrap=True)
+    for line in content.lines:
+        table.add_row(*map(Text, line))
+    table.width = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
+    console.print(table, crop=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from posttrain import registry
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.explain import summary
-from posttrain.commands.generate import chosen_words
+from posttrain.commands.options.words import chosen_words
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import Word

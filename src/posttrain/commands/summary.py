@@ -9,11 +9,12 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.commands.progress import show_duration
-from posttrain.recipes.recipe import Recipe, stored_recipe
+from posttrain.recipes.recipe import Recipe
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -59,16 +60,6 @@ def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
         return [again]
     asked = ("ask the trained model", f"posttrain generate {run.folder}")
     return [asked, ("measure it again", f"posttrain evaluate {run.folder}"), again]
-
-
-def read_run_recipe(folder: Path) -> Recipe:
-    """The resolved recipe of a run, which allows no code (``recipe.stored_recipe``).
-
-    Raises:
-        DataError, RecipeError: it cannot be read, or this version does not know its keys.
-    """
-    run = RunDirectory(folder)
-    return stored_recipe(run.read_recipe(), str(run.recipe_path))
 
 
 def write_results(

@@ -11,7 +11,6 @@ from typing import Any
 
 from posttrain.commands.options.argument_types import names, positive, repetitions
 
-EPILOG = ""  # each has one of its own
 COMPARE_EPILOG = """\
 the same command again goes on where it stopped; finished runs are kept:
   posttrain compare compare/ppo-grpo-dpo --seeds 3

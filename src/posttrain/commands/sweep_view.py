@@ -150,7 +150,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def print_study(study: StudyFound, console: Console) -> None:
     """The tables, what they say, and how to read them."""
-    from posttrain.commands.evaluate.command import print_table
+    from posttrain.commands.console import print_table
 
     for table in study.report.tables:
         print_table(console, table)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from posttrain.commands.progress import Progress, choose_progress, show_duration
 from posttrain.errors import INTERRUPTED
@@ -10,7 +12,22 @@ from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import find
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class TrainRequest:
+    """What ``train`` and ``sae train`` are asked for where no command line was read: see their options."""
+
+    recipe: str
+    overrides: Sequence[tuple[str, str]]
+    runs_dir: str
+    run: str
+    resume: bool = True
+    accept_changes: bool = False
+    dry_run: bool = False
+    yes: bool = True
+    quiet: bool = False
+
+
+def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)

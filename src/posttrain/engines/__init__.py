@@ -1,1 +1,1 @@
-"""What samples: the contract, the scripted engine of tests, and how a group of answers is collected and graded."""
+"""What samples: the contract, the scripted engine of tests, a model opened to be asked, groups of graded answers."""

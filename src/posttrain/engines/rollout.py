@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from posttrain.graders.grading import Verdict
 from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
-from posttrain.render import Template, decode_response, encode_prompt
+from posttrain.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
 from posttrain.types import Completion, Example, Rollout
 
@@ -122,52 +123,64 @@ def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
     return Grader(template, tuple(bound), format_part)
 
 
-def collect(
-    engine: Engine,
-    tokenizer: Any,
-    grader: Grader,
-    examples: Sequence[Example],
-    prompts: Sequence[Sequence[int]],
-    group: int,
-    sampling: Sampling,
-    *,
-    key: tuple[int, str, int],
-    step: int,
-    epoch: int = 0,
-    prompt_indices: Sequence[int] | None = None,
-    slots: Sequence[int] | None = None,
-) -> tuple[list[list[Rollout]], float]:
-    """Sample ``group`` completions of every prompt and grade them.
+@dataclass(frozen=True)
+class Sampler:
+    """What answers, and who grades: an engine with its tokenizer, a grader under a template, the context's length."""
 
-    ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together
-    with its place (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a
-    caller who asks for them in several calls. Returns the rollouts grouped by prompt, and the seconds
-    spent in grading.
+    engine: Engine
+    tokenizer: Any
+    grader: Grader
+    context_tokens: int
+
+    def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
+        """How tokens are drawn; a completion ends where the template says."""
+        return Sampling(max_tokens, temperature, top_k, top_p, stop_ids(self.tokenizer, self.grader.template))
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """``group`` completions of every prompt, the token ids of which are ``prompts``.
+
+    ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
+    (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a caller who asks for them in
+    several calls; ``prompt_indices`` under which they are recorded (0, 1, ... by default).
     """
-    import time
 
-    seed, purpose, counter = key
-    places = range(len(prompts)) if slots is None else slots
-    keys = [[derive_key(seed, purpose, counter, slot, g) for g in range(group)] for slot in places]
-    completions = engine.generate(prompts, keys, sampling)
+    examples: Sequence[Example]
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    key: tuple[int, str, int]
+    group: int = 1
+    step: int = 0
+    prompt_indices: Sequence[int] | None = None
+    slots: Sequence[int] | None = None
+
+
+def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
+    """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading."""
+    grader, group = sampler.grader, asked.group
+    numbers = range(len(asked.prompts))
+    slots, indices = (numbers if given is None else given for given in (asked.slots, asked.prompt_indices))
+    keys = [[derive_key(*asked.key, slot, g) for g in range(group)] for slot in slots]
+    completions = sampler.engine.generate(asked.prompts, keys, asked.sampling)
     started = time.perf_counter()
     attempts = [
-        Attempt(example, prompt, decode_response(tokenizer, grader.template, completion.ids), completion)
-        for example, ids, sampled in zip(examples, prompts, completions, strict=True)
-        for prompt in [tokenizer.decode(list(ids), skip_special_tokens=False)]
+        Attempt(example, prompt, decode_response(sampler.tokenizer, grader.template, completion.ids), completion)
+        for example, ids, sampled in zip(asked.examples, asked.prompts, completions, strict=True)
+        for prompt in [sampler.tokenizer.decode(list(ids), skip_special_tokens=False)]
         for completion in sampled
     ]
     rollouts = [
         Rollout(
             example=attempt.example,
-            prompt_ids=tuple(prompts[index // group]),
+            prompt_ids=tuple(asked.prompts[index // group]),
             completion=attempt.completion,
             text=attempt.text,
             parts=grade.parts,
             reward=grade.reward,
-            step=step,
-            epoch=epoch,
-            prompt_index=prompt_indices[index // group] if prompt_indices is not None else index // group,
+            step=asked.step,
+            epoch=0,
+            prompt_index=indices[index // group],
             rollout_index=index % group,
             extracted=grade.extracted,
             outcome=grade.outcome,

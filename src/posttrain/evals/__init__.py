@@ -1,1 +1,1 @@
-"""Evaluation without training: generation, measures, statistics, intervals."""
+"""Evaluation without training: generation, measures, statistics, intervals; the plan of one and its files."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import Grader, collect, encode_prompts
+from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
-from posttrain.evals.generation import held_out_indices
+from posttrain.evals.generation import Questions, held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.reference import Reference
-from posttrain.tasks.base import Task
 from posttrain.types import Batch, Rollout, Sample, collate
 
 NUM_CANDIDATES = 1024
@@ -28,20 +25,9 @@ MAX_TOKENS = 2048
 
 @torch.no_grad()
 def measure_drift(
-    engine: Engine,
-    tokenizer: Any,
-    grader: Grader,
-    task: Task,
-    *,
-    policy: Forward,
-    start: Reference,
-    n: int,
-    sampling: Sampling,
-    context_tokens: int,
-    seed: int,
-    tokens_per_micro: int,
+    sampler: Sampler, asked: Questions, *, policy: Forward, start: Reference, tokens_per_micro: int
 ) -> dict[str, float]:
-    """One sampled answer to each of ``n`` fixed held-out prompts, read by both models.
+    """One sampled answer to each of the fixed held-out prompts, read by both models.
 
     ``kl_from_start``: KL(π‖π_start) of a whole answer in nats, the mean over answers of the sum, over their
     tokens, of the KL between the two distributions of that token. It is exact at each state (beyond the
@@ -52,19 +38,11 @@ def measure_drift(
     ``sampled_reward`` and ``sampled_<part>`` for every other part of the reward (and fact of its graders): means over
     these answers, so that reward and KL are of the same policy at the same temperature.
     """
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    kept, prompts, _ = encode_prompts(tokenizer, grader.template, examples, context_tokens - 1)
-    groups, _ = collect(
-        engine,
-        tokenizer,
-        grader,
-        [examples[i] for i in kept],
-        prompts,
-        1,
-        sampling,
-        key=(seed, f"drift {task.name}", 0),
-        step=0,
-    )
+    task, limit = asked.task, sampler.context_tokens - 1
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
+    kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
+    key = (asked.seed, f"drift {task.name}", 0)
+    groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, asked.sampling, key))
     rollouts = [g[0] for g in groups]
     batch = answers_as_batch(rollouts)
     kl, entropy = 0.0, 0.0

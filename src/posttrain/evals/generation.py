@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import Grader, collect, encode_prompts
+from posttrain.engines.base import Sampling
+from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item, item_of, sample_of, with_scores
 from posttrain.evals.measures import Kinds, break_down, summarize
@@ -70,38 +70,46 @@ def task_label(task: Task) -> str:
     return f"{task.name}/{task.split}"
 
 
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What is asked in an evaluation: ``samples`` completions for each of ``n`` fixed held-out items of a task.
+
+    Args:
+        task, sampling: what is asked, how answers are drawn.
+        n: items at most.
+        samples: completions per item.
+        ks: what pass@k, majority@k and best_of@k are computed for.
+        seed, step: of the random numbers; under which step rollouts are recorded.
+        batch: completions that the engine is asked for at a time (whole items, at least one); None: all.
+    """
+
+    task: Task
+    sampling: Sampling
+    n: int
+    samples: int = 1
+    ks: Sequence[int] = ()
+    seed: int = 0
+    step: int = 0
+    batch: int | None = None
+
+
 def evaluate(
-    engine: Engine,
-    tokenizer: Any,
-    grader: Grader,
-    task: Task,
+    sampler: Sampler,
+    asked: Questions,
     *,
-    n: int,
-    sampling: Sampling,
-    context_tokens: int,
-    seed: int = 0,
-    step: int = 0,
-    samples: int = 1,
-    ks: Sequence[int] = (),
-    batch: int | None = None,
     known: Mapping[int, Item] | None = None,
     scorer: Scorer | None = None,
     record: Callable[[list[Rollout]], None] | None = None,
     observe: Callable[[Advance], None] | None = None,
 ) -> Evaluation:
-    """``samples`` completions for each of ``n`` fixed held-out items, graded.
+    """The answers to some questions, graded.
 
     A prompt without room in the model's context counts as wrong (``prompts_too_long`` says how many), so that
     models with different contexts are measured on the same items. What is sampled for an item is a function of
     (seed, task, its place among the items, number of the sample): neither of ``batch`` nor of what was known.
 
     Args:
-        engine, tokenizer, grader, task, sampling, context_tokens: who answers how, who grades, what is asked.
-        n: items at most.
-        seed, step: of the random numbers; under which step rollouts are recorded.
-        samples: completions per item.
-        ks: what pass@k, majority@k and best_of@k are computed for.
-        batch: completions that the engine is asked for at a time (whole items, at least one); None: all.
+        sampler, asked: who answers and who grades; what.
         known: by index, items that an interrupted evaluation has answered already.
         scorer: a reward model that scores every answer.
         record: takes the rollouts of each batch once they are graded; they are not kept then.
@@ -110,50 +118,43 @@ def evaluate(
     Raises:
         UsageError: the task is empty, or no prompt fits.
     """
-    session = _Session(tokenizer, grader, task, n, context_tokens, known or {}, observe)
-    for slots in session.batches(None if batch is None else max(1, batch // samples)):
-        groups, grading_seconds = collect(
-            engine,
-            tokenizer,
-            grader,
+    session = _Session(sampler, asked, known or {}, observe)
+    for slots in session.batches(None if asked.batch is None else max(1, asked.batch // asked.samples)):
+        request = RolloutRequest(
             [session.examples[slot] for slot in slots],
             [session.prompts[slot] for slot in slots],
-            samples,
-            sampling,
-            key=(seed, f"evaluation {task.name}", 0),
-            step=step,
+            asked.sampling,
+            key=(asked.seed, f"evaluation {asked.task.name}", 0),
+            group=asked.samples,
+            step=asked.step,
             prompt_indices=slots,
             slots=slots,
         )
-        session.take(slots, groups, grading_seconds, record)
+        session.take(slots, *collect(sampler, request), record)
     if scorer is not None:
         session.score(scorer)
-    return session.finish(samples, ks)
+    return session.finish()
 
 
 class _Session:
     """One evaluation under way: its items so far, and what they have cost."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        grader: Grader,
-        task: Task,
-        n: int,
-        context_tokens: int,
-        known: Mapping[int, Item],
-        observe: Callable[[Advance], None] | None,
+        self, sampler: Sampler, asked: Questions, known: Mapping[int, Item], observe: Callable[[Advance], None] | None
     ) -> None:
         self.started = self.mark = time.perf_counter()
+        task, limit, self.grader = asked.task, sampler.context_tokens, sampler.grader
         if len(task.examples) == 0:
             raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
-        self.examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-        kept, prompts, self.num_too_long = encode_prompts(tokenizer, grader.template, self.examples, context_tokens - 1)
+        self.examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
+        kept, prompts, self.num_too_long = encode_prompts(
+            sampler.tokenizer, self.grader.template, self.examples, limit - 1
+        )
         if not kept:
-            raise UsageError(f"task {task.name!r}: no prompt fits into the model's {context_tokens} tokens")
+            raise UsageError(f"task {task.name!r}: no prompt fits into the model's {limit} tokens")
         self.prompts = dict(zip(kept, prompts, strict=True))
         self.items = [known.get(i) or item_of(example, i) for i, example in enumerate(self.examples)]
-        self.task, self.grader, self.observe = task, grader, observe
+        self.asked, self.observe = asked, observe
         self.rollouts: list[Rollout] = []
         self.num_tokens = 0
         self.sampling_seconds = self.grading_seconds = self.scoring_seconds = 0.0
@@ -208,14 +209,14 @@ class _Session:
             found["generated_tokens_per_second"] = self.num_tokens / self.sampling_seconds
         return found
 
-    def finish(self, samples: int, ks: Sequence[int]) -> Evaluation:
+    def finish(self) -> Evaluation:
         """Count."""
-        own_parts = ("correct", self.grader.format_part)
-        results = summarize(self.items, samples=samples, ks=ks, worked=self.task.worked, own_parts=own_parts)
+        task, samples, own_parts = self.asked.task, self.asked.samples, ("correct", self.grader.format_part)
+        results = summarize(self.items, samples=samples, ks=self.asked.ks, worked=task.worked, own_parts=own_parts)
         results["prompts_too_long"] = float(self.num_too_long)
         kinds, timing = break_down(self.items, samples), self.timing()
         results["seconds"] = time.perf_counter() - self.started
-        return Evaluation(task_label(self.task), results, self.rollouts, self.items, kinds, timing)
+        return Evaluation(task_label(task), results, self.rollouts, self.items, kinds, timing)
 
     def _tell(self, phase: str, num_done: int) -> None:
         if self.observe is not None:

@@ -127,13 +127,14 @@ def with_scores(items: Sequence[Item], scores: Sequence[Sequence[float | None]])
     ]
 
 
-def write_items(items: Sequence[Item], path: Path) -> None:
-    """``items.jsonl``, in one step.
+def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
+    """``items.jsonl``, in one step; items of other kinds of evaluations are plain data.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
-    replace_file(path, b"".join(json.dumps(asdict(item)).encode() + b"\n" for item in items))
+    plain = (asdict(item) if isinstance(item, Item) else item for item in items)
+    replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
 
 
 def read_items(path: str | Path) -> list[Item]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UsageError
+from posttrain.evals.files import Finished
 from posttrain.evals.items import Item
 from posttrain.evals.measures import graded_items, item_values, measure_names
 from posttrain.evals.statistics import Difference, mcnemar_p, paired_bootstrap
+from posttrain.store.durable import replace_file, storage_errors
 
+COMPARISON = "comparison.json"
 # Settings in which two evaluations must agree: else more than the model would differ.
 ALIKE = ("samples", "max_tokens", "temperature", "top_k", "top_p", "best_of")
 # Settings in which they may differ, which is then told.
@@ -163,3 +168,51 @@ def _table(pairs: Sequence[tuple[Item, Item]], samples: int) -> tuple[dict[str, 
     cells = {"both": (True, True), "only_a": (True, False), "only_b": (False, True), "neither": (False, False)}
     table = {name: right.count(cell) for name, cell in cells.items()}
     return table, mcnemar_p(table["only_a"], table["only_b"])
+
+
+def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[Any, Any]]]:
+    """The comparison of two evaluations on the disk, and the settings in which they differ.
+
+    Raises:
+        UsageError: they were not measured alike, or on other items.
+    """
+    if a.evaluation != b.evaluation:
+        raise UsageError(f"{a.folder} is of {a.evaluation} and {b.folder} of {b.evaluation}: not the same task")
+    apart = settings_apart(a.settings, b.settings)
+    labels = _labels(a, b)
+    ks = [k for k in a.settings.get("ks", ()) if k in b.settings.get("ks", ())]
+    samples = int(a.settings.get("samples", 1))
+    return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
+
+
+def _labels(a: Finished, b: Finished) -> tuple[str, str]:
+    """What the two are called: by their models, their templates, or else their folders."""
+    for left, right in ((a.label, b.label), (a.template, b.template)):
+        if left != right:
+            return left, right
+    return str(a.folder), str(b.folder)
+
+
+def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
+    """``comparison.json``.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    content = {
+        "evaluation": a.evaluation,
+        "a": {"name": paired.a, "folder": str(a.folder)},
+        "b": {"name": paired.b, "folder": str(b.folder)},
+        "outcome": paired.in_words(),
+        "cautions": paired.cautions(),
+        "n": paired.n,
+        "differences": {name: asdict(found) for name, found in paired.differences.items()},
+        "table": paired.table,
+        "mcnemar_p": paired.mcnemar,
+        "settings_apart": {name: list(values) for name, values in apart.items()},
+        "gained": [x.id for x, _ in paired.gained],
+        "lost": [x.id for x, _ in paired.lost],
+    }
+    with storage_errors("comparison", out):
+        out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / COMPARISON, json.dumps(content, indent=1).encode() + b"\n")

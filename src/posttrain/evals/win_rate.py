@@ -6,20 +6,32 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
+from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
+from posttrain.evals.files import refuse_other, write_records
+from posttrain.evals.generation import Evaluation, task_label
+from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
 from posttrain.evals.statistics import Z_95, item_interval, standard_error
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
+from posttrain.recipes.sections import Word
+from posttrain.store.environment import describe_environment
+from posttrain.store.rollouts import prompt_text
+from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Rollout
 
 # Answers whose lengths differ by at most this share of the longer one count as equally long.
 SIMILAR_LENGTH = 0.1
+
+TOKENS_PER_MICRO = 1 << 14
 
 Judge = Callable[[Sequence[Rollout]], Sequence[float | None]]
 
@@ -167,3 +179,192 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
         f"{name}_high": center + half,
         f"{name}_per_token": math.fsum(kl) / tokens,
     }
+
+
+@dataclass(frozen=True)
+class ContestPlan:
+    """Two models whose words were checked: the task that was read, a template for each, the folder for the files.
+
+    ``judge``: the name of the reward model that says who wins; None: the task's grader.
+    """
+
+    a: ModelSource
+    b: ModelSource
+    drawing: Drawing
+    asked: EvaluationRequest
+    judge: str | None
+    task: Task
+    task_word: Word
+    templates: tuple[Word, Word]
+    folder: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides about the results."""
+        drawing = self.drawing
+        return {
+            "a": self.a.name,
+            "b": self.b.name,
+            "judge": self.judge or "the task's grader",
+            "task": self.task_word.model_dump(),
+            "templates": [word.model_dump() for word in self.templates],
+            "n": drawing.n,
+            "samples": drawing.samples,
+            "temperature": drawing.temperature,
+            "top_k": drawing.top_k,
+            "top_p": drawing.top_p,
+            "max_tokens": drawing.max_tokens,
+            "seed": drawing.seed,
+            "dropped": self.task.dropped,
+        }
+
+
+def plan_contest(asked: EvaluationRequest, judge: str | None = None) -> ContestPlan:
+    """Check what was asked of two models, A and B, as far as that goes without loading one.
+
+    A task that is not named is that of A; a template, the model's own, or that of the one that has one.
+
+    Raises:
+        UsageError: words, options or combinations that cannot be.
+    """
+    for name, words in (("task", asked.tasks), ("template", asked.templates)):
+        if len(words) > 1:
+            raise UsageError(f"--{name}: one at a time with --against")
+    a, b = asked.models
+    if a.label == b.label:
+        a, b = (replace(source, label=f"{source.name} ({side})") for source, side in ((a, "A"), (b, "B")))
+    for source in (a, b):
+        source.refuse_scorer()
+    word = choose_task(next(iter(asked.tasks), None), a.name, a.recipe)
+    template = next(iter(asked.templates), None)
+    drawing = replace(asked.drawing, max_tokens=asked.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
+    task = build_task(word, "--task")
+    name = slug(f"against-{b.label}-{task_label(task)}")
+    if a.run is None:
+        name = slug(f"{a.label}-{name}")
+    folder = asked.out or (a.run / "evaluation" if a.run else Path(EVALUATIONS)) / name
+    refuse_other(folder)
+    templates = (_template_of(template, a, b), _template_of(template, b, a))
+    return ContestPlan(a, b, drawing, asked, judge, task, word, templates, folder)
+
+
+def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Word:
+    """The template named, else the model's own, else that of the other one: it was trained with none."""
+    teller = own if own.recipe is not None or other.recipe is None else other
+    return complete_template(named, teller) or teller.template
+
+
+def run_contest(
+    plan: ContestPlan, judge: Judge | None, progress: EvaluationProgress | None = None
+) -> tuple[WinRate, list[str]]:
+    """Sample from both models, judge (None: by the task's grader) and measure the KL both ways.
+
+    Returns what was found, and what must be known beside it.
+
+    Raises:
+        UsageError: no item that both answered, or none with a gold answer and no judge.
+    """
+    asked = plan.asked
+    models, evaluations = [], []
+    for source, template in zip((plan.a, plan.b), plan.templates, strict=True):
+        model = open_model(source, template, engine=asked.engine, dtype=asked.dtype, device=asked.device)
+        models.append(model)
+        evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
+    contests = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
+    notes = _missing(evaluations, contests)
+    if judge is None:
+        contests, left = graded(contests, plan.task)
+        notes += left
+    found = measure_wins(contests, judge or judge_by_grade)
+    if found.results["unscored"]:
+        notes.append(f"{found.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
+    for item, contest in zip(found.items, contests, strict=True):
+        item["question"] = prompt_text(contest.a[0].example)
+    _add_accuracies(found.results, evaluations)
+    reason = why_no_kl(models[0], models[1], plan.drawing, contests)
+    if reason is None:
+        add_kl(found, models, plan.drawing, contests)
+    else:
+        notes.append(f"no KL: {reason}")
+    return found, notes
+
+
+def _missing(evaluations: Sequence[Evaluation], contests: Sequence[Contest]) -> list[str]:
+    """Raises ``UsageError`` where no item is left."""
+    n = int(evaluations[0].results["n"])
+    if not contests:
+        raise UsageError("no prompt fits into the contexts of both models")
+    left = n - len(contests)
+    return [f"{left} of {n} prompts do not fit into one of the models; they are left out"] if left else []
+
+
+def graded(contests: Sequence[Contest], task: Task) -> tuple[list[Contest], list[str]]:
+    """The contests whose answers were all graded, and what to say of the others.
+
+    Raises:
+        UsageError: none was; a judge is needed.
+    """
+    kept = [c for c in contests if all(rollout.outcome != "ungraded" for rollout in (*c.a, *c.b))]
+    if not kept:
+        raise UsageError(
+            f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
+            "reward model"
+        )
+    left = len(contests) - len(kept)
+    return kept, [f"{left} items have no gold answer; they are left out"] if left else []
+
+
+def _add_accuracies(results: dict[str, float], evaluations: Sequence[Evaluation]) -> None:
+    for side, evaluation in zip("ab", evaluations, strict=True):
+        if evaluation.results.get("num_graded", 0.0) > 0:
+            for suffix in ("", "_low", "_high"):
+                results[f"accuracy_{side}{suffix}"] = evaluation.results[f"accuracy{suffix}"]
+
+
+def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequence[Contest]) -> str | None:
+    """Why the KL between two models cannot be had here; None where it can."""
+    if a.model is None or b.model is None:
+        return "it needs both models in this process; use --engine native"
+    if drawing.temperature == 0:
+        return "greedy decoding draws from no distribution; give --temperature above 0"
+    if drawing.top_k is not None or drawing.top_p < 1.0:
+        return "the answers are drawn from cut distributions; leave --top-k and --top-p out"
+    if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
+        return "the two models have different tokenizers, so their distributions are over different tokens"
+    if any(contest.a[0].prompt_ids != contest.b[0].prompt_ids for contest in contests):
+        return "the two models are asked under different templates; give both one with --template"
+    return None
+
+
+def add_kl(found: WinRate, models: Sequence[OpenedModel], drawing: Drawing, contests: Sequence[Contest]) -> None:
+    """KL(A‖B) over A's answers and KL(B‖A) over B's , into results and items."""
+    forwards = [Forward(model.model, drawing.temperature) for model in models]
+    sides: tuple[list[Rollout], list[Rollout]] = (
+        [rollout for contest in contests for rollout in contest.a],
+        [rollout for contest in contests for rollout in contest.b],
+    )
+    for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
+        kl = measure_kl(answers, own, other, tokens_per_micro=TOKENS_PER_MICRO)
+        found.results |= summarize_kl(f"kl_{name}", answers, kl)
+        values = iter(kl)
+        for item in found.items:
+            for answer in item[name[0]]:
+                answer[f"kl_{name}"] = next(values)
+
+
+def write_contest(plan: ContestPlan, found: WinRate, notes: Sequence[str], page: str) -> None:
+    """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    content = {
+        "evaluation": task_label(plan.task),
+        "a": plan.a.label,
+        "b": plan.b.label,
+        "results": found.results,
+        "notes": list(notes),
+        "settings": plan.settings,
+        "environment": describe_environment(),
+    }
+    write_records(plan.folder, found.items, lambda: page, content)

@@ -388,3 +388,17 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
         else:
             merged[key] = value
     return merged
+
+
+def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
+    if isinstance(data, Mapping) and data:
+        items = [(str(key), value) for key, value in data.items()]
+    elif isinstance(data, list) and data:
+        items = [(str(index), value) for index, value in enumerate(data)]
+    else:
+        return {prefix: data}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+    return flat

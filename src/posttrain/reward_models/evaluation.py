@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from posttrain.engines.models import ModelSource
 from posttrain.errors import UsageError
 from posttrain.evals.calibration import Bin
+from posttrain.evals.files import refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
+from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.sections import Word
 from posttrain.reward_models.pairs import evaluate_pairs
-from posttrain.reward_models.scoring import RewardModel
+from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.reward_models.solutions import evaluate_judged
 from posttrain.reward_models.steps import evaluate_steps
 from posttrain.reward_models.views import break_down
-from posttrain.tasks.base import Task
+from posttrain.store.environment import describe_environment
+from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Example
 
 # What can be measured, and how.
@@ -81,3 +88,89 @@ def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
         return "pairs"
     in_pairs = all(len(responses) == 2 for responses in given)
     return "pairs" if in_pairs and model.kind == "preference" else "judged answers"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward model measured on a task, the settings that decide about the results, the folder for its files."""
+
+    label: str
+    evaluation: RewardEvaluation
+    settings: dict[str, Any]
+    folder: Path
+
+
+def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
+    """Score the given answers of every task with every reward model, one model in memory at a time.
+
+    Raises:
+        UsageError: words or models that cannot be, before any model is loaded.
+    """
+    sources = tell_apart(asked.models)
+    named: Sequence[Word | None] = asked.tasks or [None]
+    words = [(source, choose_task(task, source.name, source.recipe)) for source in sources for task in named]
+    tasks = {word.model_dump_json(): build_task(word, "--task") for _, word in words}
+    cells = [(source, word, tasks[word.model_dump_json()]) for source, word in words]
+    folders = _choose_folders(asked.out, [(source, task) for source, _, task in cells])
+    for folder in ([asked.out] if asked.out else []) + folders:
+        refuse_other(folder)
+    opened: tuple[ModelSource, RewardModel] | None = None
+    for (source, word, task), folder in zip(cells, folders, strict=True):
+        if opened is None or opened[0] != source:
+            opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
+        model = opened[1]
+        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        yield Scored(model.label, evaluation, settings_of(source, model, word, task, asked.drawing.n), folder)
+
+
+def settings_of(source: ModelSource, model: RewardModel, word: Word, task: Task, n: int) -> dict[str, Any]:
+    """All that decides about the results."""
+    return {
+        "model": source.name,
+        "label": source.label,
+        "step": model.step,
+        "weights": weights_mark(resolve_model_name(source.path)),
+        "kind": model.kind,
+        "combine": model.combine if model.kind == "process" else None,
+        "task": word.model_dump(),
+        "template": model.template.name,
+        "n": n,
+        "dropped": task.dropped,
+    }
+
+
+def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
+    """A folder for each model and task: in its run, or below ``out``."""
+    several_models = len({source.label for source, _ in cells}) > 1
+    several = len(cells) > 1
+    folders = []
+    for source, task in cells:
+        label = source.label if source.run is None or source.path != str(source.run) or (out and several_models) else ""
+        name = slug("-".join(part for part in (label, task_label(task)) if part))
+        if out:
+            folders.append(out / name if several else out)
+        else:
+            folders.append((source.run / "evaluation" if source.run else Path(EVALUATIONS)) / name)
+    return folders
+
+
+def write_scores(scored: Scored, write_page: Callable[[Scored], str]) -> None:
+    """``items.jsonl``, ``summary.md`` (``write_page``) and, last, ``results.json``.
+
+    What an earlier evaluation has left there is replaced.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    one = scored.evaluation
+    content = {
+        "evaluation": one.name,
+        "measured": one.view,
+        "results": one.results,
+        "settings": scored.settings,
+        "kinds": one.kinds,
+        "calibration": [asdict(b) for b in one.bins],
+        "not_measured": one.dropped,
+        "environment": describe_environment(),
+    }
+    write_records(scored.folder, one.items, lambda: write_page(scored), content)

@@ -1,16 +1,24 @@
-"""What quantization changes: a policy's distributions on its own answers, a reward model's held-out verdicts."""
+"""A model in 8 or 4 bits: made, saved, and what that changes of its distributions or its held-out verdicts."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Linear, Parameter
+from transformers.utils import logging as transformers_logging
 
+from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.models import Device, Dtype, ModelSource, complete_template, grader_for
 from posttrain.engines.rollout import encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, kl_of_states
@@ -18,12 +26,23 @@ from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import Z_95, paired_bootstrap
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
+from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
+from posttrain.models.scorer import save_scorer
+from posttrain.models.sources import TINY, adapter_base, resolve_model_name
+from posttrain.models.stated_sizes import context_length
 from posttrain.randomness import derive_key
-from posttrain.render import Template
+from posttrain.recipes.sections import AdapterSection, ModelSection, Word
+from posttrain.render import Template, end_id, stop_ids
+from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
-from posttrain.reward_models.scoring import RewardModel
-from posttrain.tasks.base import Task
+from posttrain.reward_models.scoring import COMPANIONS, RewardModel, open_reward_model
+from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
+from posttrain.store.durable import aside_of, remove_asides, storage_errors
+from posttrain.store.links import refuse_links
+from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Batch, Sample, collate
+
+REPORT = "quantization.json"
 
 
 @torch.no_grad()
@@ -130,3 +149,194 @@ def _mean_per_token(
     spread = math.fsum((part - ratio * length) ** 2 for part, length in zip(sums, lengths, strict=True))
     half = Z_95 * math.sqrt(spread * n / (n - 1)) / total if n > 1 else 0.0
     return {name: ratio, f"{name}_low": max(0.0, ratio - half), f"{name}_high": min(most, ratio + half)}
+
+
+@dataclass(frozen=True)
+class QuantizationRequest:
+    """Which model is stored in how many bits, where, and on what the loss is measured.
+
+    ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
+    checkpoint, or below ``quantized``.
+    """
+
+    source: ModelSource
+    bits: int
+    dtype: Dtype | None = None
+    device: Device | None = None
+    task: Word | None = None
+    template: Word | None = None
+    n: int = 200
+    max_tokens: int | None = None
+    seed: int = 0
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Original:
+    """What is quantized: the model in full precision, and with a reward model its head."""
+
+    source: ModelSource
+    path: str  # the folder or hub name that was loaded
+    loaded: LoadedModel
+    section: ModelSection
+    scorer: RewardModel | None = None
+
+
+def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
+    """Quantize, save, load what was saved and measure what was lost.
+
+    Returns the report, which is stored beside the model, and the model's folder.
+
+    Raises:
+        UsageError: a model that is quantized already, words that cannot be, or a folder that holds something else.
+        MissingExtra: bitsandbytes is not installed.
+    """
+    from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
+
+    source = asked.source
+    measured_on = _task_to_measure(asked)
+    template = complete_template(asked.template, source)
+    if template is not None:  # before hours of work
+        build_template(template, "--template")
+    path = resolve_model_name(source.path)
+    out = asked.out or _default_out(source, path, asked.bits)
+    _check_out(out)
+    original = _load_original(asked, path)
+    _write(original, out, asked.bits)
+    section = original.section.model_copy(update={"name": str(out), "load_bits": None, "adapter": None})
+    after = load_model(section, seed=0)
+    report: dict[str, Any] = {
+        "model": source.name,
+        "source": path,
+        "bits": asked.bits,
+        "dtype": section.dtype,
+        "num_parameters": num_parameters(after.model),
+        "disk_bytes_before": _bytes_on_disk(path),
+        "disk_bytes_after": _bytes_on_disk(str(out)),
+        "memory_bytes_before": weight_bytes(original.loaded.model),
+        "memory_bytes_after": weight_bytes(after.model),
+    }
+    if measured_on is not None:
+        word, task = measured_on
+        report |= {"task": word.model_dump(), "seed": asked.seed}
+        report["results"] = _measure(original, after, task, template, asked)
+    with storage_errors(REPORT, out):
+        (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report, out
+
+
+def _task_to_measure(asked: QuantizationRequest) -> tuple[Word, Task] | None:
+    """The task with its word; None where nothing is to be measured, or nothing says on what."""
+    named, source = asked.task, asked.source
+    unknown = (named is None or not named.name) and source.recipe is None and source.name != "tiny"
+    if asked.n == 0 or unknown:
+        return None
+    word = choose_task(named, source.name, source.recipe)
+    return word, build_task(word, "--task")
+
+
+def _default_out(source: ModelSource, path: str, bits: int) -> Path:
+    """Inside the checkpoint or folder; of the embedded model and of hub names under ``quantized`` here."""
+    if Path(path).is_dir() and path != str(TINY):
+        return Path(path) / QUANTIZED_FOLDERS[bits]
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
+    return Path("quantized") / f"{plain}-int{bits}"
+
+
+def _check_out(out: Path) -> None:
+    ours = (out / REPORT).is_file() and (out / "config.json").is_file()
+    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+
+
+def _load_original(asked: QuantizationRequest, path: str) -> Original:
+    """The model as it is, an adapter added to its base."""
+    source = asked.source
+    merged = {"name": path, "adapter": AdapterSection()}  # asks for a base with adapters added
+    section = source.section(asked.dtype, asked.device).model_copy(update=merged)
+    loaded = load_model(section, seed=0)
+    stored = quantized_bits(loaded.model)
+    if stored is not None:
+        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
+    scorer = None
+    if source.is_scorer:
+        scorer = with_trunk(open_reward_model(source), loaded.model)
+    return Original(source, path, loaded, section, scorer)
+
+
+def _write(original: Original, out: Path, bits: int) -> None:
+    """The quantized model in ``out``, whole or not at all; one that was there is replaced."""
+    aside = aside_of(out)
+    quantized = load_model(original.section.model_copy(update={"load_bits": bits}), seed=0)
+    refuse_links(original.source.run or out)
+    with storage_errors("quantized model", out):
+        remove_asides(out)
+        try:
+            aside.mkdir(parents=True)
+            _save(quantized, original, aside)
+            seal(aside, 0)
+            rename_into_place(aside, out)
+        finally:
+            remove_tree(aside)
+
+
+def _save(quantized: LoadedModel, original: Original, folder: Path) -> None:
+    """Model and tokenizer; of a reward model the head, too, in the layout that it was saved in before."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        if original.scorer is None or not _save_with_head(quantized.model, original.scorer, folder):
+            quantized.model.save_pretrained(folder)
+        if original.scorer is not None:
+            shutil.copyfile(Path(original.path) / COMPANIONS, folder / COMPANIONS)
+        quantized.tokenizer.save_pretrained(folder)
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _save_with_head(model: Any, scorer: RewardModel, folder: Path) -> bool:
+    """Save as a sequence classifier; False where that layout does not fit."""
+    assert scorer.forward.head is not None, "a reward model has a head"
+    weight = scorer.forward.head.weight.detach()
+    model.score = Linear(weight.shape[1], weight.shape[0], bias=False)  # of a quantized model its own tensors are saved
+    model.score.weight = Parameter(weight)
+    try:
+        return save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
+    finally:
+        del model.score
+
+
+def _measure(
+    original: Original, after: LoadedModel, task: Task, template: Word | None, asked: QuantizationRequest
+) -> dict[str, float]:
+    if original.scorer is not None:
+        return compare_scorers(original.scorer, with_trunk(original.scorer, after.model), task, n=asked.n)
+    source, before = original.source, original.loaded
+    rendered = grader_for(source, template).template
+    stops = stop_ids(before.tokenizer, rendered)
+    return compare_policies(
+        registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
+        before.tokenizer,
+        rendered,
+        task,
+        before=Forward(before.model),
+        after=Forward(after.model),
+        n=asked.n,
+        sampling=Sampling(asked.max_tokens or source.max_tokens, stop_ids=stops),
+        context_tokens=context_length(before.model.config),
+        seed=asked.seed,
+    )
+
+
+def _bytes_on_disk(path: str) -> int | None:
+    """Of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    own = sum(f.stat().st_size for kind in ("model", "adapter_model") for f in folder.glob(f"{kind}*.safetensors"))
+    base = adapter_base(path)
+    if base is None:
+        return own
+    below = _bytes_on_disk(base)
+    return None if below is None else own + below

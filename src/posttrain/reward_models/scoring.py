@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.evals.calibration import sigmoid
 from posttrain.evals.ranking import COMBINE, Combine
@@ -39,6 +40,7 @@ COMPANIONS = "companions.safetensors"
 TOKENS_PER_MICRO = 1 << 14
 # A step ends with the white space behind a sentence; what follows belongs to the next.
 _SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
+_STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,29 @@ def load_reward_model(
     )
 
 
-def scores_answers(recipe: Recipe) -> bool:
-    """Whether what a recipe trains is a reward model."""
-    return recipe.trains_scorer
+def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
+    """The reward model of a run, or of one of its checkpoints, with its own template.
+
+    Args:
+        source: a run, or the folder of a checkpoint in it.
+        dtype, device: other than those of the run.
+
+    Raises:
+        UsageError: no run, or one that trained a policy.
+        CheckpointError: no checkpoint of it can be used.
+    """
+    if source.run is None or source.recipe is None:
+        raise UsageError(
+            f"{source.name}: a reward model is named by its run, or by a checkpoint in its run, where its head and its "
+            "template are; `posttrain runs` lists the runs"
+        )
+    changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+    recipe = source.recipe.model_copy(update={"model": source.recipe.model.model_copy(update=changes)})
+    path = Path(source.path)
+    bits = next((bits for bits, folder in QUANTIZED_FOLDERS.items() if path.name == folder), None)
+    match = _STEP.fullmatch(checkpoint_of(path).resolve().name) if path != source.run else None
+    step = int(match[1]) if match else None  # None: of a whole run, its best
+    return load_reward_model(recipe, source.run / "checkpoints", label=source.label, step=step, bits=bits)
 
 
 def written_pieces(template: Template, text: str) -> list[Piece]:

@@ -22,11 +22,11 @@ from typing import Any, Literal, get_args
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
-from posttrain.recipes.document import is_place
+from posttrain.recipes.document import flatten, is_place
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
-from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.environment import describe_environment
 from posttrain.store.links import refuse_links
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.reading import read_json, read_yaml
@@ -225,7 +225,7 @@ class RunDirectory:
 
         Args:
             stored: plain data to compare with; by default what the run's ``recipe.yaml`` says.
-            places: the keys of place (``recipe.PLACE_KEYS``), which may change at any time, instead of all others.
+            places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
         """
         stored = dict(stored) if stored is not None else self.read_recipe()
         # Defaults that came with a later posttrain are filled in before comparing; a recipe that no
@@ -332,17 +332,3 @@ def new_status(steps: int, before: RunStatus | None) -> RunStatus:
     if before is None:
         return RunStatus("running", 0, steps, **here)
     return replace(before, state="running", steps=steps, message=None, **here)
-
-
-def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
-    if isinstance(data, Mapping) and data:
-        items = [(str(key), value) for key, value in data.items()]
-    elif isinstance(data, list) and data:
-        items = [(str(index), value) for index, value in enumerate(data)]
-    else:
-        return {prefix: data}
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
-    return flat

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.runs.directory import RunDirectory, flatten
+from posttrain.recipes.document import flatten
+from posttrain.runs.directory import RunDirectory
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.remembered import Remembered
 

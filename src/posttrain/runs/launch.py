@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from posttrain.errors import DataError, RunConflict, StorageError, UsageError
+from posttrain.errors import DataError, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.runs.directory import (
@@ -124,6 +124,54 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
         what = f"stopped after step {result.step} of {recipe.train.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
+
+
+def find_or_train(
+    recipe: Recipe,
+    *,
+    root: Path,
+    recipe_name: str,
+    observing: Callable[[], AbstractContextManager[Observer]],
+    say: Callable[[str], Any],
+) -> tuple[Path, RunResult | None]:
+    """A finished run of exactly this resolved recipe under ``root``; where there is none, one goes on or is made.
+
+    Returns its folder, and how its training ended if there was one. ``say`` is told which it is, ``observing`` opens
+    what a training reports to.
+
+    Raises:
+        RunFailure: another process is training the recipe.
+    """
+    finished, unfinished = find_runs(recipe, root)
+    if finished is not None:
+        say(f"{recipe_name}: a finished run is there, {finished}")
+        return finished, None
+    say(f"{recipe_name}: {'going on with ' + str(unfinished) if unfinished else 'no finished run; training one'}")
+    name = unfinished.name if unfinished is not None else None
+    with observing() as observer:
+        result = launch(
+            recipe, root=root, name=name, recipe_name=recipe_name, resume=unfinished is not None, observer=observer
+        )
+    return result.folder, result
+
+
+def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
+    """The newest finished run of exactly this recipe, and the newest that could go on."""
+    newest: dict[str, tuple[float, Path]] = {}
+    for name in run_names(root):
+        run = RunDirectory(root / name)
+        try:
+            if "model" not in run.read_recipe() or run.changed_keys(recipe):
+                continue
+            status = run.read_status()
+        except DataError:  # a damaged run is not this one; `posttrain runs` reports it
+            continue
+        state = status.state if status is not None else "unfinished"
+        if state != "finished" and is_live(run.folder):
+            raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")
+        key = "finished" if state == "finished" else "unfinished"
+        newest[key] = max(newest.get(key, (0.0, run.folder)), (run.recipe_path.stat().st_mtime, run.folder))
+    return tuple(newest[key][1] if key in newest else None for key in ("finished", "unfinished"))  # type: ignore[return-value]
 
 
 def resume_command(folder: Path) -> str:

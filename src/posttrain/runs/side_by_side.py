@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PosttrainError
+from posttrain.recipes.document import flatten
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.runs.directory import RunDirectory, flatten
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import RunSummary, evaluations, summarize_run
 from posttrain.store.metrics import MetricsLog
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from posttrain.runs.directory import flatten
+from posttrain.recipes.document import flatten
 
 # The keys that a method's recipe brings into a comparison. Everything else is the base's.
 METHOD_KEYS = (

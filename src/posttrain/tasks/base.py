@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 from posttrain import registry
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.types import Example
 
@@ -79,3 +80,33 @@ def held_out_task(word: Word) -> Word:
     if split is None:
         raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
     return Word(name=word.name, **(word.options | {"split": split}))
+
+
+def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
+    """What to measure on: the task named, else the run's own, else stories for ``tiny``.
+
+    The split is ``test`` unless named. Of a run's own local file, which was trained on, and of a run that learnt
+    from test prompts too, it is the part that was held out.
+
+    Raises:
+        UsageError: a model that is no run, and no task named.
+    """
+    options: dict[str, Any] = dict(named.options) if named is not None else {}
+    split = "test"
+    if named is not None and named.name:
+        name = named.name
+    elif recipe is not None:
+        name = recipe.task.name
+        own = {key: value for key, value in recipe.task.options.items() if key != "split"}
+        mixes = own.get(registry.find("task", name, "--task").traits.get("learns_from_test", ""))
+        if (own.get("path") is not None and "path" not in options) or mixes:
+            split = held_out_task(recipe.task).options["split"]
+        options = own | options
+    elif model == "tiny":
+        name = "stories"
+    else:
+        known = ", ".join(registry.entries("task"))
+        raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
+    if "split" in registry.find("task", name, "--task").options_model().model_fields:
+        options.setdefault("split", split)
+    return Word(name=name, **options)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
-from posttrain.engines.rollout import Grader, build_grader
+from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
@@ -117,8 +117,8 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
-        answering = (engine, tokenizer, grader, context)
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, *answering, policy, reference)
+        sampler = Sampler(engine, tokenizer, grader, context)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference)
     named, optimizer = _build_optimizer(recipe, model, companions)
     return Parts(
         model=model,

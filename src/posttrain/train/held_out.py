@@ -11,19 +11,17 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import Grader
+from posttrain.engines.base import Sampling
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.drift import measure_drift
-from posttrain.evals.generation import Evaluation, evaluate, held_out_indices, task_label
+from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TrainSection
-from posttrain.render import stop_ids
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
@@ -128,10 +126,7 @@ class Evaluator:
     tasks: Sequence[Task]
     held_out: Mapping[str, HeldOut]
     method: Method
-    engine: Engine
-    tokenizer: Any
-    grader: Grader
-    context_tokens: int
+    sampler: Sampler
     policy: Forward
     start: Reference | None
 
@@ -143,24 +138,16 @@ class Evaluator:
         """How answers are drawn."""
         recipe = self.recipe
         max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
-        return Sampling(max_tokens, temperature=temperature, stop_ids=stop_ids(self.tokenizer, self.grader.template))
+        return self.sampler.sampling(max_tokens, temperature)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
         """By the objective, where the task's units are such as are trained on; else by graded answers."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None:
             return evaluate_objective(held_out, task, self.method, self.recipe.train)
-        return evaluate(
-            self.engine,
-            self.tokenizer,
-            self.grader,
-            task,
-            n=self.recipe.eval.n,
-            sampling=self.sampling(self.recipe.eval.temperature),
-            context_tokens=self.context_tokens,
-            seed=self.recipe.train.seed,
-            step=step,
-        )
+        sampling = self.sampling(self.recipe.eval.temperature)
+        asked = Questions(task, sampling, self.recipe.eval.n, seed=self.recipe.train.seed, step=step)
+        return evaluate(self.sampler, asked)
 
     def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
@@ -168,17 +155,12 @@ class Evaluator:
             return evaluation
         assert self.start is not None, "the setup makes a reference for whoever needs one"
         started = time.perf_counter()
+        sampling = self.sampling(self.policy.temperature)
         drift = measure_drift(
-            self.engine,
-            self.tokenizer,
-            self.grader,
-            task,
+            self.sampler,
+            Questions(task, sampling, self.recipe.eval.drift_prompts, seed=self.recipe.train.seed),
             policy=self.policy,
             start=self.start,
-            n=self.recipe.eval.drift_prompts,
-            sampling=self.sampling(self.policy.temperature),
-            context_tokens=self.context_tokens,
-            seed=self.recipe.train.seed,
             tokens_per_micro=self.recipe.train.tokens_per_micro,
         )
         evaluation.results.update(drift)

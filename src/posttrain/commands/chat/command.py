@@ -13,9 +13,11 @@ from rich.console import Console
 
 from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
 from posttrain.commands.console import Text, open_console
-from posttrain.commands.generate import chosen_words, open_sampler
+from posttrain.commands.options.words import chosen_words
+from posttrain.engines.models import open_model
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.registry import suggest
+from posttrain.runs.models import find_source
 
 COMMANDS = {
     "/help": "what can be typed",
@@ -161,9 +163,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
     """Load the models, then answer line by line until ``/quit`` or the end of the input."""
     controls = Controls(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_tokens, arguments.seed)
     template = chosen_words(arguments).get("template")
-    conversations = [
-        Conversation(open_sampler(name, arguments.runs_dir, template), controls) for name in arguments.models
-    ]
+    sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
+    conversations = [Conversation(open_model(source, template), controls) for source in sources]
     chat = Chat(conversations, open_console(), arguments.colours)
     if arguments.system:
         chat.obey(f"/system {arguments.system}")

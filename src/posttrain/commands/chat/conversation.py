@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from posttrain.commands.generate import Sampler
 from posttrain.engines.base import Sampling
+from posttrain.engines.models import OpenedModel
 from posttrain.engines.native.stream import StreamedToken, stream
 from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
@@ -52,7 +52,7 @@ class Conversation:
     ``steering``: what is done to the model's activations while it replies.
     """
 
-    sampler: Sampler
+    sampler: OpenedModel
     controls: Controls = field(default_factory=Controls)
     messages: list[Message] = field(default_factory=list)
     num_replies: int = 0
@@ -108,9 +108,8 @@ class Conversation:
         self._remember(asked, "".join(said))
 
     def _sampling(self, ends: frozenset[int]) -> Sampling:
-        chosen = self.controls
-        plain = self.sampler.sampling(chosen.max_tokens, chosen.temperature)
-        return replace(plain, top_p=chosen.top_p, top_k=chosen.top_k, stop_ids=ends)
+        chosen, longest = self.controls, self.controls.max_tokens or self.sampler.source.max_tokens
+        return Sampling(longest, chosen.temperature, chosen.top_k, chosen.top_p, ends)
 
     def _spoken(self, token: StreamedToken, added: str) -> SpokenToken:
         decode = self.sampler.tokenizer.decode

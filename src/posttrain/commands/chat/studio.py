@@ -19,12 +19,12 @@ from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
 from posttrain.commands.chat.studio_gate import Gate, choose_token, is_loopback, show_address
 from posttrain.commands.chat.studio_html import COLOURINGS, draw_conversation, draw_note, stylesheet
 from posttrain.commands.chat.studio_records import TRAINING, Archive, check_offered
-from posttrain.commands.generate import find_source, open_sampler, writes_answers
 from posttrain.commands.interpret.steering import has_dictionary, read_steering
-from posttrain.commands.summary import read_run_recipe
+from posttrain.engines.models import open_model
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
-from posttrain.reward_models.scoring import RewardModel, load_reward_model
+from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.directory import find_run
+from posttrain.runs.models import find_source, read_run_recipe
 
 ANY_STEP = "any"
 SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
@@ -116,8 +116,8 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequ
     known = [name for name in archive.names() if has_dictionary(archive.folder(name))]
     dictionaries = list(dict.fromkeys([*dictionaries, *known]))
     stage = Stage(
-        lambda name: open_sampler(check_offered(name, speakers, "model"), runs_dir),
-        lambda name: open_judge(check_offered(name, judges, "reward model"), runs_dir),
+        lambda name: open_model(find_source(check_offered(name, speakers, "model"), runs_dir)),
+        lambda name: open_reward_model(find_source(check_offered(name, judges, "reward model"), runs_dir)),
     )
     for name in models:
         stage.model(name)  # what was asked for is there when the page opens, or refused at once
@@ -143,20 +143,8 @@ def sort_runs(archive: Archive) -> tuple[list[str], list[str]]:
             recipe = read_run_recipe(find_run(archive.runs_dir, name))
         except PosttrainError:
             continue
-        (policies if writes_answers(recipe) else judges).append(name)
+        (judges if recipe.trains_scorer else policies).append(name)
     return policies, judges
-
-
-def open_judge(name: str, runs_dir: str | Path) -> RewardModel:
-    """The reward model of a run.
-
-    Raises:
-        UsageError: no such run, or it trained none.
-    """
-    source = find_source(name, runs_dir)
-    if source.run is None or source.recipe is None:
-        raise UsageError(f"{name}: no run of that name in {runs_dir}")
-    return load_reward_model(source.recipe, source.run / "checkpoints", label=source.label)
 
 
 def _build_chat(

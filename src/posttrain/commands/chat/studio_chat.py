@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
 from posttrain.commands.chat.studio_html import Colouring, draw_conversation, draw_reply
-from posttrain.commands.generate import Sampler
+from posttrain.engines.models import OpenedModel
 from posttrain.errors import PosttrainError
 from posttrain.interpret.features.steering import Steering
 from posttrain.reward_models.scoring import RewardModel
@@ -65,14 +65,14 @@ class Stage:
         open_model, open_judge: load by name; what they give is kept.
     """
 
-    def __init__(self, open_model: Callable[[str], Sampler], open_judge: Callable[[str], RewardModel]) -> None:
+    def __init__(self, open_model: Callable[[str], OpenedModel], open_judge: Callable[[str], RewardModel]) -> None:
         self.open_model = open_model
         self.open_judge = open_judge
-        self._models: dict[str, Sampler] = {}
+        self._models: dict[str, OpenedModel] = {}
         self._judges: dict[str, RewardModel] = {}
         self._lock = threading.Lock()
 
-    def model(self, name: str) -> Sampler:
+    def model(self, name: str) -> OpenedModel:
         """The model of this name, loaded once."""
         if name not in self._models:
             self._models[name] = self.open_model(name)

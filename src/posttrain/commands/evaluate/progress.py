@@ -11,13 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from posttrain.commands.console import Text
 from posttrain.evals.generation import Advance
+from posttrain.evals.plan import EvaluationProgress
 from posttrain.untrusted import guard_output
 
 SECONDS_BETWEEN_LINES = 15.0
 
 
-class EvaluationProgress:
-    """The quiet view, and the base of the others. One cell after the other is begun, observed and ended."""
+class Shown(EvaluationProgress):
+    """The quiet view, and the base of the others: told how an evaluation goes on, and put away at its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -26,15 +27,6 @@ class EvaluationProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def begin(self, title: str, num_known: int = 0) -> None:
-        """A cell begins; ``num_known`` of its items were answered before it was interrupted."""
-
-    def observe(self, advance: Advance) -> None:
-        """See ``evals.generation.evaluate``."""
-
-    def tell(self, line: str) -> None:
-        """Something that a person should know, said once."""
 
     def close(self) -> None:
         """Put everything away."""
@@ -48,7 +40,7 @@ def describe(advance: Advance, seconds: float) -> str:
     return " · ".join(parts)
 
 
-class PlainLines(EvaluationProgress):
+class PlainLines(Shown):
     """A line when a cell goes on from before, and one every few seconds of a long one: for log files and pipes."""
 
     def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
@@ -74,7 +66,7 @@ class PlainLines(EvaluationProgress):
         self.console.print(Text(line), soft_wrap=True)
 
 
-class LiveBar(EvaluationProgress):
+class LiveBar(Shown):
     """One bar, which starts again for each cell."""
 
     def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
@@ -108,8 +100,8 @@ class LiveBar(EvaluationProgress):
         self.progress.stop()
 
 
-def choose_evaluation_progress(console: Console, quiet: bool) -> EvaluationProgress:
+def choose_evaluation_progress(console: Console, quiet: bool) -> Shown:
     """The view that fits: nothing when quiet, a bar on a terminal, plain lines elsewhere."""
     if quiet:
-        return EvaluationProgress()
+        return Shown()
     return LiveBar(console) if console.is_terminal else PlainLines(console)

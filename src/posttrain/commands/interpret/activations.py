@@ -1,4 +1,4 @@
-"""``posttrain activations``: what layers of a model compute over texts, as shards on the disk."""
+"""``posttrain activations``: what layers of a model compute over texts, as shards. Imports little at first."""
 
 from __future__ import annotations
 
@@ -8,38 +8,95 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.prompt import Confirm
-from rich.table import Table
-
-from posttrain.commands.console import open_console
-from posttrain.commands.generate import ModelSource, choose_task, chosen_words, complete_template, find_source
+from posttrain.commands.options.argument_types import naturals, new_place, nonnegative_float, positive
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
-from posttrain.interpret.activations.loading import check_layers, read_config, tokenizer_hash
-from posttrain.interpret.activations.pt_shards import export_pt, import_pt
-from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.models.load import load_tokenizer
-from posttrain.models.stated_sizes import context_length
-from posttrain.recipes.sections import ModelSection
-from posttrain.render.template import build_template
-from posttrain.runs.directory import find_run
-from posttrain.tasks.base import build_task
-from posttrain.untrusted import guard_output
 
-MAX_CONTEXT_TOKENS = 8192
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.engines.models import ModelSource
+    from posttrain.interpret.activations.documents import Documents
+    from posttrain.interpret.activations.record import Recorder
+    from posttrain.interpret.activations.shards import ActivationStore
+
+# Sections whose keys are options: --task.path, --template.preamble
+SECTIONS = ("task", "template")
+
 # A recording above this is begun only with --yes, or after asking.
 LARGE_BYTES = 1 << 30
 # What rows are dropped for; all else that is counted was left out of the texts.
 ROW_REASONS = ("first_token", "outlier", "not_finite")
 
+EPILOG = """\
+layer L is what block number L gives (hidden_states[L] in transformers); layer 0 are the embeddings:
+  posttrain activations runs/tiny-grpo --layer 2 --task stories --out activations/stories
+  posttrain activations Qwen/Qwen3-0.6B --layer 14 --site resid,mlp --text corpus.jsonl --context-tokens 1024
+  posttrain activations runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
+two models over the same tokens, for what training changed:
+  posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --task stories
+the same command goes on where it was interrupted; .pt files of others are written and read with:
+  posttrain activations activations/stories --export-pt stories-pt
+  posttrain activations stories-pt --import-pt resid.2 --out activations/stories-again
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, what of it, over which texts, and where to."""
+    parser.epilog = EPILOG
+    parser.usage = "posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]"
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_RUN",
+        help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",
+    )
+    what = parser.add_argument_group("what is recorded")
+    what.add_argument("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
+    what.add_argument(
+        "--site",
+        action="extend",
+        type=lambda text: text.split(","),
+        metavar="resid|mlp|attn",
+        help="the residual stream after a layer, or what its MLP or its attention adds (default: resid)",
+    )
+    what.add_argument("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
+    what.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
+    over = parser.add_argument_group("over which texts (default: the prompts of the run's task)")
+    over.add_argument("--task", metavar="NAME", help="the prompts of a task")
+    over.add_argument("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`")
+    over.add_argument("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions")
+    over.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    over.add_argument("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)")
+    over.add_argument("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)")
+    over.add_argument(
+        "--outliers",
+        type=nonnegative_float,
+        default=10.0,
+        metavar="X",
+        help="drop rows whose norm is above X times the median; 0 keeps them (default: 10)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
+    how.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    how.add_argument("--weights", choices=("float32", "bfloat16"), help="of the model (default: the run's, or float32)")
+    how.add_argument(
+        "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
+    )
+    how.add_argument("--yes", action="store_true", help="write without asking, however large it is")
+    how.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    files = parser.add_argument_group(".pt files of others, one tensor [rows, width] each")
+    files.add_argument("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards")
+    files.add_argument("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site")
+
 
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
+    from posttrain.commands.console import open_console
+    from posttrain.interpret.activations.loading import check_layers
+    from posttrain.interpret.activations.record import Recorder
+    from posttrain.runs.models import find_source
+
     console = open_console()
     if arguments.export_pt is not None or arguments.import_pt is not None:
         return _convert(arguments, console)
@@ -49,8 +106,8 @@ def run_activations(arguments: argparse.Namespace) -> int:
     sources = [find_source(name, arguments.runs_dir) for name in (arguments.model, arguments.paired) if name]
     for source in sources:
         check_layers(source.path, sites)  # before texts are read
-    sections = [_section(source, arguments) for source in sources]
-    documents = read_documents(arguments, sources[0])
+    sections = [source.section(arguments.weights, arguments.device) for source in sources]
+    documents = _read_documents(arguments, sources[0])
     recorder = Recorder(
         sections,
         documents.ids,
@@ -71,43 +128,31 @@ def run_activations(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
+def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
     """The texts that the command line names: of a task, a file, or a run.
 
     Raises:
         UsageError: more than one of them, or one that cannot be read.
     """
-    given = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
-    if len(given) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]}: give one of --task, --text and --rollouts")
+    from posttrain.commands.options.words import chosen_words
+    from posttrain.interpret.activations.documents import read_documents
+    from posttrain.runs.directory import find_run
+
+    named = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
+    if len(named) > 1:
+        raise UsageError(f"--{named[0]} and --{named[1]}: give one of --task, --text and --rollouts")
     words = chosen_words(arguments)
-    if given and given[0] != "task" and words:
-        raise UsageError(f"--{given[0]}: options of a task or template have no place here")
-    tokenizer = load_tokenizer(source.path)
-    limits: dict[str, Any] = {
-        "context_tokens": arguments.context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
-        "max_tokens": arguments.max_rows,
-    }
-    if arguments.text is not None:
-        return texts(arguments.text, tokenizer, **limits)
-    if arguments.rollouts is not None:
-        run = find_run(arguments.runs_dir, arguments.rollouts)
-        if tokenizer_hash(load_tokenizer(str(run))) != tokenizer_hash(tokenizer):
-            raise UsageError(f"--rollouts {arguments.rollouts}: its tokenizer is another than that of {source.name}")
-        return recorded_rollouts(run / "rollouts.db", about=run.name, **limits)
-    task = build_task(choose_task(words.get("task"), source.name, source.recipe), "--task")
-    template = build_template(complete_template(words.get("template"), source) or source.template, "--template")
-    return task_prompts(task, tokenizer, template, **limits)
-
-
-def _section(source: ModelSource, arguments: argparse.Namespace) -> ModelSection:
-    """How a model is loaded: as its run says, but for what is given here."""
-    kept: dict[str, Any] = {}
-    if source.recipe is not None:
-        trained = source.recipe.model
-        kept = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    given = {"dtype": arguments.weights, "device": arguments.device}
-    return ModelSection(name=source.path, **(kept | {key: value for key, value in given.items() if value is not None}))
+    if named and named[0] != "task" and words:
+        raise UsageError(f"--{named[0]}: options of a task or template have no place here")
+    return read_documents(
+        source,
+        task=words.get("task"),
+        template=words.get("template"),
+        text=arguments.text,
+        run=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
+        context_tokens=arguments.context_tokens,
+        max_tokens=arguments.max_rows,
+    )
 
 
 def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
@@ -139,11 +184,17 @@ def _announce_size(recorder: Recorder, out: Path, yes: bool, announce: Callable[
         return
     if not sys.stdin.isatty():
         raise UsageError(f"{show_bytes(size.num_bytes)} are a lot: add --yes to write them, or --max-rows for fewer")
+    from rich.prompt import Confirm
+
     if not Confirm.ask("Go on?", default=False):
         raise UsageError("nothing was written")
 
 
 def _record(recorder: Recorder, out: Path, console: Console, quiet: bool) -> ActivationStore:
+    from rich.progress import Progress
+
+    from posttrain.untrusted import guard_output
+
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         guard_output()
         bar = progress.add_task("recording", total=None)
@@ -151,6 +202,8 @@ def _record(recorder: Recorder, out: Path, console: Console, quiet: bool) -> Act
 
 
 def _print_summary(console: Console, store: ActivationStore) -> None:
+    from rich.table import Table
+
     index = store.index
     console.print(f"{index.rows:,} rows of {index.documents:,} documents in {len(index.shards)} shards: {store.folder}")
     everything = index.rows + sum(count for reason, count in index.dropped.items() if reason in ROW_REASONS)
@@ -177,6 +230,9 @@ def show_bytes(count: float) -> str:
 
 
 def _convert(arguments: argparse.Namespace, console: Console) -> int:
+    from posttrain.interpret.activations.pt_shards import export_pt, import_pt
+    from posttrain.interpret.activations.shards import ActivationStore
+
     if arguments.export_pt is not None and arguments.import_pt is not None:
         raise UsageError("--export-pt and --import-pt: give one of them")
     if arguments.export_pt is not None:

@@ -1,42 +1,92 @@
-"""``posttrain sae train``: from a recipe to a run directory with a dictionary in it."""
+"""``posttrain sae``: its actions, and ``sae train``. Only the standard library is imported before it runs (``cli``)."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
-from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.errors import INTERRUPTED, UsageError
-from posttrain.interpret.dictionaries.recipe import SaeRecipe, load_sae_recipe
-from posttrain.recipes.recipe import Recipe
-from posttrain.train.files import Observer, RunFiles
+from posttrain.commands.interpret import features, sae_diff
+from posttrain.commands.options.argument_types import ACCEPT_HELP
+from posttrain.errors import INTERRUPTED
 
-DICTIONARY, ACTIVATIONS, RESULTS = "dictionary", "activations", "dictionary.json"
+if TYPE_CHECKING:
+    from posttrain.commands.train import TrainRequest
+    from posttrain.recipes.recipe import Recipe
+
+# The actions of ``posttrain sae``: what each does, and where its body is.
+SAE_ACTIONS = {
+    "train": "train a sparse autoencoder on activations, by a recipe",
+    "features": "what the features of a sparse autoencoder stand for, as one page",
+    "diff": "what training changed: two models seen through the same features",
+}
+SAE_TRAIN_EPILOG = """\
+any key of the recipe is an option:
+  posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
+  posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
+  posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
+"""
 
 
-def run_sae_train(arguments: argparse.Namespace) -> int:
+def add_options(
+    sae: argparse.ArgumentParser, common: argparse.ArgumentParser, places: argparse.ArgumentParser
+) -> dict[str, argparse.ArgumentParser]:
+    """Give ``sae`` its actions; returns their parsers as ``sae train``."""
+    actions = sae.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    made = {
+        name: actions.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[common, places],
+            allow_abbrev=False,
+        )
+        for name, text in SAE_ACTIONS.items()
+    }
+    _add_train_options(made["train"])
+    features.add_options(made["features"])
+    sae_diff.add_options(made["diff"])
+    return {f"sae {name}": parser for name, parser in made.items()}
+
+
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "posttrain sae train RECIPE [options] [--section.key value ...]"
+    parser.epilog = SAE_TRAIN_EPILOG
+    parser.add_argument("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
+    parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
+    parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
+    from posttrain.commands.progress import choose_progress, show_duration
+    from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+
     recipe = load_sae_recipe(arguments.recipe, arguments.overrides).resolve()
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
+    from posttrain.interpret.dictionaries.run import DICTIONARY, train_run
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
         result = launch(
-            cast(Recipe, recipe),  # a run directory asks no more of a recipe than this one has
+            cast("Recipe", recipe),  # a run directory asks no more of a recipe than this one has
             root=arguments.runs_dir,
             name=arguments.run,
             recipe_name=arguments.recipe,
             resume=arguments.resume,
             accept_changes=arguments.accept_changes,
             observer=progress,
-            train=partial(_train, allow_large=arguments.yes),
+            train=partial(train_run, allow_large=arguments.yes),
         )
     if not arguments.quiet:
         print(f"{result.step} steps, {show_duration(progress.history.elapsed())}")
@@ -47,59 +97,9 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
     return 0 if result.reason == "finished" else INTERRUPTED
 
 
-class _Result:
-    """What ``launch`` asks of a training."""
-
-    def __init__(self, step: int, reason: str, evaluations: dict[str, dict[str, float]]) -> None:
-        self.step, self.reason, self.evaluations = step, reason, evaluations
-
-
-def _train(
-    recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
-) -> _Result:
-    from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
-    from posttrain.interpret.dictionaries.measures import recovered_by, results_of
-    from posttrain.interpret.dictionaries.rows import StoreRows, open_or_record
-    from posttrain.interpret.dictionaries.training import train_dictionary
-    from posttrain.store.durable import replace_file
-    from posttrain.store.metrics import TrackedMetrics, TrackedRun, build_trackers
-
-    assert isinstance(recipe, SaeRecipe)
-
-    def notify(message: str) -> None:
-        observer("notice", {"message": message})
-
-    trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
-    recorded = files.folder / ACTIVATIONS
-    is_new = not recorded.exists()
-    store = open_or_record(recipe.activations, recorded, notify, allow_large=allow_large)
-    rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
-    metrics = TrackedMetrics(files.metrics, trackers)
-    try:
-        trained = train_dictionary(
-            rows,
-            recipe,
-            checkpoints=files.checkpoints,
-            metrics=metrics,
-            resume=resume,
-            observer=observer,
-            should_stop=should_stop,
-        )
-    except UsageError:
-        if is_new and not resume:  # so that the run, which came to nothing, can be taken back
-            shutil.rmtree(recorded, ignore_errors=True)
-        raise
-    finally:
-        metrics.close()
-    if trained.reason == "finished":
-        save_dictionary(trained.dictionary, files.folder / DICTIONARY, describe_training(rows, recipe, trained.step))
-        recovered = recovered_by(rows, recipe, trained.dictionary, notify)
-        content = json.dumps(results_of(trained.quality, recovered), indent=1)
-        replace_file(files.folder / RESULTS, content.encode() + b"\n")
-    return _Result(trained.step, trained.reason, trained.evaluations)
-
-
 def _print_results(folder: Path) -> None:
+    from posttrain.interpret.dictionaries.run import RESULTS
+
     path = folder / RESULTS
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""``posttrain sae diff``: what training changed inside a model, as numbers and one page."""
+"""``posttrain sae diff``: what training changed inside a model, as numbers and one page. Imports little at first."""
 
 from __future__ import annotations
 
@@ -6,27 +6,47 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
+from posttrain.commands.options.argument_types import natural, repetitions
+from posttrain.errors import INTERRUPTED, UsageError
 
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, UsageError
-from posttrain.interpret.differences.recipe import Compared, DiffRecipe, load_diff_recipe
-from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import ModelSection
-from posttrain.runs.directory import RunDirectory, check_run_name, flatten, is_live, name_of_recipe, run_names
-from posttrain.store.durable import replace_file, storage_errors
-from posttrain.untrusted import harmless_json
+if TYPE_CHECKING:
+    from posttrain.interpret.differences.recipe import Compared, DiffRecipe
+    from posttrain.recipes.sections import ModelSection
 
-RECIPE, RESULTS, REPORT = "changes.yaml", "diff.json", "report.html"
+REPORT = "report.html"
 DEFAULT_RUNS = "runs"
+
+EPILOG = """\
+any key of the recipe is an option; the same command again keeps what is there:
+  posttrain sae diff tiny/what-did-rl-change
+  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --seeds 5
+  posttrain sae diff tiny runs/tiny-sft --task stories --changes.prompts 256 --changes.dictionary.k 8
+  posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which models or recipe, where to look, how often, where to."""
+    parser.usage = "posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]"
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "models",
+        metavar="MODEL_OR_RUN",
+        nargs="+",
+        help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
+    )
+    parser.add_argument("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
+    parser.add_argument("--site", choices=("resid", "mlp", "attn"), help="of the layer (default: resid)")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
+    parser.add_argument("--run", metavar="NAME", help="name of the directory under the runs directory")
+    parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only where the report is")
 
 
 class _Stopped(Exception):
@@ -35,6 +55,10 @@ class _Stopped(Exception):
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
+    from posttrain.commands.console import Text, open_console
+    from posttrain.commands.progress import show_duration
+    from posttrain.interpret.differences.recipe import load_diff_recipe
+
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
     recipe = load_diff_recipe(arguments.models, _overrides(arguments)).resolve()
@@ -49,39 +73,40 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         if not arguments.quiet
         else lambda line: None
     )
-    root = Path(arguments.runs_dir)
-    folder = root / _folder_name(arguments)
     try:
-        base = find_model(recipe.base, root, None, arguments.quiet, say)
-        post = find_model(recipe.post, root, base, arguments.quiet, say)
+        folder, lines = _compare(recipe, arguments, say, started)
     except _Stopped:
         return INTERRUPTED
-    recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
-    from posttrain.interpret.differences.comparison import compare
-    from posttrain.reports.difference_sentences import findings
-    from posttrain.reports.differences import render_diff
-
-    setting, recipe = _setting(recipe, root, arguments.yes)
-    is_new, is_new_root = not folder.exists(), not root.exists()
-    _claim(folder, recipe)
-    try:
-        found = _about(recipe, setting.sections, arguments) | compare(recipe, setting, folder, say)
-    except UsageError:
-        with suppress(OSError):  # what was worked out before stays
-            if is_new and [item.name for item in folder.iterdir()] == [RECIPE]:
-                shutil.rmtree(folder)
-            if is_new_root:
-                root.rmdir()
-        raise
-    found["seconds"]["all"] = round(time.monotonic() - started, 1)
-    replace_file(folder / RESULTS, harmless_json(json.dumps(found, indent=1, ensure_ascii=False)).encode() + b"\n")
-    replace_file(folder / REPORT, render_diff(found).encode())
     if not arguments.quiet:
-        for line in findings(found):
+        for line in lines:
             console.print(Text(line), soft_wrap=True)
         console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
     console.print(Text(f"report: {folder / REPORT}"), soft_wrap=True)
     return 0
+
+
+def _compare(
+    recipe: DiffRecipe, arguments: argparse.Namespace, say: Callable[[str], Any], started: float
+) -> tuple[Path, list[str]]:
+    """The folder with the report, and what was found in sentences."""
+    from posttrain.interpret.differences.comparison import compare_in, prepare
+    from posttrain.interpret.differences.recipe import Compared
+    from posttrain.reports.difference_sentences import findings
+    from posttrain.reports.differences import render_diff
+    from posttrain.runs.models import find_source
+    from posttrain.store.durable import replace_file
+
+    root = Path(arguments.runs_dir)
+    folder = root / _folder_name(arguments)
+    base = find_model(recipe.base, root, None, arguments.quiet, say)
+    post = find_model(recipe.post, root, base, arguments.quiet, say)
+    recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
+    sources = find_source(base, root), find_source(post, root)
+    setting, recipe = prepare(recipe, *sources, allow_large=arguments.yes)
+    about = _about(recipe, setting.sections, arguments)
+    content = compare_in(folder, recipe, setting, about, say, started)
+    replace_file(folder / REPORT, render_diff(content).encode())
+    return folder, list(findings(content))
 
 
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -97,6 +122,8 @@ def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
+    from posttrain.runs.directory import check_run_name, name_of_recipe
+
     if arguments.run is not None:
         return check_run_name(arguments.run)
     if len(arguments.models) == 1:
@@ -116,116 +143,22 @@ def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, sa
     if compared.recipe is None:
         assert compared.name is not None, "the section's validator"
         return compared.name
-    changes = [("model.name", json.dumps(base))] if base is not None and compared.from_base else []
-    recipe = load_recipe(compared.recipe, changes).resolve()
-    finished, unfinished = find_runs(recipe, root)
-    if finished is not None:
-        say(f"{compared.recipe}: a finished run is there, {finished}")
-        return str(finished)
+    from posttrain.commands.progress import choose_progress
     from posttrain.commands.summary import write_summary
-    from posttrain.runs.launch import launch
+    from posttrain.recipes.recipe import load_recipe
+    from posttrain.runs.launch import find_or_train
 
-    say(f"{compared.recipe}: {'going on with ' + str(unfinished) if unfinished else 'no finished run; training one'}")
-    with choose_progress(compared.recipe, quiet) as progress:
-        result = launch(
-            recipe,
-            root=root,
-            name=unfinished.name if unfinished is not None else None,
-            recipe_name=compared.recipe,
-            resume=unfinished is not None,
-            observer=progress,
-        )
-    if result.reason != "finished":
+    name = compared.recipe
+    changes = [("model.name", json.dumps(base))] if base is not None and compared.from_base else []
+    recipe = load_recipe(name, changes).resolve()
+    folder, result = find_or_train(
+        recipe, root=root, recipe_name=name, observing=lambda: choose_progress(name, quiet), say=say
+    )
+    if result is not None and result.reason != "finished":
         raise _Stopped
-    write_summary(result.folder)
-    return str(result.folder)
-
-
-def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
-    """The newest finished run of exactly this recipe, and the newest that could go on."""
-    found: dict[str, tuple[float, Path]] = {}
-    for name in run_names(root):
-        run = RunDirectory(root / name)
-        try:
-            if "model" not in run.read_recipe() or run.changed_keys(recipe):
-                continue
-            status = run.read_status()
-        except DataError:  # a damaged run is not this one; `posttrain runs` reports it
-            continue
-        state = status.state if status is not None else "unfinished"
-        if state != "finished" and is_live(run.folder):
-            raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")
-        key = "finished" if state == "finished" else "unfinished"
-        found[key] = max(found.get(key, (0.0, run.folder)), (run.recipe_path.stat().st_mtime, run.folder))
-    return tuple(found[key][1] if key in found else None for key in ("finished", "unfinished"))  # type: ignore[return-value]
-
-
-def _setting(recipe: DiffRecipe, root: Path, allow_large: bool) -> tuple[Any, DiffRecipe]:
-    """What is compared, with the task, template and site that the recipe leaves to the run filled in."""
-    from dataclasses import replace
-
-    from posttrain.commands.generate import choose_task, complete_template, find_source, grader_for, open_sampler
-    from posttrain.interpret.activations.loading import check_layers, read_config
-    from posttrain.interpret.differences.causal import Subject
-    from posttrain.interpret.differences.comparison import Setting
-    from posttrain.tasks.base import build_task
-
-    assert recipe.base.name is not None, "found or trained by now"
-    assert recipe.post.name is not None, "found or trained by now"
-    sources = {"base": find_source(recipe.base.name, root), "post": find_source(recipe.post.name, root)}
-    for source in sources.values():
-        source.refuse_scorer()
-    post = sources["post"]
-    task_word = choose_task(recipe.task, post.name, post.recipe)
-    template = complete_template(recipe.template, post) or post.template
-    site = recipe.changes.site
-    if site is None:
-        site = f"resid.{max(1, read_config(post.path).get_text_config().num_hidden_layers // 2)}"
-    for source in sources.values():
-        check_layers(source.path, [site])
-    changes = recipe.changes.model_copy(update={"site": site})
-    recipe = recipe.model_copy(update={"task": task_word, "template": template, "changes": changes})
-    grader = grader_for(post, template)
-
-    def open_subject(name: str) -> Subject:
-        sampler = replace(open_sampler(sources[name], root, template), grader=grader)
-        max_tokens = recipe.changes.max_tokens or post.max_tokens
-        return Subject(sampler.model, sampler.tokenizer, sampler.engine, grader, max_tokens, sampler.label)
-
-    sections = {name: _section(source) for name, source in sources.items()}
-    return Setting(sections, open_subject, build_task(task_word, "task"), site, allow_large), recipe
-
-
-def _section(source: Any) -> ModelSection:
-    """How a model is loaded: as its run says."""
-    kept: dict[str, Any] = {}
-    if source.recipe is not None:
-        trained = source.recipe.model
-        kept = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
-    return ModelSection(name=source.path, **kept)
-
-
-def _claim(folder: Path, recipe: DiffRecipe) -> None:
-    """Make the folder this comparison's, or accept that it is.
-
-    Raises:
-        RunConflict: it holds something else, or another comparison; nothing was changed.
-    """
-    path = folder / RECIPE
-    if path.is_file():
-        stored, given = flatten(yaml.safe_load(path.read_text(encoding="utf-8"))), flatten(recipe.dump())
-        changed = sorted(key for key in {**stored, **given} if stored.get(key) != given.get(key))
-        if changed:
-            shown = ", ".join(f"{key} ({stored.get(key)!r} there, {given.get(key)!r} now)" for key in changed[:3])
-            raise RunConflict(
-                f"{folder}: this comparison was made by another recipe; it differs in {shown}. Nothing was changed; "
-                "choose another name with --run NAME"
-            )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
-    with storage_errors("the comparison", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    replace_file(path, recipe.to_yaml().encode())
+    if result is not None:
+        write_summary(folder)
+    return str(folder)
 
 
 def _about(recipe: DiffRecipe, sections: dict[str, ModelSection], arguments: argparse.Namespace) -> dict[str, Any]:

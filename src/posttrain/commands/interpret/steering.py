@@ -1,21 +1,58 @@
-"""Dictionaries by name, and models steered by their features: for ``sae features``, ``generate`` and the studio."""
+"""Dictionaries by name, and models steered by their features: for ``sae features``, ``generate`` and the studio.
+
+Only the standard library is imported before a model is steered (see ``cli``).
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.interpret.features_options import OFF, read_changes
+from posttrain.commands.options.argument_types import names, natural, naturals
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionaries.exchange import CONFIG
-from posttrain.interpret.features.steering import Change, Steering, load_steering
-from posttrain.runs.directory import find_run, run_names
+
+if TYPE_CHECKING:
+    from posttrain.interpret.features.steering import Change, Steering
 
 DICTIONARY = "dictionary"
+OFF = "off"
+
+
+def add_steering_options(parser: argparse.ArgumentParser) -> None:
+    """A dictionary whose features change what the model computes."""
+    group = parser.add_argument_group("steered by features of a sparse autoencoder")
+    group.add_argument("--sae", metavar="FOLDER", help="a run of `sae train`, or the folder of a dictionary")
+    group.add_argument(
+        "--steer",
+        type=read_changes,
+        action="append",
+        default=[],
+        metavar="FEATURE=STRENGTH",
+        help="add so much of a feature's direction at every token; several: 12=8,40=-4",
+    )
+    group.add_argument(
+        "--ablate", type=naturals, action="extend", default=[], metavar="FEATURE", help="take a feature out"
+    )
+
+
+def read_changes(text: str) -> dict[int, float | None]:
+    """``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
+    changes: dict[int, float | None] = {}
+    for part in names(text):
+        feature, equals, strength = part.partition("=")
+        try:
+            number = None if strength.strip() == OFF else float(strength)
+        except ValueError:
+            number = math.nan
+        if not equals or (number is not None and not math.isfinite(number)):
+            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12={OFF}, not {part!r}")
+        changes[natural(feature.strip())] = number
+    return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +69,9 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
     Raises:
         UsageError: there is none.
     """
+    from posttrain.interpret.dictionaries.exchange import CONFIG
+    from posttrain.runs.directory import find_run, run_names
+
     path = Path(name)
     if (path / CONFIG).is_file():
         run = path.resolve().parent
@@ -41,19 +81,23 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
             f"{name}: neither a folder with a dictionary ({CONFIG} and weights) nor a run in {runs_dir}; "
             "`posttrain sae train` makes one"
         )
-    found = find_run(runs_dir, name)
-    if not has_dictionary(found):
+    run = find_run(runs_dir, name)
+    if not has_dictionary(run):
         raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` makes one when it ends")
-    return DictionaryPlace(found / DICTIONARY, found)
+    return DictionaryPlace(run / DICTIONARY, run)
 
 
 def has_dictionary(run: Path) -> bool:
     """Whether a run has trained one."""
+    from posttrain.interpret.dictionaries.exchange import CONFIG
+
     return (run / DICTIONARY / CONFIG).is_file()
 
 
 def change_of(changes: Mapping[int, float | None]) -> Change:
     """By feature a strength to add, or None to take it out."""
+    from posttrain.interpret.features.steering import Change
+
     strengths = {feature: x for feature, x in changes.items() if x is not None}
     return Change(strengths, {feature: 0.0 for feature, x in changes.items() if x is None})
 
@@ -79,7 +123,7 @@ def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) 
         changes = read_changes(text)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"steering: {error}") from None
-    return load_steering(model, find_dictionary(dictionary.strip(), runs_dir).folder, change_of(changes))
+    return _load(model, dictionary.strip(), runs_dir, change_of(changes))
 
 
 def check_steering(arguments: argparse.Namespace) -> None:
@@ -109,6 +153,12 @@ def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractCont
     for given in arguments.steer:
         changes |= given
     change = change_of(changes)
-    change = Change(change.strengths, dict(change.values) | dict.fromkeys(arguments.ablate, 0.0))
-    steering = load_steering(model, find_dictionary(arguments.sae, arguments.runs_dir).folder, change)
+    change = replace(change, values=dict(change.values) | dict.fromkeys(arguments.ablate, 0.0))
+    steering = _load(model, arguments.sae, arguments.runs_dir, change)
     return steering.applied(), show_change(steering, change)
+
+
+def _load(model: Any, dictionary: str, runs_dir: str | Path, change: Change) -> Steering:
+    from posttrain.interpret.features.steering import load_steering
+
+    return load_steering(model, find_dictionary(dictionary, runs_dir).folder, change)

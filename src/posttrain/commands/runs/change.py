@@ -280,20 +280,14 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
         RunConflict: a process works in it.
     """
     from posttrain.commands.interpret.sae import run_sae_train
-    from posttrain.commands.train import run_train
+    from posttrain.commands.train import TrainRequest, run_train
 
     refuse_live(root, place)
     run = run_sae_train if "dictionary" in RunDirectory(place.path).read_recipe() else run_train
+    recipe, folder = RunDirectory(place.path).recipe_path, place.path
     overrides = [] if steps is None else [("train.steps", str(steps))]
-    command = argparse.Namespace(
-        recipe=str(RunDirectory(place.path).recipe_path),
-        overrides=overrides,
-        runs_dir=str(place.path.parent),
-        run=place.path.name,
-        resume=True,
-        accept_changes=accept_changes,
-        dry_run=False,
-        yes=True,
-        quiet=quiet,
+    return run(
+        TrainRequest(
+            str(recipe), overrides, str(folder.parent), folder.name, accept_changes=accept_changes, quiet=quiet
+        )
     )
-    return run(command)

@@ -40,6 +40,7 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
 
 def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
+    parser.epilog = EPILOG
     places = Parser(add_help=False)
     add_runs_dir(places, argparse.SUPPRESS)
     add_consent(places)

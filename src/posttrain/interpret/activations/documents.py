@@ -8,14 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.engines.models import ModelSource, complete_template
 from posttrain.errors import DataError, UsageError
+from posttrain.interpret.activations.loading import read_config, tokenizer_hash
+from posttrain.models.load import load_tokenizer
+from posttrain.models.stated_sizes import context_length
+from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of
+from posttrain.render.template import build_template
 from posttrain.store.rollouts import RolloutStore
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.tasks.reading import SUFFIXES, read_file
 
 TEXT_KEY = "text"
+MAX_CONTEXT_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -34,6 +41,37 @@ class Documents:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.ids))
+
+
+def read_documents(
+    source: ModelSource,
+    *,
+    task: Word | None = None,
+    template: Word | None = None,
+    text: str | None = None,
+    run: Path | None = None,
+    context_tokens: int | None = None,
+    max_tokens: int | None = None,
+) -> Documents:
+    """What a model reads: a file of texts, what a run has sampled, or the prompts of a task (its run's own by default).
+
+    Raises:
+        UsageError: one of them cannot be read, or a run with another tokenizer.
+    """
+    tokenizer = load_tokenizer(source.path)
+    limits: dict[str, Any] = {
+        "context_tokens": context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
+        "max_tokens": max_tokens,
+    }
+    if text is not None:
+        return texts(text, tokenizer, **limits)
+    if run is not None:
+        if tokenizer_hash(load_tokenizer(str(run))) != tokenizer_hash(tokenizer):
+            raise UsageError(f"--rollouts {run}: its tokenizer is another than that of {source.name}")
+        return recorded_rollouts(run / "rollouts.db", about=run.name, **limits)
+    asked = build_task(choose_task(task, source.name, source.recipe), "--task")
+    rendered = build_template(complete_template(template, source) or source.template, "--template")
+    return task_prompts(asked, tokenizer, rendered, **limits)
 
 
 def task_prompts(

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import Attempt, Grader, collect
+from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.evals.seeds import Summary, summarize_seeds
 from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
@@ -158,13 +157,10 @@ Measure = Literal["reward", "accuracy"]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model that answers: itself, its tokenizer, the engine that samples from it, and who grades."""
+class Subject(Sampler):
+    """A sampler whose model is at hand, to be changed while it answers."""
 
     model: Any
-    tokenizer: Any
-    engine: Engine
-    grader: Grader
     max_tokens: int
     label: str = ""
 
@@ -179,18 +175,8 @@ class Subject:
     ) -> list[Rollout]:
         """Graded answers, those to one example together; a function of the model, the seed and the purpose."""
         prompts = [encode_prompt(self.tokenizer, self.grader.template, example.messages) for example in examples]
-        stops = stop_ids(self.tokenizer, self.grader.template)
-        groups, _ = collect(
-            self.engine,
-            self.tokenizer,
-            self.grader,
-            examples,
-            prompts,
-            samples,
-            Sampling(self.max_tokens, temperature, stop_ids=stops),
-            key=(seed, purpose, 0),
-            step=0,
-        )
+        sampling = self.sampling(self.max_tokens, temperature)
+        groups, _ = collect(self, RolloutRequest(examples, prompts, sampling, (seed, purpose, 0), samples))
         return [rollout for group in groups for rollout in group]
 
 

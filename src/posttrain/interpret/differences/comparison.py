@@ -5,17 +5,22 @@ of them or both have sampled."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from posttrain.errors import UsageError
+from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
+from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
+from posttrain.interpret.activations.loading import check_layers, read_config
 from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import ActivationStore, column
 from posttrain.interpret.dictionaries.dictionary import Dictionary
@@ -36,9 +41,12 @@ from posttrain.interpret.differences.findings import (
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.features.logit_lens import strongest_tokens
 from posttrain.randomness import permutation
+from posttrain.recipes.document import flatten
 from posttrain.recipes.sections import ModelSection
-from posttrain.tasks.base import Task
+from posttrain.store.durable import replace_file, storage_errors
+from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Example, Rollout
+from posttrain.untrusted import harmless_json
 
 
 @dataclass(slots=True)
@@ -116,7 +124,8 @@ def answer_prompts(subjects: Mapping[str, Subject], examples: Sequence[Example],
     return answered
 
 
-Observe = Callable[[str], None]
+Observe = Callable[[str], Any]
+RECIPE, RESULTS = "changes.yaml", "diff.json"
 LARGE_BYTES = 1 << 30
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
 
@@ -175,6 +184,93 @@ class Comparison:
         started = time.monotonic()
         yield
         self.seconds[part] = round(time.monotonic() - started, 1)
+
+
+def prepare(
+    recipe: DiffRecipe, base: ModelSource, post: ModelSource, *, allow_large: bool = False
+) -> tuple[Setting, DiffRecipe]:
+    """What is compared, and the recipe with the task, template and site that it leaves to the run filled in.
+
+    Raises:
+        UsageError: a reward model, or a layer that a model does not have.
+    """
+    sources = {"base": base, "post": post}
+    for source in sources.values():
+        source.refuse_scorer()
+    task_word = choose_task(recipe.task, post.name, post.recipe)
+    template = complete_template(recipe.template, post) or post.template
+    site = recipe.changes.site
+    if site is None:
+        site = f"resid.{max(1, read_config(post.path).get_text_config().num_hidden_layers // 2)}"
+    for source in sources.values():
+        check_layers(source.path, [site])
+    changes = recipe.changes.model_copy(update={"site": site})
+    recipe = recipe.model_copy(update={"task": task_word, "template": template, "changes": changes})
+    grader = grader_for(post, template)
+
+    def open_subject(name: str) -> Subject:
+        model = open_model(sources[name], template)
+        own = (model.engine, model.tokenizer, grader, model.context_tokens, model.model)
+        return Subject(*own, recipe.changes.max_tokens or post.max_tokens, model.label)
+
+    sections = {name: source.section() for name, source in sources.items()}
+    return Setting(sections, open_subject, build_task(task_word, "task"), site, allow_large), recipe
+
+
+def compare_in(
+    folder: Path,
+    recipe: DiffRecipe,
+    setting: Setting,
+    about: Mapping[str, Any],
+    observe: Observe = lambda line: None,
+    started: float | None = None,
+) -> dict[str, Any]:
+    """``compare``, in a folder that is this comparison's: ``diff.json`` is what it returns, with ``about`` before it.
+
+    ``started``: where ``time.monotonic`` stood when the work began, if that was before this call.
+
+    Raises:
+        RunConflict: the folder holds something else, or another comparison; nothing was changed.
+        UsageError: too few examples or activations, or models that cannot be compared.
+    """
+    started = time.monotonic() if started is None else started
+    is_new, is_new_root = not folder.exists(), not folder.parent.exists()
+    _claim(folder, recipe)
+    try:
+        content = dict(about) | compare(recipe, setting, folder, observe)
+    except UsageError:
+        with suppress(OSError):  # what was worked out before stays
+            if is_new and [item.name for item in folder.iterdir()] == [RECIPE]:
+                shutil.rmtree(folder)
+            if is_new_root:
+                folder.parent.rmdir()
+        raise
+    content["seconds"]["all"] = round(time.monotonic() - started, 1)
+    replace_file(folder / RESULTS, harmless_json(json.dumps(content, indent=1, ensure_ascii=False)).encode() + b"\n")
+    return content
+
+
+def _claim(folder: Path, recipe: DiffRecipe) -> None:
+    """Make the folder this comparison's, or accept that it is.
+
+    Raises:
+        RunConflict: it holds something else, or another comparison; nothing was changed.
+    """
+    path = folder / RECIPE
+    if path.is_file():
+        stored, now = flatten(yaml.safe_load(path.read_text(encoding="utf-8"))), flatten(recipe.dump())
+        changed = sorted(key for key in {**stored, **now} if stored.get(key) != now.get(key))
+        if changed:
+            shown = ", ".join(f"{key} ({stored.get(key)!r} there, {now.get(key)!r} now)" for key in changed[:3])
+            raise RunConflict(
+                f"{folder}: this comparison was made by another recipe; it differs in {shown}. Nothing was changed; "
+                "choose another name with --run NAME"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
+    with storage_errors("the comparison", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    replace_file(path, recipe.to_yaml().encode())
 
 
 def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe = lambda line: None) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from posttrain.errors import DataError, RecipeError, UnknownWord
 from posttrain.graders.ifeval.content import READ_LANGUAGE
-from posttrain.graders.ifeval.grader import read_arguments
 from posttrain.graders.ifeval.language import known_languages
+from posttrain.graders.ifeval.table import read_arguments
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posttrain.algorithms.selection import Units, choose_units
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.rollout import Grader, collect, encode_prompts
+from posttrain.engines.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.randomness import draw_indices, permutation
@@ -62,6 +62,7 @@ class RolloutSource:
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
+        self.context_tokens = context_tokens
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.annotate, self.feedback = credit, annotate, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
@@ -204,18 +205,17 @@ class RolloutSource:
     def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
         order = "prompts" if attempt == 0 else "further prompts"
         places = draw_indices(self.seed, order, start, self.options.prompts, len(self.kept))
-        groups, seconds = collect(
-            self.engine,
-            self.tokenizer,
-            self.grader,
+        request = RolloutRequest(
             [self.task.examples[self.kept[p]] for p in places],
             [self.prompts[p] for p in places],
-            self.options.group,
             self.sampling,
             key=(self.seed, f"rollout {attempt}", step),
+            group=self.options.group,
             step=step,
             prompt_indices=[self.kept[p] for p in places],
         )
+        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens)
+        groups, seconds = collect(sampler, request)
         for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
             for rollout in group:
                 rollout.epoch = position // len(self.kept)

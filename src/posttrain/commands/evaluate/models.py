@@ -1,29 +1,45 @@
-"""``posttrain evaluate --compare A B``: one evaluation beside another, item by item."""
+"""``posttrain evaluate MODEL ...``: models on held-out tasks; ``--compare A B``, item by item; ``A --against B``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.evaluate.command import print_table, run_plan, show
-from posttrain.commands.evaluate.files import Finished, is_evaluation, read_finished
-from posttrain.commands.evaluate.plan import EVALUATIONS, make_plan, slug
+from posttrain.commands.console import Text, open_console, print_table
+from posttrain.commands.evaluate.command import SECTIONS
+from posttrain.commands.evaluate.progress import choose_evaluation_progress
+from posttrain.commands.options.words import words_of
 from posttrain.errors import UsageError
+from posttrain.evals.files import Finished, is_evaluation, read_finished
+from posttrain.evals.generation import task_label
 from posttrain.evals.items import Item
-from posttrain.evals.paired import Paired, compare_items, settings_apart, show_p
-from posttrain.evals.tables import TextTable
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.evals.paired import COMPARISON, Paired, compare_finished, show_p, write_comparison
+from posttrain.evals.plan import (
+    EVALUATIONS,
+    EvaluationRequest,
+    Pages,
+    Plan,
+    choose_drawing,
+    make_plan,
+    notes_of,
+    rows_of,
+    run_plan,
+    slug,
+)
+from posttrain.evals.tables import TextTable, results_table
+from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
+from posttrain.reports.evaluation import by_evaluation, write_page, write_table_page
+from posttrain.reports.win_rate import contest_table, write_contest_page
+from posttrain.reward_models.scoring import open_reward_model
+from posttrain.runs.models import find_source
 from posttrain.untrusted import harmless
 
-COMPARISON = "comparison.json"
 MAX_QUESTION_CHARS = 200
+DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 TABLE_WORDS = {
     "both": "both right",
     "only_a": "only A right",
@@ -33,6 +49,55 @@ TABLE_WORDS = {
     "b_higher": "B right more often",
     "alike": "equally often",
 }
+
+
+def run_models(arguments: argparse.Namespace) -> int:
+    """Measure every cell, print a table, write results, records and a summary."""
+    plan = make_plan(request_of(arguments))
+    finished = _run(plan, arguments.quiet)
+    if not arguments.quiet:
+        show(open_console(), plan, finished)
+    return 0
+
+
+def request_of(
+    arguments: argparse.Namespace, others: Sequence[str] = (), temperature: float | None = None
+) -> EvaluationRequest:
+    """What the command line asks for; ``others``: models besides those named first. ``temperature`` by default.
+
+    Raises:
+        UsageError: words or options that cannot be.
+    """
+    words = words_of(arguments, SECTIONS)
+    options = {name: getattr(arguments, name) for name in DRAWING}
+    if options["temperature"] is None:
+        options["temperature"] = temperature
+    return EvaluationRequest(
+        models=[find_source(name, arguments.runs_dir) for name in (*dict.fromkeys(arguments.models), *others)],
+        drawing=choose_drawing(**options),
+        tasks=words["task"],
+        templates=words["template"],
+        engine=words["engine"][0],
+        dtype=arguments.dtype,
+        device=arguments.device,
+        best_of=find_source(arguments.best_of, arguments.runs_dir) if arguments.best_of is not None else None,
+        out=Path(arguments.out) if arguments.out else None,
+        alike=arguments.compare,
+    )
+
+
+def _run(plan: Plan, quiet: bool) -> list[Finished]:
+    with choose_evaluation_progress(open_console(), quiet) as progress:
+        return run_plan(plan, Pages(write_page, write_table_page), open_reward_model, progress)
+
+
+def show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
+    """The tables, what must be known beside them, and where the files are."""
+    for own in by_evaluation(rows_of(finished)):
+        print_table(console, results_table(own))
+    for note in notes_of(finished):
+        console.print(Text(note, style="dim"), soft_wrap=True)
+    console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
@@ -50,13 +115,13 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         a, b = (read_finished(folder) for folder in arguments.models)
         out = Path(arguments.out or Path(EVALUATIONS) / slug(f"compare-{a.folder.name}-{b.folder.name}"))
     else:
-        plan = make_plan(arguments)
+        plan = make_plan(request_of(arguments))
         if len(plan.cells) != 2 or plan.cells[0].task_word != plan.cells[1].task_word:
             raise UsageError(
                 "--compare takes two models on one task, under one template each; name --task, and compare the folders "
                 "of a table with one another afterwards"
             )
-        a, b = run_plan(plan, arguments.runs_dir, arguments.quiet)
+        a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:
             show(console, plan, [a, b])
@@ -66,54 +131,6 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         print_comparison(console, paired, apart)
         console.print(Text(f"comparison: {out / COMPARISON}"), soft_wrap=True)
     return 0
-
-
-def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[Any, Any]]]:
-    """The comparison of two evaluations on the disk, and the settings in which they differ.
-
-    Raises:
-        UsageError: they were not measured alike, or on other items.
-    """
-    if a.evaluation != b.evaluation:
-        raise UsageError(f"{a.folder} is of {a.evaluation} and {b.folder} of {b.evaluation}: not the same task")
-    apart = settings_apart(a.settings, b.settings)
-    labels = _labels(a, b)
-    ks = [k for k in a.settings.get("ks", ()) if k in b.settings.get("ks", ())]
-    samples = int(a.settings.get("samples", 1))
-    return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
-
-
-def _labels(a: Finished, b: Finished) -> tuple[str, str]:
-    """What the two are called: by their models, their templates, or else their folders."""
-    for left, right in ((a.label, b.label), (a.template, b.template)):
-        if left != right:
-            return left, right
-    return str(a.folder), str(b.folder)
-
-
-def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
-    """``comparison.json``.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    content = {
-        "evaluation": a.evaluation,
-        "a": {"name": paired.a, "folder": str(a.folder)},
-        "b": {"name": paired.b, "folder": str(b.folder)},
-        "outcome": paired.in_words(),
-        "cautions": paired.cautions(),
-        "n": paired.n,
-        "differences": {name: asdict(found) for name, found in paired.differences.items()},
-        "table": paired.table,
-        "mcnemar_p": paired.mcnemar,
-        "settings_apart": {name: list(values) for name, values in apart.items()},
-        "gained": [x.id for x, _ in paired.gained],
-        "lost": [x.id for x, _ in paired.lost],
-    }
-    with storage_errors("comparison", out):
-        out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / COMPARISON, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
@@ -179,3 +196,35 @@ def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{key}={inner}" for key, inner in value.items())
     return str(value)
+
+
+def run_against(arguments: argparse.Namespace) -> int:
+    """Set two models against one another, print a table, write results and records."""
+    for option in ("compare", "best_of", "k"):
+        if getattr(arguments, option):
+            raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
+    if len(arguments.models) != 1:
+        raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
+    # Answers are drawn, unless asked otherwise: a KL is between distributions.
+    plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), arguments.judge)
+    judge = _open_judge(arguments)
+    console = open_console()
+    with choose_evaluation_progress(console, arguments.quiet) as progress:
+        found, notes = run_contest(plan, judge, progress)
+    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, found.results)
+    write_contest(plan, found, notes, write_contest_page(table, notes, plan.settings, found.items))
+    if not arguments.quiet:
+        print_table(console, table)
+        for note in notes:
+            console.print(Text(note, style="dim"), soft_wrap=True)
+        console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+    return 0
+
+
+def _open_judge(arguments: argparse.Namespace) -> Judge | None:
+    if arguments.judge is None:
+        return None
+    model = open_reward_model(find_source(arguments.judge, arguments.runs_dir), device=arguments.device)
+    return lambda rollouts: model.score(
+        [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +18,8 @@ from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item, item_of, read_items, sample_of, write_items
 from posttrain.evals.measures import Kinds
-from posttrain.reports.evaluation import write_page
-from posttrain.runs.environment import describe_environment
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.environment import describe_environment
 from posttrain.store.links import refuse_links
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
@@ -28,6 +27,9 @@ from posttrain.untrusted import harmless
 
 ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
 _SETTINGS, _MARK = "settings", "settings_mark"
+
+# ``summary.md`` of an evaluation, from it, its settings and its environment (``reports.evaluation.write_page``).
+WritePage = Callable[[Evaluation, Mapping[str, Any], Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class EvaluationStore:
     """
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        self.folder, self.name = folder, name
+        self.folder, self.name, self.settings = folder, name, settings
         mark = resume_mark(settings)
         refuse_links(folder)
         with storage_errors("evaluation", folder):
@@ -110,13 +112,24 @@ class EvaluationStore:
         self.store.record(rollouts, evaluation=self.name)
         self.store.flush()
 
-    def finish(self, evaluation: Evaluation, settings: Mapping[str, Any]) -> None:
+    def finish(self, evaluation: Evaluation, write_page: WritePage) -> None:
         """Write what is computed from the rollouts; ``results.json`` comes last."""
         self.store.close()
-        write_results(self.folder, evaluation, settings)
+        environment = describe_environment()
+        content = {
+            "evaluation": evaluation.name,
+            "results": told_results(evaluation.results),
+            "settings": dict(self.settings),
+            "kinds": evaluation.kinds,
+            "timing": evaluation.timing,
+            "environment": environment,
+        }
+        write_records(
+            self.folder, evaluation.items, lambda: write_page(evaluation, self.settings, environment), content
+        )
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, settings: Mapping[str, Any]) -> None:
+def write_evaluation(folder: Path, evaluation: Evaluation, settings: Mapping[str, Any], write_page: WritePage) -> None:
     """All files of an evaluation that is in memory, rollouts included; those of an earlier one are replaced.
 
     Raises:
@@ -125,22 +138,25 @@ def write_evaluation(folder: Path, evaluation: Evaluation, settings: Mapping[str
     recorder = EvaluationStore(folder, evaluation.name, settings)
     recorder.store.trim(-1)
     recorder.record(evaluation.rollouts)
-    recorder.finish(evaluation, settings)
+    recorder.finish(evaluation, write_page)
 
 
-def write_results(folder: Path, evaluation: Evaluation, settings: Mapping[str, Any]) -> None:
-    """``items.jsonl``, ``summary.md`` and ``results.json``."""
-    write_items(evaluation.items, folder / ITEMS)
-    environment = describe_environment()
-    content = {
-        "evaluation": evaluation.name,
-        "results": told_results(evaluation.results),
-        "settings": dict(settings),
-        "kinds": evaluation.kinds,
-        "timing": evaluation.timing,
-        "environment": environment,
-    }
-    replace_file(folder / SUMMARY, harmless(write_page(evaluation, settings, environment)).encode())
+def write_records(
+    folder: Path,
+    items: Sequence[Item | Mapping[str, Any]],
+    write_page: Callable[[], str],
+    content: Mapping[str, Any],
+) -> None:
+    """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    with storage_errors("evaluation", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS).unlink(missing_ok=True)
+    write_items(items, folder / ITEMS)
+    replace_file(folder / SUMMARY, harmless(write_page()).encode())
     replace_file(folder / RESULTS, json.dumps(content, indent=1).encode() + b"\n")
 
 

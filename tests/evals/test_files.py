@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.commands.evaluate.files import (
+from posttrain.errors import DataError, UsageError
+from posttrain.evals.files import (
     EvaluationStore,
     fingerprint,
     finished_before,
@@ -20,7 +21,6 @@ from posttrain.commands.evaluate.files import (
     told_results,
     weights_mark,
 )
-from posttrain.errors import DataError, UsageError
 from posttrain.types import Completion, Example, Message, Rollout
 
 EXAMPLES = {i: Example(f"sums/{i}", (Message("user", f"{i} + 1?"),), str(i + 1)) for i in range(4)}

@@ -1,0 +1,162 @@
+"""Models that can be asked: what a name stands for, opened with a template, a grader and an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain import registry
+from posttrain.engines.rollout import Grader, Sampler, build_grader
+from posttrain.errors import UsageError
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
+from posttrain.models.sources import resolve_model_name
+from posttrain.models.stated_sizes import context_length
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ModelSection, RewardWord, Word
+from posttrain.render.template import build_template
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_TEMPLATE = Word(name="r1_zero")
+NATIVE = Word(name="native")
+
+Dtype = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What the name of a model stands for (``runs.models.find_source``).
+
+    ``label`` is what tables call it, ``path`` what is loaded. ``run`` and ``recipe`` are there when it came out of
+    a run, whole or one of its checkpoints.
+    """
+
+    name: str
+    label: str
+    path: str
+    run: Path | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def template(self) -> Word:
+        """The template that it was trained with."""
+        return self.recipe.prompt.template if self.recipe is not None else DEFAULT_TEMPLATE
+
+    @property
+    def max_tokens(self) -> int:
+        """How long its answers may be, as its run says."""
+        if self.recipe is None:
+            return DEFAULT_MAX_TOKENS
+        trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
+        return self.recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
+
+    @property
+    def is_scorer(self) -> bool:
+        """Whether its run trained a reward model, and not a policy."""
+        return self.recipe is not None and self.recipe.trains_scorer
+
+    def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
+        """How it is loaded: as its run says, but for what is given here."""
+        own: dict[str, Any] = {}
+        if self.recipe is not None:
+            trained = self.recipe.model
+            own = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
+        changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+        return ModelSection(name=self.path, **(own | changes))
+
+    def refuse_scorer(self) -> None:
+        """Raises ``UsageError`` if the run trained a reward model."""
+        if self.recipe is not None and self.is_scorer:
+            raise UsageError(
+                f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
+                f"writes none. Measure it with: posttrain evaluate {self.name}"
+            )
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path is, or in which it is a quantized copy."""
+    return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
+
+
+@dataclass(frozen=True)
+class OpenedModel(Sampler):
+    """A model by name that can be asked. ``model`` is None where the engine samples in another process."""
+
+    source: ModelSource
+    model: Any
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    def with_template(self, template: Word | None) -> OpenedModel:
+        """The same model, asked and graded by another template (None: its own, with its run's rewards)."""
+        return replace(self, grader=grader_for(self.source, template))
+
+
+def open_model(
+    source: ModelSource,
+    template: Word | None = None,
+    *,
+    engine: Word = NATIVE,
+    dtype: Dtype | None = None,
+    device: Device | None = None,
+) -> OpenedModel:
+    """Load a model with the template that it was trained with (``template`` None), or another.
+
+    An engine that samples elsewhere gets no model here: its tokenizer alone is loaded, and where the engine has an
+    option ``checkpoint``, it is told which model is meant.
+
+    Raises:
+        UsageError: no such model, one that cannot be loaded, or a reward model.
+    """
+    source.refuse_scorer()
+    section = source.section(dtype, device)
+    grader = grader_for(source, template)
+    entry = registry.find("engine", engine.name, "--engine")
+    options = dict(engine.options)
+    if "checkpoint" in entry.options_model().model_fields:
+        options.setdefault("checkpoint", resolve_model_name(source.path))
+    build = entry.bind(options, "--engine")
+    if entry.traits.get("needs_model", True):
+        loaded = load_model(section, seed=0)
+        model, tokenizer = loaded.model, loaded.tokenizer
+    else:
+        model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
+    built = build(model, tokenizer)
+    context_tokens = built.context_tokens if model is None else context_length(model.config)
+    return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
+
+
+def grader_for(source: ModelSource, template: Word | None) -> Grader:
+    """The grader under a template; with a run's own template, its rewards count too.
+
+    But for those that are models: a policy can be asked where its judge is gone, and ``evaluate --best-of`` names one;
+    and for code that a stored recipe names and nobody allowed (see ``check_rewards``).
+    """
+    word = template or source.template
+    own = source.recipe is not None and word.name == source.template.name
+    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
+    known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
+    plain = [reward for reward, traits in known if traits is not None and "model_option" not in traits]
+    return build_grader(plain, build_template(word, "template"))
+
+
+def check_rewards(source: ModelSource, template: Word | None) -> None:
+    """Before a run's rewards are measured, and none may be missing.
+
+    Raises:
+        UnallowedCode: one is code that the run's recipe names, and nobody allowed it.
+    """
+    if source.recipe is not None and (template is None or template.name == source.template.name):
+        for index, reward in enumerate(source.recipe.rewards):
+            registry.find("reward", reward.name, f"rewards.{index}")
+
+
+def complete_template(template: Word | None, source: ModelSource) -> Word | None:
+    """Options alone (``--template.preamble``), or the name of the run's own template, add to what the run had."""
+    own = source.template
+    if template is None or template.name not in ("", own.name):
+        return template
+    return Word(name=own.name, **(own.options | template.options))

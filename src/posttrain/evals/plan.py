@@ -1,0 +1,429 @@
+"""An evaluation as asked for: models × tasks × templates as cells, carried out with files that can be continued.
+
+What stands above this room is handed in: models found by name, the reward model that chooses, who writes the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.engines.models import (
+    NATIVE,
+    Device,
+    Dtype,
+    ModelSource,
+    OpenedModel,
+    check_rewards,
+    complete_template,
+    open_model,
+)
+from posttrain.errors import UsageError
+from posttrain.evals.files import (
+    RESULTS,
+    SUMMARY,
+    EvaluationStore,
+    Finished,
+    WritePage,
+    discard,
+    finished_before,
+    read_finished,
+    refuse_other,
+    settings_replaced,
+    told_results,
+    weights_mark,
+)
+from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
+from posttrain.evals.items import Item, digest_of
+from posttrain.evals.measures import default_ks
+from posttrain.evals.tables import Row, notes_on
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.sections import Word
+from posttrain.render import encode_prompt
+from posttrain.render.template import build_template
+from posttrain.store.durable import replace_file
+from posttrain.tasks.base import Task, build_task, choose_task
+from posttrain.untrusted import harmless
+
+EVALUATIONS = "evaluations"
+MAX_NAME_CHARS = 100
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How answers are drawn and counted: the same for every cell.
+
+    ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
+    """
+
+    n: int
+    samples: int = 1
+    ks: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    seed: int = 0
+    batch: int | None = None
+
+
+def choose_drawing(
+    *,
+    n: int,
+    samples: int = 1,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    batch: int | None = None,
+) -> Drawing:
+    """How answers are drawn, with the defaults that depend on one another.
+
+    Raises:
+        UsageError: an option that would do nothing, or k answers out of fewer.
+    """
+    if temperature is None:
+        temperature = float(samples > 1)
+    if temperature == 0 and samples > 1:
+        raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
+    for option, value in (("--top-p", top_p), ("--top-k", top_k)):
+        if temperature == 0 and value is not None:
+            raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
+    for wanted in k or ():
+        if wanted > samples:
+            raise UsageError(
+                f"--k {wanted}: that needs at least {wanted} answers to each item; give --samples {wanted} or more"
+            )
+    ks = tuple(sorted(set(k))) if k else default_ks(samples)
+    return Drawing(n, samples, ks, temperature, top_k, 1.0 if top_p is None else top_p, max_tokens, seed, batch)
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Which models are measured, on what, and how.
+
+    ``tasks``, ``templates``: none is each model's own. ``best_of``: the reward model that chooses among the samples.
+    ``out``: where the files go; None: into the run, where there is one alone, else below ``evaluations``. ``alike``:
+    models of different lengths of answers are all given the longest.
+    """
+
+    models: Sequence[ModelSource]
+    drawing: Drawing
+    tasks: Sequence[Word] = ()
+    templates: Sequence[Word] = ()
+    engine: Word = field(default_factory=lambda: NATIVE)
+    dtype: Dtype | None = None
+    device: Device | None = None
+    best_of: ModelSource | None = None
+    out: Path | None = None
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One evaluation: a model on a task under a template, with the folder for its files.
+
+    ``data`` is the digest of the examples that are asked (``evals/items.py``).
+    """
+
+    source: ModelSource
+    task: Task
+    task_word: Word
+    template: Word
+    max_tokens: int
+    folder: Path
+    data: str
+
+    @property
+    def name(self) -> str:
+        return task_label(self.task)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells, by model and task and template in the order asked for; ``folder`` holds them."""
+
+    cells: list[Cell]
+    folder: Path
+    asked: EvaluationRequest
+    best_of_weights: str | None = None
+
+    @property
+    def is_table(self) -> bool:
+        return len(self.cells) > 1
+
+    def settings(self, cell: Cell) -> dict[str, Any]:
+        """All that decides about a cell's answers, as plain data; what is not set is left out."""
+        checkpoint = resolve_model_name(cell.source.path)
+        settings: dict[str, Any] = {
+            "model": cell.source.name,
+            "label": cell.source.label,
+            "checkpoint": checkpoint,
+            "weights": weights_mark(checkpoint),
+            "task": cell.task_word.model_dump(),
+            "data": cell.data,
+            "dropped": cell.task.dropped,
+            "template": cell.template.model_dump(),
+            "max_tokens": cell.max_tokens,
+        }
+        asked = self.asked
+        drawn = {field.name: getattr(asked.drawing, field.name) for field in fields(Drawing)}
+        settings |= {name: value for name, value in drawn.items() if name not in ("max_tokens", "batch")}
+        settings |= {
+            "engine": asked.engine.model_dump(),
+            "dtype": asked.dtype,
+            "device": asked.device,
+            "best_of": asked.best_of.name if asked.best_of is not None else None,
+            "best_of_weights": self.best_of_weights,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+def make_plan(asked: EvaluationRequest) -> Plan:
+    """Check what was asked for as far as that goes without loading a model.
+
+    Raises:
+        UsageError: words, options or combinations that cannot be.
+    """
+    drawing = asked.drawing
+    if asked.best_of is not None and drawing.samples == 1:
+        raise UsageError("--best-of: there is nothing to choose from; give --samples 2 or more")
+    sources = tell_apart(asked.models)
+    for source in sources:
+        source.refuse_scorer()
+    longest = max(source.max_tokens for source in sources) if asked.alike else None
+    own: Sequence[Word | None] = [None]
+    combinations = [
+        (source, choose_task(task, source.name, source.recipe), complete_template(template, source) or source.template)
+        for source in sources
+        for task in asked.tasks or own
+        for template in asked.templates or own
+    ]
+    registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
+    for _, _, template in combinations:  # before a task is read, which may take long
+        build_template(template, "--template")
+    for source, _, template in combinations:
+        check_rewards(source, template)
+    tasks = _build_tasks([task for _, task, _ in combinations])
+    folder, names = _choose_folders(asked.out, combinations, tasks)
+    refuse_other(folder)
+    data = {key: _digest(task, drawing.n) for key, task in tasks.items()}
+    cells = [
+        Cell(
+            source,
+            tasks[_key(task)],
+            task,
+            template,
+            drawing.max_tokens or longest or source.max_tokens,
+            folder / name,
+            data[_key(task)],
+        )
+        for (source, task, template), name in zip(combinations, names, strict=True)
+    ]
+    best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
+    return Plan(cells, folder, asked, best_of_weights)
+
+
+class EvaluationProgress:
+    """Told how an evaluation goes on; this one keeps it to itself. One cell after the other is begun and observed."""
+
+    def begin(self, title: str, num_known: int = 0) -> None:
+        """A cell begins; ``num_known`` of its items were answered before it was interrupted."""
+
+    def observe(self, advance: Advance) -> None:
+        """See ``evals.generation.evaluate``."""
+
+    def tell(self, line: str) -> None:
+        """Something that a person should know, said once."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Who writes ``summary.md`` of one evaluation, and of a table: from its rows, notes and the pages of its cells."""
+
+    one: WritePage
+    table: Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
+
+
+def tell_names(names: Sequence[str]) -> str:
+    """Settings by name, the first few of many."""
+    told = ["data (other questions or gold answers)" if name == "data" else name for name in names[:MAX_NAMED]]
+    return ", ".join(told) + (f" and {len(names) - MAX_NAMED} other settings" if len(names) > MAX_NAMED else "")
+
+
+def run_plan(
+    plan: Plan,
+    pages: Pages,
+    open_scorer: Callable[[ModelSource], Scorer],
+    progress: EvaluationProgress,
+) -> list[Finished]:
+    """Every cell in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
+
+    What an interrupted table has finished with the same settings is kept; a table that is complete is made anew.
+    """
+    top = plan.folder / RESULTS
+    if plan.is_table and top.is_file():
+        for folder in (plan.folder, *(cell.folder for cell in plan.cells)):
+            discard(folder)
+    finished: dict[Path, Finished] = {}
+    if plan.is_table:
+        before = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
+        finished = {folder: known for folder, known in before.items() if known is not None}
+    left = [cell for cell in plan.cells if cell.folder not in finished]
+    best_of = plan.asked.best_of
+    scorer = open_scorer(best_of) if best_of is not None and left else None
+    for name in dict.fromkeys(cell.source.name for cell in left):
+        cells = [cell for cell in left if cell.source.name == name]
+        finished |= _run_cells(plan, cells, pages.one, scorer, progress)
+    ordered = [finished[cell.folder] for cell in plan.cells]
+    if plan.is_table:
+        write_table(plan, ordered, pages)
+    return ordered
+
+
+def _run_cells(
+    plan: Plan, cells: Sequence[Cell], write_page: WritePage, scorer: Scorer | None, progress: EvaluationProgress
+) -> dict[Path, Finished]:
+    """The cells of one model, after a look whether each of their prompts can be written for it."""
+    asked = plan.asked
+    model = open_model(cells[0].source, engine=asked.engine, dtype=asked.dtype, device=asked.device)
+    models = [model.with_template(cell.template) for cell in cells]
+    for cell, own in zip(cells, models, strict=True):
+        for example in cell.task.examples[:1]:
+            encode_prompt(own.tokenizer, own.grader.template, example.messages)
+    finished = {}
+    for cell, own in zip(cells, models, strict=True):
+        settings = plan.settings(cell)
+        if names := settings_replaced(cell.folder, settings):
+            progress.tell(f"{cell.folder}: an earlier evaluation there differs in {tell_names(names)}; it is replaced")
+        with EvaluationStore(cell.folder, cell.name, settings) as recorder:
+            drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
+            evaluation = measure(own, cell.task, drawing, recorder=recorder, scorer=scorer, progress=progress)
+            recorder.finish(evaluation, write_page)
+        finished[cell.folder] = read_finished(cell.folder)
+    return finished
+
+
+def measure(
+    model: OpenedModel,
+    task: Task,
+    drawing: Drawing,
+    *,
+    recorder: EvaluationStore | None = None,
+    scorer: Scorer | None = None,
+    progress: EvaluationProgress | None = None,
+) -> Evaluation:
+    """Evaluate a model on a task (``evals/generation.py``); with a recorder, on what it does not know yet."""
+    progress = progress or EvaluationProgress()
+    known: dict[int, Item] = {}
+    if recorder is not None and recorder.continues:
+        examples = {i: task.examples[j] for i, j in enumerate(held_out_indices(len(task.examples), drawing.n))}
+        known = recorder.known(examples, model.grader.format_part, drawing.samples)
+    progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}", len(known))
+    max_tokens = drawing.max_tokens or model.source.max_tokens
+    asked = Questions(
+        task,
+        model.sampling(max_tokens, drawing.temperature, drawing.top_k, drawing.top_p),
+        drawing.n,
+        samples=drawing.samples,
+        ks=drawing.ks,
+        seed=drawing.seed,
+        batch=drawing.batch,
+    )
+    record = recorder.record if recorder is not None else None
+    return evaluate(model, asked, known=known, scorer=scorer, record=record, observe=progress.observe)
+
+
+def rows_of(finished: Sequence[Finished]) -> list[Row]:
+    """The evaluations as rows of a table; the templates are told where they are not all one."""
+    return [Row(found.label, found.template, found.evaluation, found.results) for found in finished]
+
+
+def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
+    """``summary.md`` and ``results.json`` over all cells, in the folder above theirs.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    rows = rows_of(finished)
+    folders = {
+        " · ".join((row.evaluation, row.model, row.template or "")): cell
+        for row, cell in zip(rows, plan.cells, strict=True)
+    }
+    links = {name: str((cell.folder / SUMMARY).relative_to(plan.folder)) for name, cell in folders.items()}
+    replace_file(plan.folder / SUMMARY, harmless(pages.table(rows, notes_of(finished), links)).encode())
+    cells = [
+        {
+            "folder": str(cell.folder.relative_to(plan.folder)),
+            "model": found.label,
+            "evaluation": found.evaluation,
+            "template": found.template,
+            "results": told_results(found.results),
+        }
+        for cell, found in zip(plan.cells, finished, strict=True)
+    ]
+    replace_file(plan.folder / RESULTS, json.dumps({"cells": cells}, indent=1).encode() + b"\n")
+
+
+def notes_of(finished: Sequence[Finished]) -> list[str]:
+    """What must be known beside the table of some evaluations."""
+    return list(notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished}))
+
+
+def _key(task: Word) -> str:
+    return task.model_dump_json()
+
+
+def _build_tasks(words: Sequence[Word]) -> dict[str, Task]:
+    return {_key(word): build_task(word, "--task") for word in {_key(word): word for word in words}.values()}
+
+
+def _digest(task: Task, n: int) -> str:
+    return digest_of([task.examples[i] for i in held_out_indices(len(task.examples), n)])
+
+
+def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
+    """No two models are called alike: those that would be are called by what was typed."""
+    labels = [source.label for source in sources]
+    return [replace(s, label=s.name) if labels.count(s.label) > 1 else s for s in sources]
+
+
+def _choose_folders(
+    out: Path | None, cells: Sequence[tuple[ModelSource, Word, Word]], tasks: Mapping[str, Task]
+) -> tuple[Path, list[str]]:
+    """The folder for everything, and below it the name of each cell's (none for a single cell).
+
+    By default it lies in the run, where there is one run alone, and says what it is of.
+    """
+    facts = [(source.label, task_label(tasks[_key(task)]), template.name) for source, task, template in cells]
+    models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*facts, strict=True))
+    source, _, template = cells[0]
+    run = source.run if len(models) == 1 else None
+    is_own = len(templates) == 1 and template == source.template
+    place = "+".join(models) if run is None else Path(source.path).name if source.path != str(run) else ""
+    parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
+    folder = out if out else (run / "evaluation" if run else Path(EVALUATIONS)) / slug("-".join(parts))
+    varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
+    return folder, _unique([slug("-".join(fact[i] for i in varied)) for fact in facts]) if len(cells) > 1 else [""]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return unique
+
+
+def slug(text: str) -> str:
+    """A text as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+@-]+", "-", text)[:MAX_NAME_CHARS].strip("-.") or "evaluation"

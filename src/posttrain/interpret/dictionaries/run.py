@@ -1,0 +1,68 @@
+"""Training a dictionary as a run: from a recipe to a run directory with a dictionary in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
+from posttrain.interpret.dictionaries.measures import recovered_by, results_of
+from posttrain.interpret.dictionaries.recipe import SaeRecipe
+from posttrain.interpret.dictionaries.rows import StoreRows, open_or_record
+from posttrain.interpret.dictionaries.training import train_dictionary
+from posttrain.store.durable import replace_file
+from posttrain.store.metrics import TrackedMetrics, TrackedRun, build_trackers
+from posttrain.train.files import Observer, RunFiles
+
+DICTIONARY, ACTIVATIONS, RESULTS = "dictionary", "activations", "dictionary.json"
+
+
+@dataclass(frozen=True)
+class DictionaryRun:
+    """What ``runs.launch`` asks of a training."""
+
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]]
+
+
+def train_run(
+    recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
+) -> DictionaryRun:
+    """Record activations if the recipe says so, train, measure, and write the dictionary."""
+    assert isinstance(recipe, SaeRecipe)
+
+    def notify(message: str) -> None:
+        observer("notice", {"message": message})
+
+    trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
+    recorded = files.folder / ACTIVATIONS
+    is_new = not recorded.exists()
+    store = open_or_record(recipe.activations, recorded, notify, allow_large=allow_large)
+    rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
+    metrics = TrackedMetrics(files.metrics, trackers)
+    try:
+        trained = train_dictionary(
+            rows,
+            recipe,
+            checkpoints=files.checkpoints,
+            metrics=metrics,
+            resume=resume,
+            observer=observer,
+            should_stop=should_stop,
+        )
+    except UsageError:
+        if is_new and not resume:  # so that the run, which came to nothing, can be taken back
+            shutil.rmtree(recorded, ignore_errors=True)
+        raise
+    finally:
+        metrics.close()
+    if trained.reason == "finished":
+        save_dictionary(trained.dictionary, files.folder / DICTIONARY, describe_training(rows, recipe, trained.step))
+        recovered = recovered_by(rows, recipe, trained.dictionary, notify)
+        content = json.dumps(results_of(trained.quality, recovered), indent=1)
+        replace_file(files.folder / RESULTS, content.encode() + b"\n")
+    return DictionaryRun(trained.step, trained.reason, trained.evaluations)

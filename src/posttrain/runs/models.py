@@ -1,0 +1,42 @@
+"""A model by name: of a run, of one of its checkpoints, or any name of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.engines.models import ModelSource, checkpoint_of
+from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
+from posttrain.recipes.recipe import Recipe, stored_recipe
+from posttrain.runs.directory import RunDirectory, find_run, run_names
+
+
+def read_run_recipe(folder: Path) -> Recipe:
+    """The resolved recipe of a run, which allows no code (``recipe.stored_recipe``).
+
+    Raises:
+        DataError, RecipeError: it cannot be read, or this version does not know its keys.
+    """
+    run = RunDirectory(folder)
+    return stored_recipe(run.read_recipe(), str(run.recipe_path))
+
+
+def find_source(name: str, runs_dir: str | Path) -> ModelSource:
+    """A model by the name of a run, the path of a run or of one of its checkpoints, or any name of a model.
+
+    Raises:
+        UsageError: a run without a recipe that can be read, or without that checkpoint.
+    """
+    path = Path(name)
+    if kind_of_file(path / "recipe.yaml") == "file" or name in run_names(runs_dir):
+        run = find_run(runs_dir, name)
+        return ModelSource(name, run.name, str(run), run, read_run_recipe(run))
+    checkpoint = checkpoint_of(path)
+    run = checkpoint.parent.parent
+    if checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
+        if not path.is_dir():
+            there = ", ".join(sorted(p.name for p in checkpoint.parent.iterdir() if p.is_dir())) or "none"
+            raise UsageError(f"{name}: the run {run} has no such checkpoint. There: {there}")
+        label = f"{run.resolve().name}@{path.relative_to(checkpoint.parent)}"
+        return ModelSource(name, label, str(path), run, read_run_recipe(run))
+    return ModelSource(name, name, name)
