@@ -144,7 +144,10 @@ def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)" in out
     assert "clip_high" in out
-    assert "one of k1, k2, k3" in out
+    assert main(["explain", "regularize"]) == 0
+    section = capsys.readouterr().out
+    assert "one of k1, k2, k3" in section
+    assert "--regularize.kl VALUE" in section
     assert "recipes that use it: grpo-gsm8k, grpo-hh-gpt2" in out
 
 

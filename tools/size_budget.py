@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50870
+MAX_PACKAGE_LINES = 49920
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2050,
-    "recipes": 810,
-    "algorithms": 1870,
+    "ground": 2030,
+    "recipes": 880,
+    "algorithms": 1840,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
-    "tasks": 4700,
-    "store": 2040,
-    "models": 2130,
-    "engines": 2840,
-    "evals": 1880,
-    "reward_models": 1130,
-    "train": 2760,
-    "interpret": 6230,
-    "runs": 2510,
-    "sweeps": 2810,
-    "reports": 3240,
-    "commands": 7780,
+    "tasks": 4730,
+    "store": 2090,
+    "models": 2160,
+    "engines": 3020,
+    "evals": 2830,
+    "reward_models": 1460,
+    "train": 2750,
+    "interpret": 6590,
+    "runs": 2520,
+    "sweeps": 2550,
+    "reports": 2870,
+    "commands": 5920,
 }
 
 
