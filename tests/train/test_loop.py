@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate
 from posttrain.models.sources import TINY
@@ -178,8 +177,9 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
     assert sorted(evaluated) == [0, 2, 3]  # before the first, every second, and the last
     parts = prepare(recipe)
-    sampler = Sampler(parts.engine, parts.tokenizer, parts.grader, parts.context_tokens)
-    expected = evaluate(sampler, Questions(parts.eval_tasks[0], parts.eval_sampling, n=6))
+    evaluator = parts.evaluator
+    assert evaluator is not None
+    expected = evaluate(evaluator.sampler, Questions(evaluator.tasks[0], evaluator.sampling(0.0), n=6))
     facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
     assert evaluated[0] == facts
     records = recorded(tmp_path)[1]
