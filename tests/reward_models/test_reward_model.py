@@ -393,9 +393,9 @@ def test_weights_and_head_come_from_the_checkpoint(runs, models, name: str) -> N
     _, recipe, _ = runs[name]
     example = Example("e", (Message("user", "What is 2 plus 3?"),))
     fresh = prepare(recipe)
-    assert isinstance(fresh.forward, Forward)
+    assert isinstance(fresh.method.forward, Forward)
     assert not torch.equal(fresh.companions["head"].weight, models[name].forward.head.weight)
     fresh.companions["head"].load_state_dict(models[name].forward.head.state_dict())
-    (of_fresh_weights,) = replace(models[name], forward=fresh.forward).score([example], ["It is 5."], ENDED)
+    (of_fresh_weights,) = replace(models[name], forward=fresh.method.forward).score([example], ["It is 5."], ENDED)
     (found,) = models[name].score([example], ["It is 5."], ENDED)
     assert abs(of_fresh_weights - found) > 1e-3

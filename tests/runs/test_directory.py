@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.errors import DataError, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.reports.page import flatten
+from posttrain.recipes.document import flatten
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
