@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
+    "stream": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
