@@ -104,7 +104,7 @@ class RolloutSource:
             started = time.perf_counter()
             draw.batch = self.streams.before_step(draw.batch)
             if draw.timing:
-                draw.timing["annotate_seconds"] += time.perf_counter() - started
+                draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
 
     def pending(self, step: int) -> dict[str, Tensor] | None:
@@ -163,7 +163,7 @@ class RolloutSource:
         timing = {
             "generate_seconds": generating,
             "score_seconds": grading,
-            "annotate_seconds": time.perf_counter() - scored,
+            "fill_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
         }
         return Draw(batch, True, [r for g in sampled for r in g], metrics, timing)
