@@ -32,7 +32,7 @@ ROOMS: dict[str, int] = {
     "engines": 2840,
     "evals": 1880,
     "reward_models": 1130,
-    "train": 2760,
+    "train": 2920,
     "interpret": 6230,
     "runs": 2510,
     "sweeps": 2810,

@@ -248,6 +248,11 @@ def raises(batch: Batch) -> Tensor:
     raise ValueError("no weather today")
 
 
+def sees(seen: Batch) -> Tensor:
+    """A stream of what the teacher sees, which is not known before each step."""
+    raise AssertionError("never called")
+
+
 def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
     """A stream with a slip in what it asks for."""
     raise AssertionError("never called")
@@ -271,6 +276,7 @@ def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
             r"asks for 'refernce'\. Did you mean 'reference'\? It may ask for batch, ",
         ),
         (no_words, {"needs": ("label",)}, RecipeError, r"stream 'mine' needs \['label'\].*Did you mean 'labels'\?"),
+        (sees, {"each_step": True}, RecipeError, r"'mine' is filled before each step, .*ask for 'batch'"),
         (no_words, {"needs": ("mine",)}, RecipeError, r"stream 'mine' needs stream 'mine'; a stream cannot wait"),
         (no_words, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
         (no_words, {"fills": ("mine", "ref_logprobs")}, RecipeError, r"fills 'ref_logprobs', as something else does"),

@@ -72,7 +72,7 @@ class Credit:
         """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
 
         rewards ``float64 [N, G]``, rows of the batch in that order; truncated ``bool [B]``. Reads the streams
-        ``old_values`` (and takes ``final_values``) and ``ref_logprobs``, where there are any; sets ``advantages``, and
+        ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
         ``returns`` where that is in ``needs``.
         """
         assert self.advantage is not None
@@ -89,7 +89,9 @@ class Credit:
             final = torch.zeros_like(scores)
             if "old_values" in batch.streams:
                 values = batch.stream("old_values").to(paid.dtype)
-                final = torch.where(unpaid, batch.streams.pop("final_values").to(paid.dtype), final)
+                final = torch.where(unpaid, batch.stream("final_values").to(paid.dtype), final)
+                if "final_values" not in needs:  # then nobody else reads them, and no checkpoint keeps them
+                    del batch.streams["final_values"]
             advantages, returns = call_advantage(
                 self.advantage, tuple(batch.mask.shape), 2, paid, batch.mask, values, final
             )

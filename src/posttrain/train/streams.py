@@ -3,8 +3,8 @@
 A stream's function asks by name for what it wants of the machine (``PARTS``), and its registration says the rest:
 ``needs``, the streams that it reads; ``fills``, their names where it fills several; ``each_step``, filled before each
 optimizer step instead of once per batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the
-row and the reference, which a data set computes once and keeps. An objective names streams in its own ``needs``, and
-exactly these are filled, with what they need.
+row and the reference, which a data set computes once and keeps (what is kept does not know the function: not for one
+that may still change). An objective names streams in its own ``needs``; exactly these are filled, with what they need.
 """
 
 from __future__ import annotations
@@ -303,6 +303,11 @@ class Streams:
         late: set[str] = set()
         for entry in fillers(self.needs, "the recipe"):
             waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            if waits and "seen" in entry.provided:
+                raise RecipeError(
+                    f"stream {entry.name!r} is filled before each step, and what a teacher sees is known once per "
+                    "rollout batch; ask for 'batch' instead of 'seen'"
+                )
             (self._each_step if waits else self._once).append(entry)
             late.update(_fills(entry) if waits else ())
 
