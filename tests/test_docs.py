@@ -100,7 +100,7 @@ def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:
     (tmp_path / "surprised.yaml").write_text(recipe, encoding="utf-8")
     mine = comparison.replace("rl/surprised", str(tmp_path / "surprised.yaml"))
     (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
-    objective, reward, grader = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
+    objective, stream, reward, grader = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
     # A process of its own: the toy words must not join the registry that other tests enumerate.
     code = f"""
 import torch
@@ -109,6 +109,8 @@ from posttrain.algorithms.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
+from posttrain.train.streams import Scorer, Tensor, parts_asked
+{stream}
 from posttrain.graders.grading import Submission, Verdict, grade
 {grader}
 ones = torch.ones(1, 3, dtype=torch.bool)
@@ -120,6 +122,7 @@ assert find("objective", "surprised").traits["needs"] == ("advantages",)
 print(surprised(outputs, batch).values.tolist())
 print(torch.equal(surprised(outputs, batch, power=0.0).values, reinforce(outputs, batch).values))
 print(brief(50), brief(51), find("reward", "brief").options({{}}))
+print(sorted(parts_asked(["distance"])))
 asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.recipe import load_recipe
@@ -136,6 +139,7 @@ print(len(plan.cells), sorted({{cell.recipe.objective.name for cell in plan.cell
         "[[0.5, -4.0, 3.0]]",
         "True",
         "1.0 0.0 {'limit': 50}",
+        "['batch', 'policy', 'reference']",  # the last for ``ref_logprobs``, which it needs
         "['right', 'wrong', 'no_answer']",
         "{'power': 1.0} centered stories",
         "9 ['grpo', 'reinforce', 'surprised'] 60",

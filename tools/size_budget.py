@@ -32,7 +32,7 @@ ROOMS: dict[str, int] = {
     "engines": 3020,
     "evals": 2830,
     "reward_models": 1460,
-    "train": 2750,
+    "train": 2920,
     "interpret": 6590,
     "runs": 2520,
     "sweeps": 2550,

@@ -90,6 +90,11 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.engines.vllm.engine": "vllm",
     },
     "optimizer": {"posttrain.train.optimizer": "adamw muon"},
+    "stream": {
+        "posttrain.train.streams": (
+            "old_logprobs ref_logprobs correction teacher_logprobs teacher_ids old_values kl_baseline"
+        ),
+    },
     "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
     "dictionary": {"posttrain.interpret.dictionaries.words": "batchtopk jumprelu l1 topk"},
 }

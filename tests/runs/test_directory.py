@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, RunConflict, StorageError, UsageError
-from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.document import flatten
+from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,

@@ -18,7 +18,7 @@ from posttrain.tasks.base import Task
 from posttrain.train.build import build_rollout_source
 from posttrain.train.checks import words_of
 from posttrain.train.sources.rollouts import RolloutSource
-from posttrain.train.streams import Annotator
+from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Message, Rollout
 from small_runs import make_recipe
 
@@ -92,9 +92,9 @@ def sampled(
     grader = build_grader([RewardWord(name=f"small_sources:{reward}")], template)
     words = words_of(recipe)
     needs = words.needs - {"ref_logprobs", "kl_baseline"}
-    annotate = Annotator(None, needs, tokens_per_micro=1 << 20)  # type: ignore[arg-type]
+    streams = Streams(needs, recipe, None, 1024)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
-    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, annotate)
+    return build_rollout_source(words, task, grader, tokenizer, engine, 1024, streams)
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:

@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.heads import ScalarHead
-from posttrain.train.streams import KNOWN_STREAMS
+from posttrain.train.streams import fillers
 from posttrain.types import Batch, Sample, collate
 
 VOCABULARY, WIDTH, CANDIDATES = 61, 16, 3
@@ -115,7 +115,7 @@ class Case:
         needs = set(traits["needs"])
         needs |= {stream for option, stream in traits.get("optional_needs", {}).items() if options[option]}
         needs |= {"ref_logprobs"} if self.options.get("kl") else set()
-        assert needs <= set(KNOWN_STREAMS), "nothing fills it"
+        fillers(needs, "the case")  # refuses what nothing fills
         return needs | ({"correction"} if self.with_correction else set()) | {"sampler_logprobs"}
 
     def forward(self, model: Any, critic: Any) -> tuple[Forward | ActorCritic, list[torch.nn.Module]]:

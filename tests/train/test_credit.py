@@ -22,41 +22,23 @@ REWARDS = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
 ENDED = torch.tensor([False, False])
 
 
-class Streams:
-    """Stands for the annotator: gives what a test says, and notes what it was asked for."""
-
-    def __init__(
-        self,
-        needs: set[str] | frozenset[str] = frozenset(),
-        values: list[list[float]] | None = None,
-        final: list[float] | None = None,
-    ) -> None:
-        self.needs = frozenset(needs)
-        self._values, self._final = values, final
-        self.asked: list[str] = []
-
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        self.asked.append("reference")
-        return padded(REFERENCE, batch, outside=math.nan)
-
-    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        self.asked.append("values")
-        assert self._values is not None
-        return padded(self._values, batch, outside=0.0), torch.tensor(self._final)
-
-
 def padded(rows: list[list[float]], batch: Batch, outside: float) -> Tensor:
     table = torch.full(batch.mask.shape, outside)
     return table.masked_scatter(batch.mask, torch.tensor([x for row in rows for x in row]))
 
 
-def two_answers() -> Batch:
+def two_answers(values: list[list[float]] | None = None, final: list[float] | None = None) -> Batch:
+    """The batch as its streams were filled: those of a reference, and of a critic where it has values."""
     samples = []
     for logprobs in SAMPLER:
         n = len(logprobs)
         streams = {"sampler_logprobs": [9.0, 9.0, *logprobs]}  # what stands at the prompt must not count
         samples.append(Sample([3, 4] + [5] * n, [False, False] + [True] * n, 0, 2, streams))
-    return collate(samples)
+    batch = collate(samples)
+    batch.streams["ref_logprobs"] = padded(REFERENCE, batch, outside=math.nan)
+    if values is not None:
+        batch.streams |= {"old_values": padded(values, batch, outside=0.0), "final_values": torch.tensor(final)}
+    return batch
 
 
 def credit(word: str, kl: dict[str, Any] | None = None, **options: Any) -> Credit:
@@ -98,7 +80,7 @@ def estimates(name: str) -> list[float]:
 def test_a_completion_pays_for_the_sum_over_its_tokens(estimator: str) -> None:
     batch = two_answers()
     word = credit("centered", {"weight": 0.5, "estimator": estimator})
-    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, ())
     first, second = estimates(estimator)
     expected = ((1.0 - 0.5 * first) - (0.0 - 0.5 * second)) / 2
     if estimator == "k1":
@@ -116,19 +98,17 @@ def test_groups_stay_groups() -> None:
     batch.streams["ref_logprobs"] = batch.streams["sampler_logprobs"] - torch.tensor([[0.0], [0.5], [0.0], [2.0]])
     rewards = torch.tensor([[1.0, 3.0], [10.0, 20.0]], dtype=torch.float64)
     word = credit("centered", {"weight": 1.0})
-    word.from_batch(batch, rewards, torch.zeros(4, dtype=torch.bool), Streams())
+    word.from_batch(batch, rewards, torch.zeros(4, dtype=torch.bool), ())
     assert trained(batch) == [[-0.75], [0.75], [-4.0], [4.0]]  # 1, 2.5 and 10, 18
 
 
-def test_reference_logprobs_are_computed_where_the_batch_has_none() -> None:
-    batch, annotate = two_answers(), Streams()
+def test_the_penalty_is_against_the_reference_of_the_batch() -> None:
+    batch = two_answers()
     word = credit("raw", {"weight": 1.0})
-    word.from_batch(batch, REWARDS, ENDED, annotate)
-    word.from_batch(batch, REWARDS, ENDED, annotate)
-    assert annotate.asked == ["reference"]
+    word.from_batch(batch, REWARDS, ENDED, ())
     assert trained(batch) == [[0.75, 0.75], [-0.5]]
     batch.streams["ref_logprobs"] = batch.streams["sampler_logprobs"].clone()
-    word.from_batch(batch, REWARDS, ENDED, annotate)
+    word.from_batch(batch, REWARDS, ENDED, ())
     assert trained(batch) == [[1.0, 1.0], [0.0]]
 
 
@@ -136,14 +116,13 @@ def test_reference_logprobs_are_computed_where_the_batch_has_none() -> None:
 
 
 def test_return_to_go_pays_the_penalty_where_it_arises() -> None:
-    batch, annotate = two_answers(), Streams()
+    batch = two_answers()
     word = credit("return_to_go", {"weight": 0.5}, whiten=False)
-    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, annotate)
+    advantages, metrics = word.from_batch(batch, REWARDS, ENDED, ())
     # −0.25, 1 + 0.125 and −0.25, summed from the end
     assert trained(batch) == [[0.875, 1.125], [-0.25]]
     assert advantages[batch.mask].tolist() == [0.875, 1.125, -0.25]
     assert metrics["kl_in_reward"] == 0.375
-    assert annotate.asked == ["reference"]  # no values without a head
     assert not {"returns", "old_values"} & batch.streams.keys()
 
 
@@ -172,29 +151,29 @@ ALL_ENDED = ([[-1.5, 0.0], [-0.5]], [[0.5, 1.0], [0.0]])
 def test_gae_pays_a_truncated_answer_once(
     truncated: list[bool], bootstrap: bool, advantages: Any, returns: Any
 ) -> None:
-    batch, annotate = two_answers(), Streams(CRITIC, VALUES, FINAL)
+    batch = two_answers(VALUES, FINAL)
     word = credit("gae", bootstrap=bootstrap, **GAE)
-    found, metrics = word.from_batch(batch, REWARDS, torch.tensor(truncated), annotate)
+    found, metrics = word.from_batch(batch, REWARDS, torch.tensor(truncated), CRITIC)
     assert trained(batch) == advantages
     assert found[batch.mask].tolist() == [x for row in advantages for x in row]
     assert trained(batch, "returns") == returns
     assert trained(batch, "old_values") == VALUES
     assert metrics == {"return_mean": pytest.approx(sum(x for row in returns for x in row) / 3)}
-    assert annotate.asked == ["values"]
+    assert "final_values" not in batch.streams  # nobody else reads them, so no checkpoint keeps them
 
 
 def test_gae_with_the_penalty() -> None:
-    batch = two_answers()
+    batch = two_answers(VALUES, FINAL)
     word = credit("gae", {"weight": 0.5}, bootstrap=True, **GAE)
-    word.from_batch(batch, REWARDS, torch.tensor([True, False]), Streams(CRITIC, VALUES, FINAL))
+    word.from_batch(batch, REWARDS, torch.tensor([True, False]), CRITIC)
     # δ: −0.25 + 0.5 − 2 = −1.75, then 0.125 + 2 − 1 = 1.125, for the penalty is paid also where the score is not
     assert trained(batch) == [[-1.75 + 0.25 * 1.125, 1.125], [-0.75]]
     assert trained(batch, "returns") == [[0.53125, 2.125], [-0.25]]
 
 
 def test_whitening_is_over_all_tokens_of_the_batch() -> None:
-    batch = two_answers()
-    credit("gae", discount=0.5, trace=0.5).from_batch(batch, REWARDS, ENDED, Streams(CRITIC, VALUES, FINAL))
+    batch = two_answers(VALUES, FINAL)
+    credit("gae", discount=0.5, trace=0.5).from_batch(batch, REWARDS, ENDED, CRITIC)
     mean, std = -2.0 / 3.0, math.sqrt((1.5**2 + 0.5**2) / 3 - 4 / 9)  # of −1.5, 0, −0.5
     expected = [[(-1.5 - mean) / std, -mean / std], [(-0.5 - mean) / std]]
     assert trained(batch) == [pytest.approx(row, rel=1e-6) for row in expected]
@@ -208,11 +187,11 @@ def test_the_weight_adapts_after_it_was_used() -> None:
     """0.375 nats at a target of 0.1: up by 20 % · 2 / 20, and the batch at hand still pays the old price."""
     word = credit("raw", {"weight": 0.5, "target": 0.1, "horizon": 20})
     batch = two_answers()
-    _, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    _, metrics = word.from_batch(batch, REWARDS, ENDED, ())
     assert metrics == {"kl_in_reward": 0.375, "kl_weight": 0.5}
     assert trained(batch) == [[0.875, 0.875], [-0.25]]
     assert word.kl_weight == pytest.approx(0.51, abs=1e-12)
-    _, metrics = word.from_batch(batch, REWARDS, ENDED, Streams())
+    _, metrics = word.from_batch(batch, REWARDS, ENDED, ())
     assert metrics["kl_weight"] == pytest.approx(0.51, abs=1e-12)
     assert trained(batch)[1] == pytest.approx([-0.255])
     assert word.kl_weight == pytest.approx(0.51 * 1.02, abs=1e-12)
@@ -220,10 +199,10 @@ def test_the_weight_adapts_after_it_was_used() -> None:
 
 def test_the_weight_moves_by_the_error_near_the_target_and_not_at_all_without_one() -> None:
     near = credit("raw", {"weight": 0.5, "target": 0.4, "horizon": 10})
-    near.from_batch(two_answers(), REWARDS, ENDED, Streams())
+    near.from_batch(two_answers(), REWARDS, ENDED, ())
     assert near.kl_weight == pytest.approx(0.5 * (1 - 0.0625 * 0.2), abs=1e-12)
     fixed = credit("raw", {"weight": 0.5})
-    fixed.from_batch(two_answers(), REWARDS, ENDED, Streams())
+    fixed.from_batch(two_answers(), REWARDS, ENDED, ())
     assert fixed.kl_weight == 0.5
 
 
@@ -231,7 +210,7 @@ def test_a_controller_that_cannot_go_on_fails_by_name() -> None:
     batch = two_answers()
     batch.streams["sampler_logprobs"][0, 2] = math.nan
     with pytest.raises(RunFailure, match=r"kl_in_reward: .*nan"):
-        credit("raw", {"weight": 0.5, "target": 0.4}).from_batch(batch, REWARDS, ENDED, Streams())
+        credit("raw", {"weight": 0.5, "target": 0.4}).from_batch(batch, REWARDS, ENDED, ())
 
 
 # --- pieces ---
@@ -254,7 +233,7 @@ def test_an_advantage_of_another_shape_is_refused(result: Any) -> None:
 def test_an_advantage_per_token_gives_advantages_and_returns(result: Any) -> None:
     word = Credit(lambda rewards, mask, values, final_values: result, per_token=True)
     with pytest.raises(UsageError, match=r"advantage: .*advantages and returns, both of shape \(2, 4\)"):
-        word.from_batch(two_answers(), REWARDS, ENDED, Streams())
+        word.from_batch(two_answers(), REWARDS, ENDED, ())
 
 
 def test_an_advantage_that_raises_is_named() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_annotate import TEMPERATURE, initial_model, plain_logprobs, update
+from test_streams import TEMPERATURE, initial_model, plain_logprobs, update
 
 from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
-from posttrain.train.streams import Annotator, mismatch_answers
+from posttrain.train.streams import Streams, mismatch_answers
 from posttrain.types import Batch, Sample, collate
 from small_runs import make_recipe
 
@@ -71,9 +71,11 @@ def test_the_kl_baseline_is_never_negative() -> None:
     assert abs(raw) > 0.01
     for policy, reference, expected in ((one, other, max(0.0, raw)), (other, one, max(0.0, -raw))):
         fixed = Fixed(reference)
-        annotate = Annotator(policy, frozenset({"kl_baseline"}), tokens_per_micro=500, reference=fixed)  # type: ignore[arg-type]
+        recipe = make_recipe("grpo", **KTO)
+        recipe.train.tokens_per_micro = 500
+        streams = Streams(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
         given = replace(batch, streams={})
-        rows = annotate.before_step(given).streams["kl_baseline"]
+        rows = streams.before_step(given).streams["kl_baseline"]
         assert rows[0].item() == pytest.approx(expected, abs=1e-4)
         assert given.streams == {}
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_annotate import CLOSE, LORA, difference, initial_model, plain_logprobs, update
+from test_streams import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
-from posttrain.train.build import REFERENCE_CACHE, Parts, prepare
+from posttrain.train.build import Parts, prepare
 from posttrain.train.checkpoint import load_checkpoint, restore_model
 from posttrain.train.sources import dataset as sources
-from posttrain.train.streams import Annotator
+from posttrain.train.streams import Scorer
 from posttrain.types import Batch
 from small_runs import make_recipe, run, save_perturbed
 
+KEPT = "ref_logprobs.safetensors"
 DPO = {"objective": {"name": "dpo"}, "data": {"batch": 3}}
 
 
@@ -37,14 +38,14 @@ def same_reference(left: list[Batch], right: list[Batch]) -> bool:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows the reference is asked for."""
     asked: list[int] = []
-    original = Annotator.reference_logprobs
+    original = Scorer.logprobs
 
-    def counting(self: Annotator, batch: Batch) -> Any:
+    def counting(self: Scorer, batch: Batch) -> Any:
         asked.append(batch.num_rows)
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Annotator, "reference_logprobs", counting)
+        patch.setattr(Scorer, "logprobs", counting)
         yield asked
 
 
@@ -61,7 +62,7 @@ def test_they_are_those_of_the_start_model_also_after_updates(model: dict[str, A
 
 
 def test_they_are_computed_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "REFERENCE_CHUNK", 4)  # ten pairs, in three parts
+    monkeypatch.setattr(sources, "FIXED_CHUNK", 4)  # ten pairs, in three parts
     recipe = make_recipe("judged", **DPO)
     with counted(monkeypatch) as asked:
         first = batches(prepare(recipe, tmp_path))
@@ -102,7 +103,7 @@ def test_they_are_not_trusted_for_anything_else(change: str, tmp_path: Path, mon
 def test_a_damaged_file_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe("judged", **DPO)
     first = batches(prepare(recipe, tmp_path))
-    file = tmp_path / REFERENCE_CACHE
+    file = tmp_path / KEPT
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"\xff" * 64):
         file.write_bytes(damaged)
@@ -117,8 +118,8 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
     """With and without what was kept: the checkpoint is restored into the model, not into the reference."""
     recipe = make_recipe("judged", **DPO, train={"steps": 2, "lr": 1e-2})
     run(tmp_path, recipe)
-    kept = load_file(tmp_path / REFERENCE_CACHE)
-    assert kept["logprobs"].dtype == torch.float32
+    kept = load_file(tmp_path / KEPT)
+    assert kept["values"].dtype == torch.float32
     found = load_checkpoint(tmp_path / "checkpoints")
     assert found is not None
     for folder in (tmp_path, None):
@@ -135,4 +136,4 @@ def test_who_reads_no_reference_computes_none(tmp_path: Path, monkeypatch: pytes
         parts = prepare(make_recipe("judged", objective={"name": "simpo"}), tmp_path)
     assert asked == []
     assert parts.reference is None
-    assert not (tmp_path / REFERENCE_CACHE).exists()
+    assert not (tmp_path / KEPT).exists()

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
+    "stream": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
 
@@ -154,9 +155,12 @@ def words_of(recipe: Recipe) -> set[tuple[str, str]]:
 
 def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     """The shipped recipes that use each word."""
+    from posttrain.train import checks  # torch, which a list of the recipes does without
+
     found: dict[tuple[str, str], list[str]] = {}
     for name in training_recipe_names():
-        for word in words_of(load_recipe(name).resolve()):
+        recipe = load_recipe(name).resolve()
+        for word in words_of(recipe) | {("stream", stream) for stream in checks.words_of(recipe).needs}:
             found.setdefault(word, []).append(name)
     for name in interpretation_names("dictionary"):
         found.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)

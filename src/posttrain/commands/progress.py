@@ -57,7 +57,7 @@ PLAIN = (
 PHASES = (
     ("generate_seconds", "generate"),
     ("score_seconds", "score"),
-    ("annotate_seconds", "annotate"),
+    ("fill_seconds", "fill"),
     ("update_seconds", "update"),
 )
 

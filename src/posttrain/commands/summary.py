@@ -20,7 +20,7 @@ from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, eva
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 
 NUM_TRANSCRIPTS = 6
-PHASES = ("generate_seconds", "score_seconds", "annotate_seconds", "update_seconds", "evaluation_seconds")
+PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
 
 
 def write_summary(folder: str | Path) -> Path:

@@ -34,15 +34,13 @@ from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
-from posttrain.train.streams import Annotator, scoring_temperature
+from posttrain.train.streams import Streams, scoring_temperature
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
-
-REFERENCE_CACHE = "reference_logprobs.safetensors"
 
 
 @dataclass(slots=True)
@@ -103,14 +101,14 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
-    annotate = _build_annotator(words, method, policy, reference, tokenizer, context)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
-        read = _reader(words, grader, tokenizer, context, annotate)
-        source = read(task, cache=None if folder is None else folder / REFERENCE_CACHE)
+        read = _reader(words, grader, tokenizer, context, streams)
+        source = read(task, cache=folder)
     else:
-        source = build_rollout_source(words, task, grader, tokenizer, engine, context, annotate)
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -145,9 +143,8 @@ def _bind_objective(words: Words) -> Objective:
 
 
 def _build_reference(words: Words, policy: Forward) -> Reference | None:
-    """The model as it is now, where a stream, a penalty or an evaluation reads it."""
-    recipe = words.recipe
-    if not (words.needs & {"ref_logprobs", "kl_baseline"} or recipe.kl_in_reward or recipe.eval.drift_prompts):
+    """The model as it is now, where a stream or an evaluation reads it."""
+    if "reference" not in words.parts and not words.recipe.eval.drift_prompts:
         return None
     from posttrain.models.reference import Reference
 
@@ -155,7 +152,7 @@ def _build_reference(words: Words, policy: Forward) -> Reference | None:
 
 
 def _reader(
-    words: Words, grader: Grader, tokenizer: Any, context_tokens: int, annotate: Annotator
+    words: Words, grader: Grader, tokenizer: Any, context_tokens: int, streams: Streams
 ) -> Callable[..., SupervisedSource]:
     """The recipe's supervised source over whatever task it is given."""
     from posttrain.train.sources.dataset import SupervisedSource
@@ -166,13 +163,13 @@ def _reader(
         template=grader.template,
         tokenizer=tokenizer,
         context_tokens=context_tokens,
-        annotate=annotate,
+        streams=streams,
         shape=words.shape,
     )
 
 
 def build_rollout_source(
-    words: Words, task: Task, grader: Grader, tokenizer: Any, engine: Engine, context_tokens: int, annotate: Annotator
+    words: Words, task: Task, grader: Grader, tokenizer: Any, engine: Engine, context_tokens: int, streams: Streams
 ) -> RolloutSource:
     """The source of a recipe with ``rollout``.
 
@@ -199,7 +196,7 @@ def build_rollout_source(
         select=selection.bind(options.select.options, "rollout.select"),
         rows_per_unit=2 if words.unit == "pair" else 1,
         credit=_build_credit(words),
-        annotate=annotate,
+        streams=streams,
         feedback=feedback,
     )
 
@@ -216,9 +213,9 @@ def _build_credit(words: Words) -> Credit:
     )
 
 
-def _build_annotator(
+def _build_streams(
     words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
-) -> Annotator:
+) -> Streams:
     """What fills the streams; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
     if recipe.correction is not None:
@@ -227,18 +224,7 @@ def _build_annotator(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Annotator(
-        method.forward,
-        words.needs,
-        tokens_per_micro=recipe.train.tokens_per_micro,
-        rows_per_micro=recipe.train.rows_per_micro,
-        old_from=recipe.rollout.old_logprobs if recipe.rollout is not None else "sampler",
-        reference=reference,
-        teacher=teacher,
-        top_k=recipe.teacher.top_k if recipe.teacher is not None else 1,
-        context_tokens=context_tokens,
-        correct=correct,
-    )
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:

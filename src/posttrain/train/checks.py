@@ -17,7 +17,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
 from posttrain.train.step import Level
-from posttrain.train.streams import TEACHER_STREAMS, needed_streams
+from posttrain.train.streams import needed_streams, parts_asked, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.render.rows import Shape
@@ -30,8 +30,8 @@ Row = tuple[object, str, str]  # broken if true, the key, what goes on behind th
 class Words:
     """A resolved recipe with the entries of its words.
 
-    needs: the streams that the objective reads. level: what it gives one value for. unit: what is selected of the
-    rollouts, a row or a pair. per_token: advantages are per token.
+    needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
+    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token: advantages are per token.
     """
 
     recipe: Recipe
@@ -53,6 +53,11 @@ class Words:
         if self.level == "pair":
             return "pair"
         return "judged" if "labels" in self.needs else "demonstration"
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What of the machine the streams are filled by: ``reference``, ``teacher``, ``critic``, ..."""
+        return parts_asked(self.needs)
 
     @property
     def only_scores(self) -> bool:
@@ -80,10 +85,13 @@ def words_of(recipe: Recipe) -> Words:
     if rollout is not None and rollout.select is not None:
         selection = registry.find("selection", rollout.select.name, "rollout.select")
     kl = recipe.regularize.kl if recipe.regularize is not None else 0.0
+    needs = needed_streams(objective, recipe.objective.options, rollout is not None, kl)
+    needs |= {"ref_logprobs"} if recipe.kl_in_reward is not None else set()
+    needs |= {"correction"} if recipe.correction is not None else set()
     words = Words(
         recipe=recipe,
         objective=objective,
-        needs=needed_streams(objective, recipe.objective.options, rollout is not None, kl),
+        needs=with_their_needs(needs),
         level=objective.traits.get("level", "token"),
         aggregation=registry.find("aggregation", recipe.aggregate.name, "aggregate"),
         engine=registry.find("engine", engine.name, "rollout.engine"),
@@ -113,9 +121,14 @@ def _of_objective(w: Words) -> Iterator[Row]:
     yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
-    taught = bool(needs & TEACHER_STREAMS)
+    taught = bool(w.parts & {"teacher", "seen"})
     yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
     yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    headed = "critic" in w.parts and w.objective.traits.get("head") != "value"
+    yield headed, "objective", f': {objective} reads a critic\'s values; register it with head="value"'
+    yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
+    credited = "advantages" in needs and not r.advantage
+    yield credited, "advantage", f": a stream of {objective} needs advantages; give 'advantage'"
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
-from posttrain.train.streams import Annotator
 from posttrain.types import Batch
 
 
@@ -57,7 +56,7 @@ class Credit:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether advantages follow only from an annotated batch, not from the rewards alone."""
+        """Whether advantages follow only from a batch with its streams, not from the rewards alone."""
         return self.per_token or self.kl is not None
 
     def from_rewards(self, rewards: Tensor) -> Tensor | None:
@@ -68,15 +67,16 @@ class Credit:
         return found
 
     def from_batch(
-        self, batch: Batch, rewards: Tensor, truncated: Tensor, annotate: Annotator
+        self, batch: Batch, rewards: Tensor, truncated: Tensor, needs: Collection[str]
     ) -> tuple[Tensor, dict[str, float]]:
         """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
 
-        rewards ``float64 [N, G]``, rows of the batch in that order; truncated ``bool [B]``. Sets the
-        streams ``advantages``, and ``returns`` and ``old_values`` where the objective reads them.
+        rewards ``float64 [N, G]``, rows of the batch in that order; truncated ``bool [B]``. Reads the streams
+        ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
+        ``returns`` where that is in ``needs``.
         """
         assert self.advantage is not None
-        penalty, metrics = self._penalty(batch, annotate)
+        penalty, metrics = self._penalty(batch)
         if not self.per_token:
             adjusted = rewards - penalty.sum(dim=1).view_as(rewards)
             found = call_advantage(self.advantage, tuple(rewards.shape), 1, adjusted)
@@ -87,26 +87,24 @@ class Credit:
             paid = pay_at_the_end(scores, batch.mask) - penalty
             values = torch.zeros_like(paid)
             final = torch.zeros_like(scores)
-            if "old_values" in annotate.needs:
-                old_values, values_behind = annotate.values(batch)
-                batch.streams["old_values"] = old_values
-                values = old_values.to(paid.dtype)
-                final = torch.where(unpaid, values_behind.to(paid.dtype), final)
+            if "old_values" in batch.streams:
+                values = batch.stream("old_values").to(paid.dtype)
+                final = torch.where(unpaid, batch.stream("final_values").to(paid.dtype), final)
+                if "final_values" not in needs:  # then nobody else reads them, and no checkpoint keeps them
+                    del batch.streams["final_values"]
             advantages, returns = call_advantage(
                 self.advantage, tuple(batch.mask.shape), 2, paid, batch.mask, values, final
             )
-            if "returns" in annotate.needs:
+            if "returns" in needs:
                 batch.streams["returns"] = returns.to(torch.float32)
                 metrics["return_mean"] = float(returns[batch.mask].mean())
         batch.streams["advantages"] = advantages.to(torch.float32)
         return advantages, metrics
 
-    def _penalty(self, batch: Batch, annotate: Annotator) -> tuple[Tensor, dict[str, float]]:
+    def _penalty(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """``weight · KL`` at each token, float64; the weight adapts after it was used."""
         if self.kl is None:
             return torch.zeros(batch.mask.shape, dtype=torch.float64), {}
-        if "ref_logprobs" not in batch.streams:
-            batch.streams["ref_logprobs"] = annotate.reference_logprobs(batch)
         ratio = log_ratio(batch.stream("sampler_logprobs").double(), batch.stream("ref_logprobs").double(), batch.mask)
         kl = torch.where(batch.mask, KL_ESTIMATORS[self.kl.estimator](ratio), torch.zeros_like(ratio))
         observed = float(kl.sum(dim=1).mean())

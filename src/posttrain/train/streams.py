@@ -1,14 +1,17 @@
-"""Annotation: fills exactly the streams that the objective needs.
+"""Streams: the numbers beside the tokens that an objective reads, each filled by one registered function.
 
-Once per rollout batch (or dataset): log-probabilities of the old policy and of the reference,
-values, what a teacher says, corrections for the sampler's mismatch. Before each optimizer step:
-``kl_baseline``, which is about the weights of that step.
+A stream's function asks by name for what it wants of the machine (``PARTS``), and its registration says the rest:
+``needs``, the streams that it reads; ``fills``, their names where it fills several; ``each_step``, filled before each
+optimizer step instead of once per batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the
+row and the reference, which a data set computes once and keeps (what is kept does not know the function: not for one
+that may still change). An objective names streams in its own ``needs``; exactly these are filled, with what they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,184 +23,140 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import Entry
+from posttrain.registry import Entry, register
 from posttrain.types import Batch, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
 
-FROM_ROLLOUTS = ("advantages", "sampler_logprobs", "old_logprobs", "returns", "old_values", "rewards", "has_feedback")
-FROM_MODELS = ("ref_logprobs", "kl_baseline", "teacher_logprobs", "teacher_ids", "teacher_candidate_logprobs")
-FROM_DATA = ("labels", "margins", "step_labels")
-KNOWN_STREAMS = (*FROM_ROLLOUTS, *FROM_MODELS, *FROM_DATA)
-TEACHER_STREAMS = {"teacher_logprobs", "teacher_ids", "teacher_candidate_logprobs"}
+# What the sources themselves give with the rows; of data and of rollouts, or of one of them.
+OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
+GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
+
+# What a stream's function may ask for. ``seen`` is the batch as the teacher reads it: the same answers, maybe behind
+# other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
+# recipe's correction word.
+PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
 
 
-def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
-    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A model's forward pass over a whole batch: in micro-batches, without gradients, results on the CPU."""
 
-    A function of a user's that was not registered states no needs; it gets what costs no extra
-    forward pass.
-
-    Raises:
-        RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
-    """
-    default = ("advantages", "old_logprobs") if has_rollouts else ()
-    needs = set(entry.traits.get("needs", default))
-    needs |= {stream for option, stream in entry.traits.get("optional_needs", {}).items() if options.get(option)}
-    if kl > 0:
-        needs.add("ref_logprobs")
-    unknown = needs - set(KNOWN_STREAMS)
-    if unknown:
-        raise RecipeError(
-            f"objective {entry.name!r} needs {sorted(unknown)}, which nothing fills; known: {KNOWN_STREAMS}"
-        )
-    from_rollouts = sorted(needs & set(FROM_ROLLOUTS))
-    if from_rollouts and not has_rollouts:
-        raise RecipeError(
-            f"objective {entry.name!r} needs {from_rollouts}, which come from rollouts; give 'rollout', not 'data'"
-        )
-    return frozenset(needs)
-
-
-def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
-    """The temperature at which the trainer takes log-probabilities: that of sampling, for a policy gradient.
-
-    There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
-    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples):
-    it raises the probability of given tokens under the model as it will be used, at temperature 1. At the sampling
-    temperature it would fit p^(1/T) to them, and leave a model that is less or more sure than its data.
-    """
-    if recipe.rollout is None:
-        return 1.0
-    follows_sampler = bool(needs & set(FROM_ROLLOUTS)) or recipe.correction is not None
-    return recipe.rollout.temperature if follows_sampler else 1.0
-
-
-@dataclass(slots=True)
-class Annotator:
-    """Computes streams without gradients, in micro-batches.
-
-    forward: the model that is trained (with its critic). reference: as it was at the beginning, where
-    something needs it. teacher: another model's forward pass, where one teaches. correct: a correction
-    word. ``own_feedback``: the teacher is ``forward`` itself, reading the batch that is passed to it.
-    """
-
-    forward: Forward | ActorCritic
-    needs: frozenset[str]
+    open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     tokens_per_micro: int
     rows_per_micro: int | None = None
-    old_from: str = "sampler"
-    reference: Reference | None = None
-    teacher: Forward | None = None
-    top_k: int = 1
-    context_tokens: int = 1 << 20
-    correct: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def __call__(self, batch: Batch, teacher_batch: Batch | None = None) -> Batch:
-        """``batch`` with its streams filled, in place.
-
-        ``teacher_batch``: the same answers behind the prompts that the teacher sees; by default the
-        batch itself.
-        """
-        needs = self.needs
-        if "old_logprobs" in needs or self.correct is not None:
-            if self.old_from == "trainer":
-                batch.streams["old_logprobs"] = self.score(self.forward, batch)
-            else:
-                batch.streams["old_logprobs"] = batch.stream("sampler_logprobs")
-        if "ref_logprobs" in needs:
-            batch.streams["ref_logprobs"] = self.reference_logprobs(batch)
-        if self.correct is not None:
-            mismatch = log_ratio(batch.stream("old_logprobs"), batch.stream("sampler_logprobs"), batch.mask)
-            found = registry.call("correction", self.correct, mismatch, batch.mask)
-            if getattr(found, "shape", None) != mismatch.shape:
-                raise UsageError(
-                    f"correction: the function returned {registry.describe_result(found)} for log-ratios of shape "
-                    f"{tuple(mismatch.shape)}; it must give one weight per token"
-                )
-            batch.streams["correction"] = found
-        return self.ask_teacher(batch, teacher_batch)
-
-    def before_step(self, batch: Batch) -> Batch:
-        """What depends on the weights of this very step; the batch given stays as it is."""
-        if "kl_baseline" not in self.needs:
-            return batch
-        baseline = self._kl_of_mismatched(batch)
-        rows = torch.full((batch.num_rows,), baseline, dtype=torch.float32)
-        return replace(batch, streams=batch.streams | {"kl_baseline": rows})
-
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        """``[B, T]``: log-probabilities under the reference."""
-        assert self.reference is not None, "the setup makes a reference for whoever needs one"
-        with self.reference.open() as reference:
-            return self.score(reference, batch)
-
-    def _kl_of_mismatched(self, batch: Batch) -> float:
-        """KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
-
-        KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
-        where y' answers another prompt of the batch. 0 where all prompts are the same.
-        """
-        mismatched = mismatch_answers(batch, self.context_tokens)
-        if mismatched is None:
-            return 0.0
-        ratio = self.score(self.forward, mismatched) - self.reference_logprobs(mismatched)
-        return max(0.0, float(ratio.to(torch.float64).sum(dim=1).mean()))
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
+        scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        with self.open() as forward:
+            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
+                values = forward(batch.select(rows), "none").logprobs.cpu()
+                scored[torch.as_tensor(list(rows)), : values.shape[1]] = values
+        return scored
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """``[B, T]`` values of the states before each trained token, ``[B]`` of the state after the last one."""
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         final = torch.zeros(batch.num_rows, dtype=torch.float32)
-        for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
-            found, after = state_values(self.forward, batch.select(rows))
-            index = torch.as_tensor(rows)
-            values[index, : found.shape[1]] = found.cpu()
-            final[index] = after.cpu()
+        with self.open() as forward:
+            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
+                before, after = state_values(forward, batch.select(rows))
+                index = torch.as_tensor(rows)
+                values[index, : before.shape[1]] = before.cpu()
+                final[index] = after.cpu()
         return values, final
 
     @torch.no_grad()
-    def ask_teacher(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """``batch`` with what the teacher says, where one teaches; ``seen`` is what it reads."""
-        if self.teacher is None or not self.needs & TEACHER_STREAMS:
-            return batch
-        seen = batch if seen is None else seen
-        assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
-        if "teacher_logprobs" in self.needs:
-            scored = self.score(self.teacher, seen)
-            batch.streams["teacher_logprobs"] = torch.zeros(batch.mask.shape).masked_scatter(
-                batch.mask, scored[seen.mask]
-            )
-        if "teacher_ids" not in self.needs:
-            return batch
-        pieces_ids, pieces_logprobs = {}, {}
-        for rows in split_rows(seen, self.tokens_per_micro, self.rows_per_micro):
-            part = seen.select(rows)
-            ids, logprobs = (x.cpu() for x in self.teacher.top_candidates(part, self.top_k))
-            for place, row in enumerate(rows):
-                trained = part.mask[place]
-                pieces_ids[row], pieces_logprobs[row] = ids[place][trained], logprobs[place][trained]
-        k = pieces_ids[0].shape[-1]
-        all_ids = torch.zeros((*batch.mask.shape, k), dtype=torch.long)
-        all_logprobs = torch.zeros((*batch.mask.shape, k), dtype=torch.float32)
-        for row in range(batch.num_rows):
-            all_ids[row, batch.mask[row]] = pieces_ids[row]
-            all_logprobs[row, batch.mask[row]] = pieces_logprobs[row]
-        batch.streams["teacher_ids"] = all_ids
-        batch.streams["teacher_candidate_logprobs"] = all_logprobs
-        return batch
+    def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
+        ids, logprobs = [[torch.empty(0)] * batch.num_rows for _ in range(2)]
+        with self.open() as forward:
+            assert isinstance(forward, Forward)
+            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
+                part = batch.select(rows)
+                likeliest, their_logprobs = (x.cpu() for x in forward.top_candidates(part, k))
+                for place, row in enumerate(rows):
+                    trained = part.mask[place]
+                    ids[row], logprobs[row] = likeliest[place][trained], their_logprobs[place][trained]
+        return ids, logprobs
 
-    @torch.no_grad()
-    def score(self, forward: Forward | ActorCritic, batch: Batch) -> Tensor:
-        """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
-        forward = forward.policy if isinstance(forward, ActorCritic) else forward
-        scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
-            part = batch.select(rows)
-            values = forward(part, "none").logprobs.cpu()
-            scored[torch.as_tensor(list(rows)), : values.shape[1]] = values
-        return scored
+
+@register("stream", needs=("sampler_logprobs",))
+def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
+    """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or computed again
+    (``rollout.old_logprobs``).
+    """
+    from_trainer = recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer"
+    return policy.logprobs(batch) if from_trainer else batch.stream("sampler_logprobs")
+
+
+@register("stream", fixed=True)
+def ref_logprobs(batch: Batch, reference: Scorer) -> Tensor:
+    """``[B, T]``: log-probabilities under the reference, the model as it was when training began."""
+    return reference.logprobs(batch)
+
+
+@register("stream", needs=("old_logprobs", "sampler_logprobs"))
+def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``[B, T]``: what the recipe's correction gives for the log-ratio of trainer and sampler; the step multiplies
+    the values of the objective by it.
+    """
+    mismatch = log_ratio(batch.stream("old_logprobs"), batch.stream("sampler_logprobs"), batch.mask)
+    weights: Tensor = registry.call("correction", correct, mismatch, batch.mask)
+    if getattr(weights, "shape", None) != mismatch.shape:
+        raise UsageError(
+            f"correction: the function returned {registry.describe_result(weights)} for log-ratios of shape "
+            f"{tuple(mismatch.shape)}; it must give one weight per token"
+        )
+    return weights
+
+
+@register("stream")
+def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
+    """``[B, T]``: log-probabilities of the trained tokens under the teacher."""
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, teacher.logprobs(seen)[seen.mask])
+
+
+@register("stream", fills=("teacher_ids", "teacher_candidate_logprobs"))
+def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> dict[str, Tensor]:
+    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, and beside them
+    ``teacher_candidate_logprobs``, their log-probabilities.
+    """
+    assert recipe.teacher is not None
+    ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
+    shape = (*batch.mask.shape, ids[0].shape[-1])
+    all_ids, all_logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.float32)
+    for row in range(batch.num_rows):
+        all_ids[row, batch.mask[row]] = ids[row]
+        all_logprobs[row, batch.mask[row]] = logprobs[row]
+    return {"teacher_ids": all_ids, "teacher_candidate_logprobs": all_logprobs}
+
+
+@register("stream", rollouts=True, fills=("old_values", "final_values"))
+def old_values(batch: Batch, critic: Scorer) -> dict[str, Tensor]:
+    """``[B, T]``: the critic's values of the states before each trained token, when the batch was sampled; and
+    ``final_values`` ``[B]``, of the state after the last one, which credit takes.
+    """
+    values, final = critic.values(batch)
+    return {"old_values": values, "final_values": final}
+
+
+@register("stream", each_step=True)
+def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens: int) -> Tensor:
+    """``[B]``: KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
+
+    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
+    where y' answers another prompt of the batch. 0 where all prompts are the same.
+    """
+    mismatched, baseline = mismatch_answers(batch, context_tokens), 0.0
+    if mismatched is not None:
+        ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
+        baseline = max(0.0, float(ratio.to(torch.float64).sum(dim=1).mean()))
+    return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
@@ -218,3 +177,200 @@ def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
             mask = [False] * len(prompt) + [True] * len(answers[other])
             samples.append(Sample([*prompt, *answers[other]], mask, group=b, prefix=len(prompt)))
     return collate(samples) if samples else None
+
+
+def _needs(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry.traits.get("needs", ()))
+
+
+def _fills(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry.traits.get("fills", (entry.name,)))
+
+
+def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
+    """The functions that fill these streams, and those that they need, each behind what it needs.
+
+    The package's own come in the order of ``registry.HOMES``, users' behind them by name. ``reader`` is who asks.
+
+    Raises:
+        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or asks for a
+            part that there is not.
+    """
+    entries = registry.entries("stream")
+    own = " ".join(registry.HOMES["stream"].values()).split()
+    known: dict[str, Entry] = {}
+    for entry in (entries[name] for name in (*own, *sorted(entries.keys() - own))):
+        for name in _fills(entry):
+            if name in known or name in GIVEN:
+                raise RecipeError(f"stream {entry.name!r} fills {name!r}, as something else does; give it another name")
+            known[name] = entry
+    ordered: dict[str, Entry] = {}
+
+    def add(asked: Iterable[str], trail: tuple[str, ...]) -> None:
+        unknown = sorted(set(asked) - known.keys() - set(GIVEN))
+        if unknown:
+            names = (*GIVEN, *known)
+            raise RecipeError(
+                f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
+                f"{registry.suggest(unknown[0], names)} Or register a stream of that name"
+            )
+        for entry in {known[name].name: known[name] for name in known if name in asked}.values():
+            label = f"stream {entry.name!r}"
+            if label in trail:
+                raise RecipeError(f"{' needs '.join((*trail, label))}; a stream cannot wait for itself")
+            for part in (name for name in entry.provided if name not in PARTS):
+                near = registry.suggest(part, PARTS)
+                raise RecipeError(f"{label} asks for {part!r}.{near} It may ask for {', '.join(PARTS)}")
+            add(_needs(entry), (*trail, label))
+            ordered.setdefault(entry.name, entry)
+
+    add(names, (reader,))
+    return tuple(ordered.values())
+
+
+def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
+    """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
+
+    A function of a user's that was not registered states no needs; it gets what costs no extra
+    forward pass.
+
+    Raises:
+        RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
+    """
+    default = ("advantages", "old_logprobs") if has_rollouts else ()
+    needs = set(entry.traits.get("needs", default))
+    needs |= {stream for option, stream in entry.traits.get("optional_needs", {}).items() if options.get(option)}
+    if kl > 0:
+        needs.add("ref_logprobs")
+    objective = f"objective {entry.name!r}"
+    fillers(needs, objective)
+    from_rollouts = sorted(name for name in needs if comes_from_rollouts(name))
+    if from_rollouts and not has_rollouts:
+        raise RecipeError(f"{objective} needs {from_rollouts}, which come from rollouts; give 'rollout', not 'data'")
+    return frozenset(needs)
+
+
+def with_their_needs(names: Collection[str]) -> frozenset[str]:
+    """These streams, and those that are read where they are filled."""
+    return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
+
+
+def parts_asked(names: Collection[str]) -> frozenset[str]:
+    """The parts of the machine (``PARTS``) that filling these streams takes."""
+    return frozenset(part for entry in fillers(names, "the recipe") for part in entry.provided)
+
+
+def comes_from_rollouts(name: str) -> bool:
+    """Whether only rollouts have this stream, or one that it needs."""
+    filling = fillers([name], name)
+    read = {name}.union(*(_needs(entry) for entry in filling))
+    return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
+
+
+def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
+    """The temperature at which the trainer takes log-probabilities: that of sampling, for a policy gradient.
+
+    There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
+    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples):
+    it raises the probability of given tokens under the model as it will be used, at temperature 1. At the sampling
+    temperature it would fit p^(1/T) to them, and leave a model that is less or more sure than its data.
+    """
+    if recipe.rollout is None:
+        return 1.0
+    return recipe.rollout.temperature if any(comes_from_rollouts(name) for name in needs) else 1.0
+
+
+@dataclass(slots=True)
+class Streams:
+    """Fills the streams of batches: exactly ``needs``, and what these need.
+
+    forward: the model that is trained (with its critic). reference: as it was at the beginning, where a stream asks
+    for it. teacher: the forward pass of the model that teaches, maybe the trained one itself. correct: a correction
+    word.
+    """
+
+    needs: frozenset[str]
+    recipe: Recipe
+    forward: Forward | ActorCritic
+    context_tokens: int
+    reference: Reference | None = None
+    teacher: Forward | None = None
+    correct: Callable[[Tensor, Tensor], Tensor] | None = None
+    _once: list[Entry] = field(init=False, default_factory=list)
+    _each_step: list[Entry] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        late: set[str] = set()
+        for entry in fillers(self.needs, "the recipe"):
+            waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            if waits and "seen" in entry.provided:
+                raise RecipeError(
+                    f"stream {entry.name!r} is filled before each step, and what a teacher sees is known once per "
+                    "rollout batch; ask for 'batch' instead of 'seen'"
+                )
+            (self._each_step if waits else self._once).append(entry)
+            late.update(_fills(entry) if waits else ())
+
+    @property
+    def fixed(self) -> list[str]:
+        """Those that a data set computes once: they stay as they are while the weights change."""
+        return [entry.name for entry in self._once if entry.traits.get("fixed")]
+
+    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
+        """``batch`` with its streams, in place; one that needs what is not there yet is left to a later call.
+
+        ``seen``: the same answers behind the prompts that the teacher sees; by default the batch itself.
+        """
+        seen = batch if seen is None else seen
+        assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
+        for entry in self._once:
+            if batch.streams.keys().isdisjoint(_fills(entry)) and batch.streams.keys() >= set(_needs(entry)):
+                self._fill(entry, batch, seen)
+        return batch
+
+    def before_step(self, batch: Batch) -> Batch:
+        """What depends on the weights of this very step; the batch passed stays as it is."""
+        if not self._each_step:
+            return batch
+        batch = replace(batch, streams=dict(batch.streams))
+        for entry in self._each_step:
+            self._fill(entry, batch, batch)
+        return batch
+
+    def fill(self, name: str, batch: Batch) -> Tensor:
+        """The stream ``name`` of ``batch``, put into it, too."""
+        self._fill(registry.find("stream", name), batch, batch)
+        return batch.stream(name)
+
+    @torch.no_grad()
+    def _fill(self, entry: Entry, batch: Batch, seen: Batch) -> None:
+        label = f"stream {entry.name!r}"
+        parts = self._parts(batch, seen)
+        filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
+        tensors = filled if isinstance(filled, dict) else {entry.name: filled}
+        shapes = (tuple(batch.mask.shape), (batch.num_rows,))
+        fits = all(isinstance(x, Tensor) and x.shape[:2] in shapes for x in tensors.values())
+        if not fits or set(tensors) != set(_fills(entry)):
+            got = ", ".join(f"{name}: {registry.describe_result(x)}" for name, x in tensors.items())
+            raise UsageError(
+                f"{label}: the function returned {got or 'nothing'} for a batch of shape {shapes[0]}; it must give "
+                f"{', '.join(_fills(entry))}, with one number per row or per token"
+            )
+        batch.streams |= tensors
+
+    def _parts(self, batch: Batch, seen: Batch) -> dict[str, Any]:
+        """What a function may ask for, by name."""
+        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro)
+        forward, teacher = self.forward, self.teacher
+        policy = forward.policy if isinstance(forward, ActorCritic) else forward
+        return {
+            "batch": batch,
+            "seen": seen,
+            "policy": Scorer(lambda: nullcontext(policy), *sizes),
+            "critic": Scorer(lambda: nullcontext(forward), *sizes),
+            "reference": None if self.reference is None else Scorer(self.reference.open, *sizes),
+            "teacher": None if teacher is None else Scorer(lambda: nullcontext(teacher), *sizes),
+            "recipe": self.recipe,
+            "context_tokens": self.context_tokens,
+            "correct": self.correct,
+        }

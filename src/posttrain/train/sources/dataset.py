@@ -21,18 +21,18 @@ from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.sources import Draw
-from posttrain.train.streams import Annotator
+from posttrain.train.streams import Streams
 from posttrain.types import Batch, Sample, collate
 
-REFERENCE_CHUNK = 256
+FIXED_CHUNK = 256
 
 
 class SupervisedSource:
     """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
 
     ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
-    steps. Reference log-probabilities, where the objective reads them, are computed once for the whole
-    data set and kept in ``cache`` with a hash of the rows and of the reference.
+    steps. Streams that stay as they are (reference log-probabilities) are computed once for the whole data
+    set, and kept in the folder ``cache`` with a hash of the rows and of the reference.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class SupervisedSource:
         context_tokens: int,
         *,
         shape: Shape = "demonstration",
-        annotate: Annotator | None = None,
+        streams: Streams | None = None,
         cache: Path | None = None,
     ) -> None:
         assert recipe.data is not None
-        self.seed, self.batch, self.shape, self.annotate = recipe.train.seed, recipe.data.batch, shape, annotate
+        self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch, shape, streams
         self.train_all = recipe.data.train_on == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
@@ -71,9 +71,8 @@ class SupervisedSource:
         if not self.units:
             raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
         self.num_examples = len(self.units)
-        self._reference: list[Tensor] | None = None
-        if annotate is not None and "ref_logprobs" in annotate.needs:
-            self._reference = self._reference_logprobs(annotate, cache)
+        names = [] if streams is None else streams.fixed
+        self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> Draw:
         """The rows of update number ``step`` (1-based)."""
@@ -84,15 +83,11 @@ class SupervisedSource:
     def batch_of(self, chosen: Sequence[int]) -> Batch:
         """The given units, with the streams that the objective reads."""
         batch = self._collated(chosen)
-        if self.annotate is not None:
-            if self._reference is not None:
-                rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
-                batch.streams["ref_logprobs"] = torch.zeros(batch.mask.shape).masked_scatter(
-                    batch.mask, torch.cat([self._reference[row] for row in rows])
-                )
-            batch = self.annotate.before_step(batch)
-            batch = self.annotate.ask_teacher(batch)
-        return batch
+        rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
+        for name, of_row in self._fixed.items():
+            trained = torch.cat([of_row[row] for row in rows])
+            batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
+        return batch if self.streams is None else self.streams.before_step(self.streams(batch))
 
     def pending(self, step: int) -> dict[str, Tensor] | None:
         """Nothing: the next batch follows from the step."""
@@ -128,10 +123,11 @@ class SupervisedSource:
         prefix = 0 if self.train_all else row.prompt_length
         return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
 
-    def _reference_logprobs(self, annotate: Annotator, cache: Path | None) -> list[Tensor]:
-        """Of each row, those of its trained tokens."""
-        assert annotate.reference is not None, "the setup makes a reference for whoever needs one"
-        digest = hashlib.sha256(f"{annotate.reference.fingerprint()} {self.shape} {self.train_all}".encode())
+    def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
+        """Of each row, the stream's numbers at its trained tokens."""
+        assert self.streams is not None
+        assert self.streams.reference is not None, "the build makes a reference for whoever asks for one"
+        digest = hashlib.sha256(f"{self.streams.reference.fingerprint()} {self.shape} {self.train_all}".encode())
         for unit in self.units:
             for row in unit:
                 digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
@@ -140,13 +136,13 @@ class SupervisedSource:
         if known is not None:
             return known
         pieces: list[Tensor] = []
-        for start in range(0, len(self.units), REFERENCE_CHUNK):
-            batch = self._collated(range(start, min(start + REFERENCE_CHUNK, len(self.units))))
-            scored = annotate.reference_logprobs(batch)
+        for start in range(0, len(self.units), FIXED_CHUNK):
+            batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
+            scored = self.streams.fill(name, batch)
             pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
         if cache is not None:
             counts = torch.tensor([len(piece) for piece in pieces])
-            replace_file(cache, serialize({"logprobs": torch.cat(pieces), key: counts}))
+            replace_file(cache, serialize({"values": torch.cat(pieces), key: counts}))
         return pieces
 
 
@@ -156,4 +152,4 @@ def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:
         return None
-    return list(stored["logprobs"].split(stored[key].tolist())) if key in stored else None
+    return list(stored["values"].split(stored[key].tolist())) if key in stored else None

@@ -27,7 +27,7 @@ from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit
 from posttrain.train.sources import Draw
-from posttrain.train.streams import Annotator
+from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RolloutSource:
         select: Callable[[Tensor], Units],
         rows_per_unit: int,
         credit: Credit,
-        annotate: Annotator,
+        streams: Streams,
         feedback: Feedback | None = None,
     ) -> None:
         assert recipe.rollout is not None
@@ -64,7 +64,7 @@ class RolloutSource:
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
         self.context_tokens = context_tokens
         self.select, self.rows_per_unit = select, rows_per_unit
-        self.credit, self.annotate, self.feedback = credit, annotate, feedback
+        self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
@@ -103,9 +103,9 @@ class RolloutSource:
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
             started = time.perf_counter()
-            draw.batch = self.annotate.before_step(draw.batch)
+            draw.batch = self.streams.before_step(draw.batch)
             if draw.timing:
-                draw.timing["annotate_seconds"] += time.perf_counter() - started
+                draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
 
     def pending(self, step: int) -> dict[str, Tensor] | None:
@@ -159,12 +159,12 @@ class RolloutSource:
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
         if batch is not None:
-            metrics |= self._annotate(batch, chosen, units, rewards)
+            metrics |= self._fill_streams(batch, chosen, units, rewards)
         metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, accepted)
         timing = {
             "generate_seconds": generating,
             "score_seconds": grading,
-            "annotate_seconds": time.perf_counter() - scored,
+            "fill_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
         }
         return Draw(batch, True, [r for g in sampled for r in g], metrics, timing)
@@ -222,7 +222,7 @@ class RolloutSource:
         return groups, seconds
 
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
-        needs = self.annotate.needs
+        needs = self.streams.needs
         samples = []
         for unit in units:
             rewards = [groups[n][g].reward for n, g in unit]
@@ -238,7 +238,7 @@ class RolloutSource:
                 samples.append(sample)
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
-    def _annotate(
+    def _fill_streams(
         self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Tensor
     ) -> dict[str, float]:
         teacher_batch = None
@@ -246,12 +246,13 @@ class RolloutSource:
             rows = [(n, g) for unit in units for n, g in unit]
             teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
             batch.streams["has_feedback"] = has_feedback
-        self.annotate(batch, teacher_batch)
+        self.streams(batch, teacher_batch)
         if not self.credit.needs_batch:
             return {}
         flat = [r for g in groups for r in g]
         truncated = torch.tensor([r.completion.finish == "length" for r in flat])
-        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.annotate)
+        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs)
+        self.streams(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
         means = (advantages.sum(dim=1) / counts).view_as(rewards)
         _record_advantages(groups, means)

@@ -1,4 +1,4 @@
-"""Annotation: who computes which stream, and with which weights; all against plain modules."""
+"""Streams: who fills which, with which weights, and one of a user's own; all against plain modules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UsageError
+from posttrain.consent import declare_code
+from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
+from posttrain.registry import register
 from posttrain.train.build import Parts, prepare
 from posttrain.train.step import accumulate, apply_update
-from posttrain.train.streams import needed_streams
-from posttrain.types import Batch, Completion
+from posttrain.train.streams import Scorer, needed_streams
+from posttrain.types import Batch, Completion, Loss, Outputs
 from small_runs import BASE, make_recipe, run, save_perturbed
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
@@ -164,8 +166,152 @@ def test_streams_that_nothing_fills_are_refused() -> None:
         needed_streams(registry.find("objective", "reinforce"), {}, False)
 
 
+def test_an_unknown_stream_is_refused_with_a_suggestion() -> None:
+    entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("ref_logprob",)})
+    with pytest.raises(RecipeError, match=r"nothing fills; known: .*\. Did you mean 'ref_logprobs'\?"):
+        needed_streams(entry, {}, True)
+
+
+# --- a stream of a user's own, which this file alone knows ---
+
+
+@register("stream", needs=("ref_logprobs",), each_step=True)
+def distance(batch: Batch, policy: Scorer) -> Tensor:
+    """``[B]``: how far the answer's log-probability has moved from the reference, at the weights of this step."""
+    return (policy.logprobs(batch) - batch.stream("ref_logprobs")).sum(dim=1)
+
+
+@register("stream", needs=("advantages",))
+def praise(batch: Batch) -> Tensor:
+    """``[B, T]``: advantages without blame; they may come late, from rewards per token."""
+    return batch.stream("advantages").clamp(min=0)
+
+
+@register("objective", level="token", needs=("advantages", "distance", "praise"))
+def held_back(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for this test: it believes in praise, and less where an answer has moved."""
+    moved = batch.stream("distance")[:, None].expand_as(outputs.logprobs)
+    return Loss(-(batch.stream("praise") - 0.1 * moved) * outputs.logprobs, {"moved": moved})
+
+
+@register("objective", level="token", needs=("distance",))
+def stays_near(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for this test: supervised, with the same stream."""
+    return Loss(batch.stream("distance")[:, None] * outputs.logprobs)
+
+
+@pytest.mark.parametrize("advantage", ["normalized", "return_to_go"])
+def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
+    """Bit for bit what its formula gives, at both updates on one rollout batch; the reference is built for it."""
+    declare_code("test_streams:held_back")
+    settings = {"epochs": 2, "rows_per_micro": 1}
+    recipe = make_recipe("grpo", objective="test_streams:held_back", advantage=advantage, train=settings)
+    parts = prepare(recipe)
+    assert parts.reference is not None
+    for step in (1, 2):
+        batch = parts.source(step).batch
+        assert batch is not None
+        assert set(batch.streams) == {"sampler_logprobs", "advantages", "praise", "ref_logprobs", "distance"}
+        assert torch.equal(batch.streams["praise"], batch.streams["advantages"].clamp(min=0))
+        with torch.no_grad():
+            now = [parts.policy(batch.select([b]), "none").logprobs[0] for b in range(batch.num_rows)]
+        table = torch.zeros(batch.mask.shape)
+        for b, logprobs in enumerate(now):
+            table[b, : len(logprobs)] = logprobs
+        expected = (table - batch.streams["ref_logprobs"]).sum(dim=1)
+        assert torch.equal(batch.streams["distance"], expected)
+        assert bool(expected.any()) == (step == 2)  # the weights have moved
+        _, metrics = accumulate(parts.method, batch, recipe.train)
+        mean = float((expected.double()[:, None] * batch.mask).sum()) / int(batch.mask.sum())
+        assert metrics["moved"] == pytest.approx(mean, rel=1e-12)
+        apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-2, 1.0, 0.0, step)
+        pending = parts.source.pending(step)
+        assert pending is None if step == 2 else "stream.distance" not in pending
+
+
+def test_a_stream_of_a_users_own_serves_supervised_training_and_needs_its_rollouts() -> None:
+    declare_code(["test_streams:held_back", "test_streams:stays_near"])
+    parts = prepare(make_recipe("sft", objective="test_streams:stays_near"))
+    assert set(parts.source(1).batch.streams) == {"ref_logprobs", "distance"}
+    message = r"'held_back' needs \['advantages', 'praise'\], which come from rollouts; give 'rollout', not 'data'"
+    with pytest.raises(RecipeError, match=message):
+        prepare(make_recipe("sft", objective="test_streams:held_back"))
+
+
+def no_words(batch: Batch) -> Tensor:
+    """A stream that a test registers as it likes."""
+    return torch.zeros(batch.num_rows, batch.tokens.shape[1] + 1)
+
+
+def raises(batch: Batch) -> Tensor:
+    """A stream that fails."""
+    raise ValueError("no weather today")
+
+
+def sees(seen: Batch) -> Tensor:
+    """A stream of what the teacher sees, which is not known before each step."""
+    raise AssertionError("never called")
+
+
+def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
+    """A stream with a slip in what it asks for."""
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("function", "traits", "error", "message"),
+    [
+        (
+            no_words,
+            {},
+            UsageError,
+            r"stream 'mine': .*mine: shape \(4, \d+\).*mine, with one number per row or per token",
+        ),
+        (no_words, {"fills": ("mine", "ours")}, UsageError, r"it must give mine, ours, with one number"),
+        (raises, {}, RunFailure, r"stream 'mine': the function raised ValueError: no weather today"),
+        (
+            asks_for_too_much,
+            {},
+            RecipeError,
+            r"asks for 'refernce'\. Did you mean 'reference'\? It may ask for batch, ",
+        ),
+        (no_words, {"needs": ("label",)}, RecipeError, r"stream 'mine' needs \['label'\].*Did you mean 'labels'\?"),
+        (sees, {"each_step": True}, RecipeError, r"'mine' is filled before each step, .*ask for 'batch'"),
+        (no_words, {"needs": ("mine",)}, RecipeError, r"stream 'mine' needs stream 'mine'; a stream cannot wait"),
+        (no_words, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
+        (no_words, {"fills": ("mine", "ref_logprobs")}, RecipeError, r"fills 'ref_logprobs', as something else does"),
+    ],
+)
+def test_a_stream_that_cannot_work_says_so(
+    function: Any, traits: dict[str, Any], error: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", function, traits))
+    declare_code("test_streams:reads_mine")
+    recipe = make_recipe("sft", objective="test_streams:reads_mine")
+    with pytest.raises(error, match=message):
+        prepare(recipe).source(1)
+
+
+@register("objective", level="token", needs=("mine",))
+def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective for the test above, whose stream cannot work."""
+    raise AssertionError("never called")
+
+
+def test_the_reference_is_asked_once_for_the_penalty_and_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = Scorer.logprobs
+    monkeypatch.setattr(Scorer, "logprobs", lambda self, batch: asked.append(batch.num_rows) or original(self, batch))
+    for regularize in ({}, {"kl": 0.1}):
+        parts = prepare(make_recipe("grpo", objective="grpo", regularize=regularize, kl_in_reward={"weight": 0.1}))
+        batch = parts.source(1).batch
+        assert batch is not None
+        assert asked == [batch.num_rows]
+        asked.clear()
+
+
 @pytest.mark.parametrize("rows_per_micro", [1, 3])
-def test_annotation_does_not_depend_on_micro_batches(rows_per_micro: int) -> None:
+def test_streams_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
     whole = prepare(reference_recipe(rollout={"old_logprobs": "trainer"})).source(1).batch
     pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"rows_per_micro": rows_per_micro}))
     batch = pieces.source(1).batch
