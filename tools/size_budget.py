@@ -17,10 +17,10 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 49920
+MAX_PACKAGE_LINES = 50080
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2030,
+    "ground": 2040,
     "recipes": 880,
     "algorithms": 1840,
     "graders": 4390,
@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "runs": 2520,
     "sweeps": 2550,
     "reports": 2870,
-    "commands": 5920,
+    "commands": 5930,
 }
 
 
