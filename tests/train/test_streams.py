@@ -276,7 +276,6 @@ def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
             r"asks for 'refernce'\. Did you mean 'reference'\? It may ask for batch, ",
         ),
         (no_words, {"needs": ("label",)}, RecipeError, r"stream 'mine' needs \['label'\].*Did you mean 'labels'\?"),
-        (sees, {"each_step": True}, RecipeError, r"'mine' is filled before each step, .*ask for 'batch'"),
         (no_words, {"needs": ("mine",)}, RecipeError, r"stream 'mine' needs stream 'mine'; a stream cannot wait"),
         (no_words, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
         (no_words, {"fills": ("mine", "ref_logprobs")}, RecipeError, r"fills 'ref_logprobs', as something else does"),
@@ -292,9 +291,19 @@ def test_a_stream_that_cannot_work_says_so(
         prepare(recipe).source(1)
 
 
+def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        registry._ENTRIES["stream"], "mine", registry.Entry("stream", "mine", sees, {"each_step": True})
+    )
+    declare_code("test_streams:reads_mine")
+    recipe = make_recipe("sft", objective="test_streams:reads_mine", teacher={"name": "tiny"})
+    with pytest.raises(RecipeError, match=r"'mine' is filled before each step, .*ask for 'batch' instead of 'seen'"):
+        prepare(recipe)
+
+
 @register("objective", level="token", needs=("mine",))
 def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
-    """An objective for the test above, whose stream cannot work."""
+    """An objective for the tests above, whose stream cannot work."""
     raise AssertionError("never called")
 
 
