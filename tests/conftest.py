@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,3 +72,15 @@ def small_tokenizer() -> Any:
 
     texts = ["Eva starts with 19 shells. She finds 12 at the beach.", "Tom has 7 apples and eats 2 of them."] * 20
     return train_tokenizer(iter(texts), 300)
+
+
+@pytest.fixture(autouse=True)
+def consent_kept() -> Iterator[None]:
+    """What one test allows to be imported (``consent``) is not allowed in the next."""
+    from posttrain import consent
+
+    folders, remote_code = dict(consent._FOLDERS), list(consent._REMOTE_CODE)
+    yield
+    consent._FOLDERS.clear()
+    consent._FOLDERS.update(folders)
+    consent._REMOTE_CODE[:] = remote_code

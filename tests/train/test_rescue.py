@@ -12,7 +12,7 @@ import torch
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, verify
-from posttrain.train import loop
+from posttrain.train import held_out, loop
 from posttrain.train.sources.rollouts import RolloutSource
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
@@ -55,9 +55,9 @@ CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
     "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "_draw_groups", 4, False, 3),
     "after the rollouts": ({"kind": "grpo", **KL}, RolloutSource, "_collect", 4, True, 3),
     "inside a rollout batch": ({"kind": "grpo", "train": {"epochs": 2}}, loop, "accumulate", 4, False, 3),
-    "in an evaluation": ({"kind": "sft", "eval": EVALUATION}, loop, "evaluate", 2, False, 2),
-    "in the second evaluation": ({"kind": "sft", "eval": EVALUATION | TWO_TASKS}, loop, "evaluate", 4, False, 2),
-    "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, loop, "evaluate", 3, False, 4),
+    "in an evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 2, False, 2),
+    "in the second evaluation": ({"kind": "sft", "eval": EVALUATION | TWO_TASKS}, held_out, "evaluate", 4, False, 2),
+    "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 3, False, 4),
     "before the checkpoint": ({"kind": "sft", "train": {"save_every": 2}}, loop, "save_checkpoint", 1, False, 2),
 }  # fmt: skip
 
