@@ -79,8 +79,9 @@ def consent_kept() -> Iterator[None]:
     """What one test allows to be imported (``consent``) is not allowed in the next."""
     from posttrain import consent
 
-    folders, remote_code = dict(consent._FOLDERS), list(consent._REMOTE_CODE)
+    folders, imported, remote_code = dict(consent._FOLDERS), set(consent._IMPORTED), list(consent._REMOTE_CODE)
     yield
     consent._FOLDERS.clear()
     consent._FOLDERS.update(folders)
+    consent._IMPORTED.intersection_update(imported)
     consent._REMOTE_CODE[:] = remote_code
