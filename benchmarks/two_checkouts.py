@@ -28,7 +28,11 @@ from safetensors import safe_open
 
 COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 # A name before -> the name after, of metrics, of columns of records and of tensors.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "clip_share": "clip_fraction",
+    "value_clip_share": "value_clip_fraction",
+    "kl_sampler": "mismatch_kl",
+}
 # Options of a command before -> after.
 RENAMED_OPTIONS: dict[str, str] = {}
 REGROUPED: frozenset[str] = frozenset()

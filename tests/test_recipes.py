@@ -262,10 +262,10 @@ def test_every_recipe_trains_two_steps(
 
 def check_first_step(name: str, recipe: Recipe, metrics: dict[str, float]) -> None:
     """What must hold before any weight has moved."""
-    assert abs(metrics["kl_sampler"]) < 1e-8  # the trainer scores what the sampler sampled
+    assert abs(metrics["mismatch_kl"]) < 1e-8  # the trainer scores what the sampler sampled
     assert metrics.get("effective_sample_size", 1.0) == pytest.approx(1.0, abs=1e-6)
     assert metrics.get("ratio", 1.0) == pytest.approx(1.0, abs=1e-4)
-    assert metrics.get("clip_share", 0.0) == 0.0
+    assert metrics.get("clip_fraction", 0.0) == 0.0
     assert metrics.get("accepted_groups", 1.0) == 1.0
     assert metrics.get("kl_in_reward", 0.0) == pytest.approx(0.0, abs=1e-4)
     if name in LOSS_AT_THE_REFERENCE:

@@ -1,3 +1,3 @@
 """posttrain: the laboratory for language-model post-training."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -61,13 +61,13 @@ def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
     assert got == pytest.approx(loss, abs=1e-12)
     assert slope == pytest.approx(gradient, abs=1e-12)
     assert metrics["value_loss"][0, 1].item() == pytest.approx(loss, abs=1e-12)
-    assert metrics["value_clip_share"][0, 1].item() == clipped
+    assert metrics["value_clip_fraction"][0, 1].item() == clipped
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
     assert only_value(5.0, 1.0, 2.0, value_clip=None)[:2] == pytest.approx((4.5, 3.0))
     assert only_value(5.0, 1.0, 2.0, value_clip=100.0)[:2] == pytest.approx((4.5, 3.0))
-    assert only_value(1.5, 1.0, 2.0, value_clip=None)[2]["value_clip_share"][0, 1].item() == 0.0
+    assert only_value(1.5, 1.0, 2.0, value_clip=None)[2]["value_clip_fraction"][0, 1].item() == 0.0
 
 
 def test_the_policy_part_is_the_clipped_surrogate():
@@ -104,7 +104,7 @@ def test_against_a_plain_python_reference():
         assert loss.values[0, t + 1].item() == pytest.approx(
             surrogate + 0.7 * 0.5 * max(plain, clipped), rel=1e-12, abs=1e-12
         )
-    assert loss.metrics["value_clip_share"][0, 1:].tolist() == shares
+    assert loss.metrics["value_clip_fraction"][0, 1:].tolist() == shares
     assert 0 < sum(shares) < 40
 
 
@@ -132,8 +132,8 @@ def test_metrics_give_the_explained_variance():
 def test_metrics_have_the_shape_of_the_values_and_no_gradient():
     outputs, batch = make([-1.0], [-1.1], [0.5], [0.3], [0.2], [1.0])
     loss = ppo(outputs, batch)
-    names = {"value_loss", "value_clip_share", "value_error", "value_error_squared", "returns", "returns_squared"}
-    assert names | {"ratio", "clip_share"} == set(loss.metrics)
+    names = {"value_loss", "value_clip_fraction", "value_error", "value_error_squared", "returns", "returns_squared"}
+    assert names | {"ratio", "clip_fraction"} == set(loss.metrics)
     for metric in loss.metrics.values():
         assert metric.shape == loss.values.shape
         assert not metric.requires_grad

@@ -36,22 +36,22 @@ def random_case(seed: int, rows: int = 5, width: int = 8):
     return rewards, mask, values, final_values
 
 
-def reference(rewards, mask, values, final_values, discount, trace):
+def reference(rewards, mask, values, final_values, gamma, gae_lambda):
     """Per row, over the list of trained positions: the sum of discounted TD errors, no recursion."""
     advantages = torch.zeros_like(rewards)
     for b in range(len(rewards)):
         places = [t for t in range(rewards.shape[1]) if mask[b, t]]
         states = [values[b, t].item() for t in places] + [final_values[b].item()]
-        errors = [rewards[b, t].item() + discount * states[i + 1] - states[i] for i, t in enumerate(places)]
+        errors = [rewards[b, t].item() + gamma * states[i + 1] - states[i] for i, t in enumerate(places)]
         for i, t in enumerate(places):
-            advantages[b, t] = sum((discount * trace) ** (j - i) * errors[j] for j in range(i, len(places)))
+            advantages[b, t] = sum((gamma * gae_lambda) ** (j - i) * errors[j] for j in range(i, len(places)))
     return advantages
 
 
 def test_gae_by_hand():
     """Rewards 0, 0, 1; values 0.5, 0.4, 0.8; γ = 0.9, λ = 0.5. δ = −0.14, 0.32, 0.2."""
     advantages, returns = gae(
-        row([0, 0, 1]), MASK3, row([0.5, 0.4, 0.8]), torch.zeros(1, dtype=F64), discount=0.9, trace=0.5, whiten=False
+        row([0, 0, 1]), MASK3, row([0.5, 0.4, 0.8]), torch.zeros(1, dtype=F64), gamma=0.9, gae_lambda=0.5, whiten=False
     )
     third = 1 - 0.8
     second = (0.9 * 0.8 - 0.4) + 0.45 * third
@@ -63,27 +63,27 @@ def test_gae_by_hand():
 
 def test_return_to_go_by_hand():
     advantages, returns = return_to_go(
-        row([-0.1, -0.2, 1.0]), MASK3, row([9, 9, 9]), torch.tensor([9.0], dtype=F64), discount=0.5, whiten=False
+        row([-0.1, -0.2, 1.0]), MASK3, row([9, 9, 9]), torch.tensor([9.0], dtype=F64), gamma=0.5, whiten=False
     )
     assert returns[0].tolist() == pytest.approx([0.0, -0.1 + 0.5 * (-0.2 + 0.5), 0.3, 1.0], abs=1e-15)
     assert torch.equal(advantages, returns)
 
 
-@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (0.0, 1.0)])
-def test_gae_against_an_independent_reference(discount: float, trace: float):
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (0.0, 1.0)])
+def test_gae_against_an_independent_reference(gamma: float, gae_lambda: float):
     for seed in range(4):
         case = random_case(seed)
-        advantages, returns = gae(*case, discount=discount, trace=trace, whiten=False, bootstrap=True)
-        expected = reference(*case, discount, trace)
-        ended = gae(*case, discount=discount, trace=trace, whiten=False)[0]
-        assert torch.allclose(ended, reference(*case[:3], torch.zeros_like(case[3]), discount, trace), atol=1e-12)
+        advantages, returns = gae(*case, gamma=gamma, gae_lambda=gae_lambda, whiten=False, bootstrap=True)
+        expected = reference(*case, gamma, gae_lambda)
+        ended = gae(*case, gamma=gamma, gae_lambda=gae_lambda, whiten=False)[0]
+        assert torch.allclose(ended, reference(*case[:3], torch.zeros_like(case[3]), gamma, gae_lambda), atol=1e-12)
         assert torch.allclose(advantages, expected, atol=1e-12)
         assert torch.allclose(returns, torch.where(case[1], expected + case[2], torch.zeros_like(expected)), atol=1e-12)
 
 
 def test_gae_of_one_is_return_minus_value():
     rewards, mask, values, final_values = random_case(1)
-    advantages, returns = gae(rewards, mask, values, torch.zeros_like(final_values), trace=1.0, whiten=False)
+    advantages, returns = gae(rewards, mask, values, torch.zeros_like(final_values), gae_lambda=1.0, whiten=False)
     to_go, _ = return_to_go(rewards, mask, values, final_values, whiten=False)
     assert torch.allclose(returns, to_go, atol=1e-12)
     assert torch.allclose(advantages, torch.where(mask, to_go - values, torch.zeros_like(values)), atol=1e-12)
@@ -91,32 +91,32 @@ def test_gae_of_one_is_return_minus_value():
 
 def test_gae_of_zero_is_the_td_error():
     final = torch.tensor([5.0], dtype=F64)
-    advantages, _ = gae(row([1, 2, 3]), MASK3, row([4, 6, 9]), final, trace=0.0, whiten=False, bootstrap=True)
+    advantages, _ = gae(row([1, 2, 3]), MASK3, row([4, 6, 9]), final, gae_lambda=0.0, whiten=False, bootstrap=True)
     assert advantages[0].tolist() == [0.0, 1 + 6 - 4, 2 + 9 - 6, 3 + 5 - 9]
 
 
 def test_without_values_the_advantage_is_the_return():
     rewards, mask, values, _ = random_case(2)
     nothing = torch.zeros_like(values)
-    advantages, returns = gae(rewards, mask, nothing, nothing[:, 0], trace=1.0, whiten=False)
+    advantages, returns = gae(rewards, mask, nothing, nothing[:, 0], gae_lambda=1.0, whiten=False)
     assert torch.equal(advantages, returns)
     assert torch.allclose(advantages, return_to_go(rewards, mask, values, nothing[:, 0], whiten=False)[0], atol=1e-12)
 
 
-@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
-def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(discount: float, trace: float):
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
+def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(gamma: float, gae_lambda: float):
     rewards, mask, values, _ = random_case(3)
     ended = torch.zeros(len(rewards), dtype=F64)
     cut = ended.clone()
     cut[2] = 0.6
-    options = {"discount": discount, "trace": trace, "whiten": False}
+    options = {"gamma": gamma, "gae_lambda": gae_lambda, "whiten": False}
     a, _ = gae(rewards, mask, values, ended, **options, bootstrap=True)
     b, _ = gae(rewards, mask, values, cut, **options, bootstrap=True)
     assert torch.equal(gae(rewards, mask, values, cut, **options)[0], a)  # not asked for: a cut is an end
     places = [t for t in range(rewards.shape[1]) if mask[2, t]]
     for i, t in enumerate(places):
         steps = len(places) - 1 - i
-        share = discount * (discount * trace) ** steps
+        share = gamma * (gamma * gae_lambda) ** steps
         assert (b - a)[2, t].item() == pytest.approx(0.6 * share, abs=1e-12)
     others = [0, 1, 3, 4]
     assert torch.equal(a[others], b[others])
@@ -124,14 +124,14 @@ def test_cut_off_and_ended_differ_by_the_share_of_the_final_value(discount: floa
 
 def test_what_is_not_trained_takes_no_step():
     """A row with a hole equals the row without it."""
-    dense = gae(row([0.1, 0.2, 1]), MASK3, row([0.5, 0.4, 0.8]), torch.tensor([0.3], dtype=F64), discount=0.9)
+    dense = gae(row([0.1, 0.2, 1]), MASK3, row([0.5, 0.4, 0.8]), torch.tensor([0.3], dtype=F64), gamma=0.9)
     mask = torch.tensor([[False, True, False, True, False, True, False]])
     holes = gae(
         torch.tensor([[0, 0.1, 0, 0.2, 0, 1, 0]], dtype=F64),
         mask,
         torch.tensor([[7, 0.5, math.nan, 0.4, 7, 0.8, 7]], dtype=F64),
         torch.tensor([0.3], dtype=F64),
-        discount=0.9,
+        gamma=0.9,
     )
     for compact, spread in zip(dense, holes, strict=True):
         assert torch.allclose(compact[MASK3], spread[mask], atol=1e-14)
@@ -184,7 +184,7 @@ def test_inputs_are_left_alone():
 def test_ppo_with_lambda_one_and_no_values_is_reinforce_with_the_return():
     rewards, mask, values, _ = random_case(7)
     nothing = torch.zeros_like(values)
-    advantages, returns = gae(rewards, mask, nothing, nothing[:, 0], trace=1.0, whiten=False)
+    advantages, returns = gae(rewards, mask, nothing, nothing[:, 0], gae_lambda=1.0, whiten=False)
     old = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=F64) - 2
     zeros = torch.zeros(5, dtype=torch.long)
     gradients = []

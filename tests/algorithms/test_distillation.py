@@ -191,11 +191,11 @@ def test_on_policy_distillation_by_hand():
     assert loss.metrics["kl_teacher"][0, 1].item() == pytest.approx(math.log(4), abs=1e-12)
     clipped = on_policy_distillation(Outputs(student), batch, clip=0.2)
     assert torch.allclose(clipped.values[batch.mask], loss.values[batch.mask])  # A < 0 is not clipped above
-    assert clipped.metrics["clip_share"][0, 1].item() == 0.0
+    assert clipped.metrics["clip_fraction"][0, 1].item() == 0.0
     batch.streams["teacher_logprobs"] = torch.full((2, 4), math.log(0.8), dtype=F64)
     clipped = on_policy_distillation(Outputs(student), batch, clip=0.2)
     assert clipped.values[0, 1].item() == pytest.approx(-1.2 * math.log(2), abs=1e-12)
-    assert clipped.metrics["clip_share"][0, 1].item() == 1.0
+    assert clipped.metrics["clip_fraction"][0, 1].item() == 1.0
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

@@ -61,7 +61,7 @@ def test_grpo_clip_by_hand(ratio: float, advantage: float, value: float, gradien
     outputs, batch = one_token(math.log(ratio), 0.0, advantage)
     loss = grpo(outputs, batch, clip_low=0.2, clip_high=0.28)
     assert loss.values[0, 1].item() == pytest.approx(value, abs=1e-12)
-    assert loss.metrics["clip_share"][0, 1].item() == clipped
+    assert loss.metrics["clip_fraction"][0, 1].item() == clipped
     loss.values.sum().backward()
     assert outputs.logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-12)
 

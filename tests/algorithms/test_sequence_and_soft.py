@@ -70,7 +70,7 @@ def test_gspo_by_hand():
     assert gspo(outputs, batch, clip_high=0.5).values[0, 1].item() == pytest.approx(-2 * ratio, abs=1e-12)
     loss = gspo(outputs, batch)  # the published range clips it
     assert loss.values[0, 1].item() == pytest.approx(-2 * 1.0004, abs=1e-12)
-    assert loss.metrics["clip_share"][0, 1:].tolist() == [1.0, 1.0]
+    assert loss.metrics["clip_fraction"][0, 1:].tolist() == [1.0, 1.0]
     assert sequence_mean_gradient(outputs, batch, loss).abs().max() == 0.0
     gradient = sequence_mean_gradient(outputs, batch, gspo(outputs, batch, clip_high=0.5))
     assert gradient[0, 1:].tolist() == pytest.approx([-ratio, -ratio], abs=1e-12)  # −A · s / |y| with A = 2
@@ -93,7 +93,7 @@ def test_cispo_by_hand():
     loss = cispo(outputs, batch, clip_high=2.0)
     expected = [-3.0 * 1.5 * math.log(0.9), -1.125 * 1.5 * math.log(0.9)]  # ρ = 9 is capped at 3; 1.125 is not
     assert loss.values[0, 1:].tolist() == pytest.approx(expected, abs=1e-12)
-    assert loss.metrics["clip_share"][0, 1:].tolist() == [1.0, 0.0]
+    assert loss.metrics["clip_fraction"][0, 1:].tolist() == [1.0, 0.0]
     gradient = torch.autograd.grad(loss.values[0, 1:].sum(), outputs.logprobs)[0]
     assert gradient[0, 1:].tolist() == pytest.approx([-4.5, -1.6875], abs=1e-12)  # clipped tokens keep their gradient
 

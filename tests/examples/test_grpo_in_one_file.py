@@ -81,7 +81,7 @@ def test_loss_and_gradient_agree_on_the_same_batch(example: ModuleType):
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert ours == pytest.approx(float(loss.detach()), abs=1e-6)
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
-    assert 0.0 < metrics["clip_share"] < 1.0, "the batch must exercise the clip"
+    assert 0.0 < metrics["clip_fraction"] < 1.0, "the batch must exercise the clip"
 
 
 def test_rewards_and_problems(example: ModuleType):

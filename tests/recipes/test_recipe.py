@@ -337,7 +337,7 @@ def test_what_a_recipe_says_goes_before_what_follows() -> None:
         "sequence_mean",
         "shared",
     )
-    assert recipe.advantage.options == {"discount": 1.0, "whiten": True}  # defaults filled in
+    assert recipe.advantage.options == {"gamma": 1.0, "whiten": True}  # defaults filled in
     pairs = resolved("dpo", rollout={"prompts": 4, "group": 4, "select": "right_and_wrong"})
     assert pairs.rollout.select.options == {"threshold": 0.5, "num_pairs": 1}
 

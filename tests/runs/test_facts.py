@@ -10,7 +10,7 @@ from fake_runs import make_run
 from posttrain.cli import main
 from posttrain.runs import facts
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.family import find_links, find_links_around
+from posttrain.runs.lineage import find_links, find_links_around
 from posttrain.runs.listing import list_runs
 from posttrain.store import remembered
 

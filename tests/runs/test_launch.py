@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from posttrain import __version__
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
@@ -150,6 +151,20 @@ def test_resume_continues_and_says_how(tmp_path: Path, make_recipe: MakeRecipe) 
     assert loop.calls == [(True, 10)]
     assert (result.step, status_of(result.folder).state) == (10, "finished")
     assert len(RunDirectory(result.folder).read_environment()["starts"]) == 2
+
+
+def test_a_run_of_a_version_with_other_keys_says_which_and_what_can_be_done(
+    tmp_path: Path, make_recipe: MakeRecipe
+) -> None:
+    made = RunDirectory(launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder)
+    assert made.made_by() == __version__
+    content = made.environment_path.read_text()
+    made.environment_path.write_text(content.replace(f'"posttrain": "{__version__}"', '"posttrain": "0.1.7"'))
+    with pytest.raises(RunConflict, match=r"made by posttrain 0\.1\.7.*--model\.name .*checkpoints"):
+        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop())
+    loop = FakeLoop()
+    launch(make_recipe(), root=tmp_path, name="a", resume=True, accept_changes=True, train=loop)
+    assert loop.calls == [(True, 10)]
 
 
 def test_resume_without_a_name_takes_the_newest_run_of_the_same_recipe(tmp_path: Path, make_recipe: MakeRecipe) -> None:

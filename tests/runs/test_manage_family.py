@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_runs import make_comparison, make_run
 
-from posttrain.runs.family import Link, families, find_links, steps_in_use
+from posttrain.runs.lineage import Link, families, find_links, steps_in_use
 
 
 @pytest.fixture

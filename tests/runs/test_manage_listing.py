@@ -11,8 +11,8 @@ import yaml
 from fake_runs import make_comparison, make_run
 
 from posttrain.errors import UsageError
-from posttrain.runs.choosing import Filter, check_states, sort_runs
 from posttrain.runs.directory import RunDirectory, lock_run
+from posttrain.runs.filtering import Filter, check_states, sort_runs
 from posttrain.runs.listing import (
     disk_bytes,
     disk_use,

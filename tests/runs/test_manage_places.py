@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.runs.places import (
+from posttrain.runs.paths import (
     Place,
     cell_names,
     comparison_names,

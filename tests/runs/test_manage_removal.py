@@ -16,9 +16,9 @@ from fake_runs import OPTIMIZER, WEIGHTS, add_checkpoint, make_comparison, make_
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs import removal
 from posttrain.runs.directory import lock_run, run_names
-from posttrain.runs.family import find_links
+from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes
-from posttrain.runs.places import locate
+from posttrain.runs.paths import locate
 from posttrain.runs.removal import (
     check_unused,
     delete,
@@ -146,7 +146,7 @@ KILLED = """\
 import os, sys
 from pathlib import Path
 from posttrain.runs import removal
-from posttrain.runs.places import locate
+from posttrain.runs.paths import locate
 root, owner, name, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 module = {"os": os, "removal": removal, "shutil": __import__("shutil")}[owner]
 original = getattr(module, name)

@@ -127,7 +127,7 @@ def test_return_to_go_pays_the_penalty_where_it_arises() -> None:
 
 
 VALUES, FINAL = [[2.0, 1.0], [0.5]], [4.0, 4.0]
-GAE = {"discount": 0.5, "trace": 0.5, "whiten": False}
+GAE = {"gamma": 0.5, "gae_lambda": 0.5, "whiten": False}
 CRITIC = {"advantages", "returns", "old_values"}
 
 
@@ -173,7 +173,7 @@ def test_gae_with_the_penalty() -> None:
 
 def test_whitening_is_over_all_tokens_of_the_batch() -> None:
     batch = two_answers(VALUES, FINAL)
-    credit("gae", discount=0.5, trace=0.5).from_batch(batch, REWARDS, ENDED, CRITIC)
+    credit("gae", gamma=0.5, gae_lambda=0.5).from_batch(batch, REWARDS, ENDED, CRITIC)
     mean, std = -2.0 / 3.0, math.sqrt((1.5**2 + 0.5**2) / 3 - 4 / 9)  # of −1.5, 0, −0.5
     expected = [[(-1.5 - mean) / std, -mean / std], [(-0.5 - mean) / std]]
     assert trained(batch) == [pytest.approx(row, rel=1e-6) for row in expected]

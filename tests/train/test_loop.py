@@ -148,9 +148,9 @@ def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
         assert "reward" in fresh
         assert "reward" not in stale
-        assert abs(fresh["kl_sampler"]) < 1e-8
+        assert abs(fresh["mismatch_kl"]) < 1e-8
         assert fresh["ratio"] == pytest.approx(1.0, abs=1e-5)
-        assert stale["kl_sampler"] > 1e-4
+        assert stale["mismatch_kl"] > 1e-4
     steps = [row.step for row in recorded(tmp_path)[0]]
     assert sorted(set(steps)) == [1, 3, 5]
 
@@ -164,10 +164,10 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
         rows[dropout] = steps_of(folder)
     # B = 0 at first: the dropout shows in the gradient of B, not in the log-probabilities
     assert rows[0.0][0]["reward"] == rows[0.5][0]["reward"]
-    assert abs(rows[0.5][0]["kl_sampler"]) < 1e-8
+    assert abs(rows[0.5][0]["mismatch_kl"]) < 1e-8
     assert abs(rows[0.5][0]["grad_norm"] / rows[0.0][0]["grad_norm"] - 1) > 0.02
-    assert abs(rows[0.0][1]["kl_sampler"]) < 1e-8
-    assert rows[0.5][1]["kl_sampler"] > 1e-6
+    assert abs(rows[0.0][1]["mismatch_kl"]) < 1e-8
+    assert rows[0.5][1]["mismatch_kl"] > 1e-6
 
 
 def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path) -> None:

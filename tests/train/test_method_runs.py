@@ -21,14 +21,14 @@ SHORT = {"max_tokens": 8}
 TEACHER = {"top_k": 5}
 LORA = {"adapter": {"rank": 2, "dropout": 0.2}}
 DESCRIBED = {"advantage_mean", "advantage_std", "advantage_min", "advantage_max"}
-SAMPLED = {"kl_sampler", "effective_sample_size", "entropy"}
+SAMPLED = {"mismatch_kl", "effective_sample_size", "entropy"}
 
 # name: (recipe, updates after which it is stopped, metrics that every step with a batch has)
 RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "ppo": (
         {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "train": SHARED_BATCH},
         3,
-        SAMPLED | {"value_explained_variance", "value_loss", "value_clip_share", "ratio", "clip_share"},
+        SAMPLED | {"value_explained_variance", "value_loss", "value_clip_fraction", "ratio", "clip_fraction"},
     ),
     "ppo, shared trunk, KL in the reward": (
         {
@@ -69,7 +69,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
             "train": {"steps": 6, "epochs": 2},
         },
         3,
-        SAMPLED | {"ratio", "clip_share"},
+        SAMPLED | {"ratio", "clip_fraction"},
     ),
     "return to go": (
         {"kind": "grpo", "advantage": "return_to_go", "kl_in_reward": {"weight": 0.1}, "rollout": SHORT},
@@ -224,7 +224,7 @@ def test_nothing_is_explained_where_all_returns_are_equal(tmp_path: Path) -> Non
         "grpo",
         objective="ppo",
         rewards=["small_sources:always_the_same"],
-        advantage={"name": "gae", "trace": 1.0},
+        advantage={"name": "gae", "gae_lambda": 1.0},
         rollout={"max_tokens": 400, "engine": {"name": "scripted", "texts": ["7", "8 apples"]}},
         train={"steps": 2},
     )

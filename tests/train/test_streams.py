@@ -445,7 +445,7 @@ def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[st
         "grpo",
         model=adapter,
         objective={"name": "ppo"},
-        advantage={"name": "gae", "discount": 0.9, "trace": 0.8, "whiten": False, "bootstrap": bootstrap},
+        advantage={"name": "gae", "gamma": 0.9, "gae_lambda": 0.8, "whiten": False, "bootstrap": bootstrap},
         kl_in_reward={"weight": 0.2},
         head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
         rollout={"old_logprobs": "trainer"},

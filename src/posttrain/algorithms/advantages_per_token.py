@@ -35,8 +35,8 @@ def gae(
     values: Tokens,
     final_values: Rows,
     *,
-    discount: Share = 1.0,
-    trace: Share = 0.95,
+    gamma: Share = 1.0,
+    gae_lambda: Share = 0.95,
     whiten: bool = True,
     bootstrap: bool = False,
 ) -> tuple[Tokens, Tokens]:
@@ -50,8 +50,8 @@ def gae(
     the TD error.
 
     Args:
-        discount: γ, per trained token.
-        trace: λ.
+        gamma: γ, per trained token.
+        gae_lambda: λ.
         whiten: advantages with mean 0 and standard deviation 1 over all trained tokens of the batch.
         bootstrap: an answer that was cut off is not paid its score (its KL penalty it still pays): the value of the
             state behind it stands for that. For rewards that mean nothing at a cut; with every answer cut off nothing
@@ -66,8 +66,8 @@ def gae(
     next_values = final_values if bootstrap else following
     for t in range(rewards.shape[1] - 1, -1, -1):
         trained = mask[:, t]
-        error = rewards[:, t] + discount * next_values - values[:, t]
-        current = error + discount * trace * following
+        error = rewards[:, t] + gamma * next_values - values[:, t]
+        current = error + gamma * gae_lambda * following
         advantages[:, t] = torch.where(trained, current, advantages[:, t])
         following = torch.where(trained, current, following)
         next_values = torch.where(trained, values[:, t], next_values)
@@ -82,7 +82,7 @@ def return_to_go(
     values: Tokens,
     final_values: Rows,
     *,
-    discount: Share = 1.0,
+    gamma: Share = 1.0,
     whiten: bool = True,
 ) -> tuple[Tokens, Tokens]:
     """What is paid from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``; no value function.
@@ -92,7 +92,7 @@ def return_to_go(
     not bootstrapped: there is no value to do it with.
 
     Args:
-        discount: γ, per trained token.
+        gamma: γ, per trained token.
         whiten: advantages with mean 0 and standard deviation 1 over all trained tokens of the batch.
 
     Raises:
@@ -102,7 +102,7 @@ def return_to_go(
     returns = torch.zeros_like(rewards)
     following = torch.zeros_like(final_values)
     for t in range(rewards.shape[1] - 1, -1, -1):
-        current = rewards[:, t] + discount * following
+        current = rewards[:, t] + gamma * following
         returns[:, t] = torch.where(mask[:, t], current, returns[:, t])
         following = torch.where(mask[:, t], current, following)
     return (whitened(returns, mask) if whiten else returns.clone()), returns

@@ -44,15 +44,15 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("value_explained_variance", "critic explains", ".1%"),
     ("entropy", "entropy", ".3f"),
     ("kl_ref", "KL to reference", ".4f"),
-    ("kl_sampler", "KL to sampler", ".1e"),
+    ("mismatch_kl", "KL to sampler", ".1e"),
     ("effective_sample_size", "effective samples", ".1%"),
-    ("clip_share", "clipped", ".2%"),
+    ("clip_fraction", "clipped", ".2%"),
     ("uniform_groups", "uniform groups", ".1%"),
     ("grad_norm", "gradient norm", ".3f"),
 )
 PLAIN = (
     "reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "row_accuracy", "final_accuracy",
-    "step_accuracy", "entropy", "kl_ref", "clip_share",
+    "step_accuracy", "entropy", "kl_ref", "clip_fraction",
 )  # fmt: skip
 PHASES = (
     ("generate_seconds", "generate"),

@@ -283,6 +283,16 @@ class RunDirectory:
             raise DataError(self.environment_path, f"damaged: {problem}; delete it")
         return dict(data)
 
+    def made_by(self) -> str | None:
+        """The version of posttrain that last worked in it; None where that was not recorded.
+
+        Raises:
+            DataError: the record is damaged.
+        """
+        starts = self.read_environment().get("starts") or [{}]
+        version = (starts[-1].get("versions") or {}).get("posttrain")
+        return None if version is None else str(version)
+
     def log(self, text: str) -> None:
         """Add a line with the time to ``log.txt``.
 

@@ -23,7 +23,7 @@ from posttrain.runs.facts import (
     save_facts,
 )
 from posttrain.runs.notes import Notes, read_notes
-from posttrain.runs.places import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
+from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.store.reading import read_record, read_yaml

@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, is_live, lock_run
-from posttrain.runs.family import Link, find_links, steps_in_use
+from posttrain.runs.lineage import Link, find_links, steps_in_use
 from posttrain.runs.listing import disk_bytes
-from posttrain.runs.places import Place, comparison_of, runs_of
+from posttrain.runs.paths import Place, comparison_of, runs_of
 from posttrain.store.checkpoint_files import ASIDE, BEST, best_step, checkpoint_steps, remove_tree, step_folder
 from posttrain.store.durable import find_leftovers, remove_leftovers, sync_folder
 

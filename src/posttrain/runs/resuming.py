@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain import __version__
 from posttrain.errors import RunConflict
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
+from posttrain.store.checkpoint_files import checkpoint_steps, newest_state, step_folder
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
@@ -33,6 +34,8 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     Raises:
         RunConflict: they are, and it is not accepted; nothing was changed.
     """
+    if not accept_changes:
+        refuse_other_version(directory)
     step, state = newest_state(directory.folder / "checkpoints") or (0, {})
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
@@ -58,6 +61,25 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     if changed or differing or elsewhere or edited:
         directory.write_recipe(recipe)
     return notices
+
+
+def refuse_other_version(directory: RunDirectory) -> None:
+    """Refuse a run of a version whose recipes name their keys otherwise (another number before the second point).
+
+    Raises:
+        RunConflict: it says which version made the run, and what can be done with it here.
+    """
+    made_by = directory.made_by()
+    if made_by is None or made_by.split(".")[:2] == __version__.split(".")[:2]:
+        return
+    checkpoints = directory.folder / "checkpoints"
+    steps = checkpoint_steps(checkpoints)
+    newest = step_folder(checkpoints, steps[-1]) if steps else checkpoints / "step-..."
+    raise RunConflict(
+        f"{directory.folder}: made by posttrain {made_by}, and this is {__version__}, whose recipes name some keys "
+        f"otherwise. Resume it with posttrain {made_by}; its checkpoints load here by path, so that another run can go "
+        f"on from its weights: --model.name {newest}"
+    )
 
 
 def hard_changes(changed: Changes) -> str:

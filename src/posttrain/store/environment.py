@@ -11,9 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from posttrain import __version__
 from posttrain.errors import hide_secrets
 
-_PACKAGES = ("posttrain", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 _GIT_TIMEOUT_SECONDS = 5.0
 
 
@@ -23,7 +24,8 @@ def describe_environment() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"posttrain": __version__, "python": platform.python_version()}
+        | {name: _version(name) for name in _PACKAGES},
         "hardware": _hardware(),
     }
 

@@ -33,7 +33,7 @@ from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.files import Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
-from posttrain.train.sources import Draw
+from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, apply_update, learning_rate
 from posttrain.types import Batch
 
@@ -154,7 +154,7 @@ class Loop:
         self.settled = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
-    def _descend(self, draw: Draw, step: int) -> tuple[float, dict[str, float]]:
+    def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""
         options, batch = self.recipe.train, draw.batch
         lr = learning_rate(options, step)
@@ -288,7 +288,7 @@ def train(
             raise
 
 
-def _timing(draw: Draw, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
+def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
     timing: dict[str, Any] = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
     timing["update_seconds"] = finished - updating
     timing["step_seconds"] = finished - started

@@ -169,7 +169,7 @@ def _measure(
     if "sampler_logprobs" in part.streams and outputs.entropy is not None:
         # samples are from the sampler μ: this estimates KL(μ‖π)
         log_weight = log_ratio(outputs.logprobs.detach(), part.streams["sampler_logprobs"], part.mask)
-        means.add("kl_sampler", kl_k3(-log_weight), *over_tokens)
+        means.add("mismatch_kl", kl_k3(-log_weight), *over_tokens)
         means.add("weight", log_weight.exp(), *over_tokens)
         means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
     if "correction" in part.streams:

@@ -56,7 +56,7 @@ def ppo(
     error = returns - outputs.scores.detach()
     metrics = loss.metrics | {
         "value_loss": value_loss.detach(),
-        "value_clip_share": is_clipped.to(value_loss.dtype),
+        "value_clip_fraction": is_clipped.to(value_loss.dtype),
         "value_error": error,
         "value_error_squared": error.square(),
         "returns": returns,

@@ -135,7 +135,7 @@ def cispo(
     ratio = log_rho.exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     values = -weight * batch.stream("advantages") * outputs.logprobs
-    return Loss(values, {"ratio": ratio, "clip_share": (weight != ratio).to(ratio.dtype)})
+    return Loss(values, {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)})
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), policy_term=True)
@@ -189,5 +189,5 @@ def gmpo(
     clipped = torch.where(advantages > 0, log_rho.clamp(max=clip), log_rho.clamp(min=-clip))
     ratio = row_mean(clipped, batch.mask).exp()[:, None].expand_as(log_rho)
     is_clipped = (clipped != log_rho) & (advantages != 0)
-    metrics = {"ratio": log_rho.detach().exp(), "clip_share": is_clipped.to(ratio.dtype)}
+    metrics = {"ratio": log_rho.detach().exp(), "clip_fraction": is_clipped.to(ratio.dtype)}
     return Loss(-advantages * ratio, metrics)

@@ -21,10 +21,10 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Loss:
-    """``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` with the metrics ``ratio`` and ``clip_share``."""
+    """``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` with the metrics ``ratio`` and ``clip_fraction``."""
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     is_clipped = ((ratio < 1.0 - clip_low) & (advantages < 0)) | ((ratio > 1.0 + clip_high) & (advantages > 0))
-    metrics = {"ratio": ratio.detach(), "clip_share": is_clipped.to(ratio.dtype)}
+    metrics = {"ratio": ratio.detach(), "clip_fraction": is_clipped.to(ratio.dtype)}
     return Loss(-torch.minimum(ratio * advantages, clipped * advantages), metrics)
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.runs.show import describe_link, show_bytes
 from posttrain.errors import DataError, RunConflict, UsageError
-from posttrain.runs.choosing import Filter, check_states
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import Weights, export_run
-from posttrain.runs.family import find_links
+from posttrain.runs.filtering import Filter, check_states
+from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes, summarize_run
 from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
-from posttrain.runs.places import Place, every_run_name, locate, locate_all, runs_of
+from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
 from posttrain.runs.removal import (
     Prune,
     check_unused,
@@ -30,6 +30,7 @@ from posttrain.runs.removal import (
     refuse_live,
     unfinished_deletions,
 )
+from posttrain.runs.resuming import refuse_other_version
 from posttrain.untrusted import harmless
 
 # Asks a question that yes or no answers.
@@ -283,7 +284,10 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
     from posttrain.commands.train import TrainRequest, run_train
 
     refuse_live(root, place)
-    run = run_sae_train if "dictionary" in RunDirectory(place.path).read_recipe() else run_train
+    is_dictionary = "dictionary" in RunDirectory(place.path).read_recipe()
+    if not is_dictionary:  # whose recipes are what they were
+        refuse_other_version(RunDirectory(place.path))
+    run = run_sae_train if is_dictionary else run_train
     recipe, folder = RunDirectory(place.path).recipe_path, place.path
     overrides = [] if steps is None else [("train.steps", str(steps))]
     return run(

@@ -16,7 +16,7 @@ from posttrain.commands.progress import SHOWN, show_duration
 from posttrain.commands.runs.show import print_json, show_bytes
 from posttrain.errors import UsageError
 from posttrain.runs.directory import find_run
-from posttrain.runs.places import comparison_names, every_run_name, fits
+from posttrain.runs.paths import comparison_names, every_run_name, fits
 from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
 from posttrain.untrusted import harmless
 

@@ -17,9 +17,9 @@ from rich.tree import Tree
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.progress import BARS, show_evaluation, sparkline
 from posttrain.errors import UsageError
-from posttrain.runs.choosing import Filter, check_states, sort_runs
 from posttrain.runs.directory import find_run, list_names, run_names
-from posttrain.runs.family import Link, families, find_links, find_links_around
+from posttrain.runs.filtering import Filter, check_states, sort_runs
+from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
     ComparisonSummary,
     RunSummary,
@@ -29,7 +29,7 @@ from posttrain.runs.listing import (
     summarize_comparison,
     summarize_run,
 )
-from posttrain.runs.places import comparison_names, every_run_name
+from posttrain.runs.paths import comparison_names, every_run_name
 from posttrain.runs.removal import unfinished_deletions
 from posttrain.store.metrics import MetricsLog
 from posttrain.untrusted import harmless_json

@@ -12,7 +12,7 @@ from posttrain.types import Batch, Rollout
 
 
 @dataclass(slots=True)
-class Draw:
+class TrainBatch:
     """What a source gives for one step.
 
     ``batch`` is None where nothing is to be trained on. ``fresh``: the batch was made for this step

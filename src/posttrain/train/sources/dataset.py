@@ -20,7 +20,7 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import Draw
+from posttrain.train.sources import TrainBatch
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Sample, collate
 
@@ -74,9 +74,9 @@ class SupervisedSource:
         names = [] if streams is None else streams.fixed
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
-    def __call__(self, step: int) -> Draw:
+    def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based)."""
-        return Draw(
+        return TrainBatch(
             self.batch_of(draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.units)))
         )
 

@@ -26,7 +26,7 @@ from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit
-from posttrain.train.sources import Draw
+from posttrain.train.sources import TrainBatch
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -88,7 +88,7 @@ class RolloutSource:
             )
         self._batch: Batch | None = None
 
-    def __call__(self, step: int) -> Draw:
+    def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based); samples when a new rollout batch is due.
 
         A draw without a batch means that nothing was selected for this step: it updates nothing.
@@ -98,7 +98,7 @@ class RolloutSource:
             draw = self._collect(step, cycle)
             self._batch = draw.batch
         else:
-            draw = Draw(self._batch, fresh=False)
+            draw = TrainBatch(self._batch, fresh=False)
         if self.minibatches > 1 and draw.batch is not None:
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
@@ -145,7 +145,7 @@ class RolloutSource:
         rows = [b for b, group in enumerate(batch.group.tolist()) if group in chosen]
         return batch.select(rows) if rows else None
 
-    def _collect(self, step: int, cycle: int) -> Draw:
+    def _collect(self, step: int, cycle: int) -> TrainBatch:
         started = time.perf_counter()
         sampled, chosen, accepted, grading = self._draw_groups(step, cycle)
         generating = time.perf_counter() - started - grading
@@ -167,7 +167,7 @@ class RolloutSource:
             "fill_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
         }
-        return Draw(batch, True, [r for g in sampled for r in g], metrics, timing)
+        return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
     def _draw_groups(self, step: int, cycle: int) -> tuple[list[list[Rollout]], list[list[Rollout]], float, float]:
         """(all sampled groups, those of the batch, share accepted, seconds of grading)."""

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.runs.listing import RunSummary
-from posttrain.runs.places import fits
+from posttrain.runs.paths import fits
 
 STATES = ("running", "finished", "failed", "interrupted", "dead", "damaged")
 # name: (what is sorted by, whether the largest comes first)

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.runs.facts import NAMES, names_run, recipe_facts, save_facts
-from posttrain.runs.places import every_run_name
+from posttrain.runs.paths import every_run_name
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.reading import read_json
 
