@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50080
+MAX_PACKAGE_LINES = 50120
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2040,
@@ -34,7 +34,7 @@ ROOMS: dict[str, int] = {
     "reward_models": 1460,
     "train": 2920,
     "interpret": 6590,
-    "runs": 2520,
+    "runs": 2550,
     "sweeps": 2550,
     "reports": 2870,
     "commands": 5930,
