@@ -160,10 +160,11 @@ def test_a_run_of_a_version_with_other_keys_says_which_and_what_can_be_done(
     assert made.made_by() == __version__
     content = made.environment_path.read_text()
     made.environment_path.write_text(content.replace(f'"posttrain": "{__version__}"', '"posttrain": "0.1.7"'))
+    other = make_recipe(lr=0.5)
     with pytest.raises(RunConflict, match=r"made by posttrain 0\.1\.7.*--model\.name .*checkpoints"):
-        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop())
+        launch(other, root=tmp_path, name="a", resume=True, train=FakeLoop())
     loop = FakeLoop()
-    launch(make_recipe(), root=tmp_path, name="a", resume=True, accept_changes=True, train=loop)
+    launch(make_recipe(), root=tmp_path, name="a", resume=True, train=loop)  # its keys are what they were
     assert loop.calls == [(True, 10)]
 
 

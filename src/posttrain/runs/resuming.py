@@ -34,8 +34,6 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     Raises:
         RunConflict: they are, and it is not accepted; nothing was changed.
     """
-    if not accept_changes:
-        refuse_other_version(directory)
     step, state = newest_state(directory.folder / "checkpoints") or (0, {})
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
@@ -44,6 +42,8 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if new <= saved else ""
     problem = too_few or _hard_problem(changed, recipe)
     differing += _lines(changed) if problem else []
+    if problem and not accept_changes:
+        refuse_other_version(directory)
     if too_few or ((problem or differing or missing) and not accept_changes):
         raise RunConflict(_refusal(directory, differing, missing, problem))
     notices: list[str] = []
@@ -64,7 +64,7 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
 
 
 def refuse_other_version(directory: RunDirectory) -> None:
-    """Refuse a run of a version whose recipes name their keys otherwise (another number before the second point).
+    """Refuse a run whose keys differ, if a version made it that names some otherwise (another second number).
 
     Raises:
         RunConflict: it says which version made the run, and what can be done with it here.

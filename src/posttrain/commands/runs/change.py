@@ -11,12 +11,13 @@ from rich.console import Console
 
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.runs.show import describe_link, show_bytes
-from posttrain.errors import DataError, RunConflict, UsageError
+from posttrain.errors import DataError, RecipeError, RunConflict, UsageError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import Weights, export_run
 from posttrain.runs.filtering import Filter, check_states
 from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes, summarize_run
+from posttrain.runs.models import read_run_recipe
 from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
 from posttrain.runs.removal import (
@@ -285,8 +286,12 @@ def resume(root: str, place: Place, steps: int | None = None, quiet: bool = Fals
 
     refuse_live(root, place)
     is_dictionary = "dictionary" in RunDirectory(place.path).read_recipe()
-    if not is_dictionary:  # whose recipes are what they were
-        refuse_other_version(RunDirectory(place.path))
+    if not is_dictionary:
+        try:
+            read_run_recipe(place.path).resolve(to_read=True)
+        except RecipeError:
+            refuse_other_version(RunDirectory(place.path))
+            raise
     run = run_sae_train if is_dictionary else run_train
     recipe, folder = RunDirectory(place.path).recipe_path, place.path
     overrides = [] if steps is None else [("train.steps", str(steps))]
