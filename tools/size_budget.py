@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "runs": 2550,
     "sweeps": 2550,
     "reports": 2870,
-    "commands": 5930,
+    "commands": 5940,
 }
 
 
