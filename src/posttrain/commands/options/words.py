@@ -33,7 +33,9 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
         wrapped: dict[str, Any] = {section: data[section][owner]}
         apply_override(wrapped, f"{section}.{own_key}", value)
     words = {section: [read_word(word, f"--{section}") for word in own.values()] for section, own in data.items()}
-    return {section: [word for word in own if word.name or word.options] for section, own in words.items()}
+    return {  # a name that is empty was given, and is refused where it is looked up
+        section: [word for word in own if word.name or word.options or named[section]] for section, own in words.items()
+    }
 
 
 def _as_list(value: str | Sequence[str] | None) -> list[str]:
