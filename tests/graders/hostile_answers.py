@@ -137,6 +137,9 @@ EVALUATIONS = r"""
 \sum_{k=1}^{10^{12}} k^{k}
 \sum_{k=0}^{\infty} \frac{(k!)^2 \sin(k)}{(2k)!}
 \sum_{i=1}^{1000000000} \frac{1}{i}
+\sum_{k=1}^{10000000} \frac{\sin(k)}{k}
+\sum_{k=1}^{10000000} \frac{1}{k^{k}+1}
+\prod_{k=1}^{1000000} (2 + \frac{1}{k!})
 \prod_{k=1}^{1000000} (1 + \frac{1}{k!})
 \int_0^{\infty} e^{-x^x} dx
 \int \sin(\sin(\sin(x^x))) dx

@@ -40,8 +40,9 @@ def grade_hostile(answers: list[str], way: str, steps: tuple[int, ...] = (0,)) -
         gold, given = HONEST[place % len(HONEST)]
         submissions.append(submit(given, gold, "box"))
         expected.append(len(submissions) - 1)
+    # A limit with room: what is merely slow ends within it on a machine five times slower, what is endless does not.
     start = time.monotonic()
-    verdicts = math(submissions, timeout_seconds=0.2, num_workers=2)
+    verdicts = math(submissions, timeout_seconds=1, num_workers=2)
     seconds = (time.monotonic() - start) / len(answers)
     assert [verdicts[place].outcome for place in expected] == ["right"] * len(expected), "the workers serve on"
     return [verdict for place, verdict in enumerate(verdicts) if place not in set(expected)], seconds
