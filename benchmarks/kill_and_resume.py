@@ -7,7 +7,7 @@ Each run is `posttrain train` in an interpreter of its own (`--resume` after a k
 random; most are aimed at a phase that the run's files show: rollout, update, checkpoint write,
 evaluation, or the first instants after a start. "GRPO in passes" makes four optimizer steps per
 rollout batch and saves after every third. Compared are the checkpoints' files (weights, optimizer,
-state, pending rollouts), the link to the best one, metrics without times, and every column of every
+state, rollout buffer), the link to the best one, metrics without times, and every column of every
 rollout. Results go to benchmarks/results/.
 """
 

@@ -154,7 +154,7 @@ def save_perturbed(folder: Path, noise: float = 0.05) -> str:
 
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
-    """All tensors of a checkpoint: weights or adapter, optimizer, pending batch."""
+    """All tensors of a checkpoint: weights or adapter, optimizer, rollout buffer."""
     found: dict[str, Tensor] = {}
     for file in sorted((folder / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")):
         found |= {f"{file.name}:{name}": tensor for name, tensor in load_file(file).items()}

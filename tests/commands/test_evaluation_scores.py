@@ -169,10 +169,10 @@ def test_a_checkpoint_without_its_head_is_refused(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *SMALL]) == 0
-    head = tmp_path / "rm" / "checkpoints" / "step-000002" / "companions.safetensors"
+    head = tmp_path / "rm" / "checkpoints" / "step-000002" / "heads.safetensors"
     head.unlink()
     assert evaluate(tmp_path, "rm") == 1
-    assert "companions.safetensors is missing. Other steps there: none" in capsys.readouterr().err
+    assert "heads.safetensors is missing. Other steps there: none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("models", [["rm"], ["rm", "orm"]])

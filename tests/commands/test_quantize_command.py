@@ -104,8 +104,8 @@ def test_a_reward_model(capsys: Any) -> None:
     (found,) = (json.loads(path.read_text()) for path in Path("found").rglob("results.json"))
     assert found["results"]["accuracy"] == pytest.approx(results["accuracy_after"])
     # the head, and the layout that other programs load
-    assert (folder / "companions.safetensors").read_bytes() == (checkpoint / "companions.safetensors").read_bytes()
-    (head,) = load_file(folder / "companions.safetensors").values()
+    assert (folder / "heads.safetensors").read_bytes() == (checkpoint / "heads.safetensors").read_bytes()
+    (head,) = load_file(folder / "heads.safetensors").values()
     other = AutoModelForSequenceClassification.from_pretrained(folder, device_map={"": "cpu"})
     assert torch.equal(other.score.weight, head)
     assert {type(m).__name__ for m in other.modules()} >= {"Linear4bit"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from posttrain.models.trained_heads import companion_tensors
+from posttrain.models.trained_heads import head_tensors
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import register
 from posttrain.reward_models.scoring import RewardModel, load_reward_model
@@ -52,7 +52,7 @@ def shake(parts: Parts, seed: int = 3) -> None:
         for _, parameter in parts.parameters:
             spread = float(parameter.std()) or 0.02
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * spread)
-        for parameter in parts.companions["head"].parameters():
+        for parameter in parts.heads["head"].parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
@@ -65,7 +65,7 @@ def save_step(folder: Path, parts: Parts, step: int) -> Path:
         tokenizer=parts.tokenizer,
         optimizer={},
         state={},
-        companions=companion_tensors(parts.companions),
+        heads=head_tensors(parts.heads),
         score=parts.score_head(),
     )
 

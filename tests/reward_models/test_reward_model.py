@@ -75,7 +75,7 @@ def at_the_end(parts: Parts, ids: list[int], position: int = -1) -> torch.Tensor
     with torch.no_grad():
         hidden = parts.policy.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
         states = hidden.get_decoder()(input_ids=torch.tensor([ids])).last_hidden_state[0, position]
-        return parts.companions["head"].weight.double() @ states.double()
+        return parts.heads["head"].weight.double() @ states.double()
 
 
 # --- the scores are those of training ---
@@ -344,11 +344,11 @@ def test_the_best_checkpoint_is_opened_unless_a_step_is_named(runs, tmp_path: Pa
     expected = {}
     for step in (1, 2, 3):
         with torch.no_grad():
-            parts.companions["head"].weight.mul_(-1.5)
+            parts.heads["head"].weight.mul_(-1.5)
         save_step(folder, parts, step)
         expected[step] = open_run(folder, recipe).score([example], ["It is 5."], ENDED)
     with torch.no_grad():
-        parts.companions["head"].weight.mul_((-1.5) ** -3)
+        parts.heads["head"].weight.mul_((-1.5) ** -3)
     assert len({round(x, 4) for (x,) in expected.values()}) == 3
     assert open_run(folder, recipe).step == 3  # the newest, where none is the best
     mark_best(folder / "checkpoints", 2)
@@ -357,7 +357,7 @@ def test_the_best_checkpoint_is_opened_unless_a_step_is_named(runs, tmp_path: Pa
     assert open_run(folder, recipe, step=1).score([example], ["It is 5."], ENDED) == expected[1]
     with pytest.raises(UsageError, match="no checkpoint of step 4; there are: 1, 2, 3"):
         open_run(folder, recipe, step=4)
-    head = folder / "checkpoints" / "step-000002" / "companions.safetensors"
+    head = folder / "checkpoints" / "step-000002" / "heads.safetensors"
     head.write_bytes(head.read_bytes()[:-1] + b"\0\0")
     with pytest.raises(CheckpointError, match=r"does not verify .* Other steps there: 1, 3"):
         open_run(folder, recipe)
@@ -374,9 +374,9 @@ def test_what_is_no_reward_model_is_refused(runs, tmp_path: Path) -> None:
         open_run(folder, own)
     with pytest.raises(UsageError, match="the run has no checkpoint yet"):
         open_run(tmp_path, recipe)
-    parts_without = replace(parts, companions={})
+    parts_without = replace(parts, heads={})
     save_step(tmp_path, parts_without, 1)
-    with pytest.raises(CheckpointError, match=r"no companions.safetensors, where the head"):
+    with pytest.raises(CheckpointError, match=r"no heads.safetensors, where the head"):
         open_run(tmp_path, recipe)
 
 
@@ -394,8 +394,8 @@ def test_weights_and_head_come_from_the_checkpoint(runs, models, name: str) -> N
     example = Example("e", (Message("user", "What is 2 plus 3?"),))
     fresh = prepare(recipe)
     assert isinstance(fresh.method.forward, Forward)
-    assert not torch.equal(fresh.companions["head"].weight, models[name].forward.head.weight)
-    fresh.companions["head"].load_state_dict(models[name].forward.head.state_dict())
+    assert not torch.equal(fresh.heads["head"].weight, models[name].forward.head.weight)
+    fresh.heads["head"].load_state_dict(models[name].forward.head.state_dict())
     (of_fresh_weights,) = replace(models[name], forward=fresh.method.forward).score([example], ["It is 5."], ENDED)
     (found,) = models[name].score([example], ["It is 5."], ENDED)
     assert abs(of_fresh_weights - found) > 1e-3

@@ -215,7 +215,7 @@ def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_pat
     folder = make_run(root, "rm", steps=(1,))
     path = step_folder(folder / "checkpoints", 1)
     (path / "adapter_config.json").write_text("{}")
-    save_file({"head.weight": torch.zeros(1, 2)}, path / "companions.safetensors")
+    save_file({"head.weight": torch.zeros(1, 2)}, path / "heads.safetensors")
     reseal(path, 1)
     with pytest.raises(UsageError, match="a head beside its adapter"):
         export_run(root, folder, tmp_path / "out", merge=True)

@@ -22,7 +22,7 @@ from transformers import (
 
 from posttrain.errors import CheckpointError, StorageError
 from posttrain.models.heads import ScalarHead
-from posttrain.models.trained_heads import companion_tensors, restore_companions
+from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.store.checkpoint_files import (
     Unverified,
     best_step,
@@ -62,7 +62,7 @@ def save(folder: Path, step: int, seed: int | None = None, **changes) -> Path:
         "tokenizer": make_tokenizer(),
         "optimizer": {"exp_avg": torch.full((3,), step / 3), "step": torch.tensor(float(step))},
         "state": {"best": {"accuracy": 0.1 + 0.2}, "step": step},
-        "pending": {"tokens": torch.arange(6).reshape(2, 3)},
+        "rollout_buffer": {"tokens": torch.arange(6).reshape(2, 3)},
     }
     return save_checkpoint(folder, step=step, **(given | changes))
 
@@ -107,8 +107,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert found.state == {"best": {"accuracy": 0.30000000000000004}, "step": 100}
     assert torch.equal(found.optimizer["m"].view(torch.int32), awkward.view(torch.int32))
     assert found.optimizer["half"].dtype == torch.bfloat16
-    assert found.pending is not None
-    assert found.pending["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found.rollout_buffer is not None
+    assert found.rollout_buffer["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]]
     other = make_model(2)
     restore_model(other, found.path)
     assert_same_weights(other, model)
@@ -120,7 +120,13 @@ def test_the_folder_is_what_other_tools_load_and_holds_no_pickle(tmp_path: Path)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(path), model)
     assert AutoTokenizer.from_pretrained(path)("abc")["input_ids"] == [0, 1, 2]
     names = {file.name for file in path.iterdir()}
-    needed = {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "pending.safetensors"}
+    needed = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "optimizer.safetensors",
+        "rollout_buffer.safetensors",
+    }
     assert needed | {"state.json", "manifest.json"} <= names
     assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "jinja"}
     manifest = json.loads((path / "manifest.json").read_text())
@@ -137,9 +143,9 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_no_pending_and_shared_or_strided_optimizer_tensors(tmp_path: Path) -> None:
     table = torch.arange(12.0).reshape(3, 4)
-    save(tmp_path, 1, pending=None, optimizer={"all": table, "row": table[1], "turned": table.T})
+    save(tmp_path, 1, rollout_buffer=None, optimizer={"all": table, "row": table[1], "turned": table.T})
     found = load(tmp_path)
-    assert found.pending is None
+    assert found.rollout_buffer is None
     assert torch.equal(found.optimizer["row"], table[1])
     assert torch.equal(found.optimizer["turned"], table.T)
     save(tmp_path, 2, optimizer={})
@@ -159,14 +165,14 @@ def test_no_checkpoints_is_none(tmp_path: Path) -> None:
         "config.json",
         "tokenizer.json",
         "optimizer.safetensors",
-        "pending.safetensors",
-        "companions.safetensors",
+        "rollout_buffer.safetensors",
+        "heads.safetensors",
         "state.json",
     ],
 )
 def test_a_flipped_byte_in_any_file_falls_back_and_says_so(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 10, companions={"value.weight": torch.ones(1, 32)})
-    save(tmp_path, 20, companions={"value.weight": torch.zeros(1, 32)})
+    save(tmp_path, 10, heads={"value.weight": torch.ones(1, 32)})
+    save(tmp_path, 20, heads={"value.weight": torch.zeros(1, 32)})
     size = (tmp_path / "step-000020" / name).stat().st_size
     for position in (0, size // 2, size - 1):
         flip_byte(tmp_path / "step-000020" / name, position)
@@ -174,7 +180,7 @@ def test_a_flipped_byte_in_any_file_falls_back_and_says_so(tmp_path: Path, name:
         assert found.step == 10
         assert found.skipped == [f"step-000020: {name} differs from its SHA-256 in the manifest"]
         assert found.optimizer["step"].item() == 10.0
-        assert found.companions["value.weight"].tolist() == [[1.0] * 32]
+        assert found.heads["value.weight"].tolist() == [[1.0] * 32]
         flip_byte(tmp_path / "step-000020" / name, position)
     assert load(tmp_path).step == 20
 
@@ -252,8 +258,8 @@ def test_failed_ones_are_set_aside_so_that_pruning_keeps_the_good_one(tmp_path: 
 
 def test_leftovers_of_a_killed_write_are_not_checkpoints_and_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    whole = contents(save(tmp_path / "elsewhere", 20, companions={"value.weight": torch.ones(1, 32)}))
-    assert "companions.safetensors" in whole
+    whole = contents(save(tmp_path / "elsewhere", 20, heads={"value.weight": torch.ones(1, 32)}))
+    assert "heads.safetensors" in whole
     names = sorted(whole)
     for count in range(len(names) + 1):  # killed after each file
         aside = tmp_path / ".tmp-step-000020-4711"
@@ -339,7 +345,7 @@ def test_a_real_write_error_of_the_system(tmp_path: Path, limit: int) -> None:
     assert load(save(tmp_path, 20, model=model).parent).step == 20
 
 
-def test_a_disk_that_fills_up_while_companions_are_written(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_heads_are_written(tmp_path: Path) -> None:
     save(tmp_path, 10)
     before = contents(tmp_path)
     model, large = make_model(3), {"critic.weight": torch.ones(200_000)}
@@ -348,12 +354,12 @@ def test_a_disk_that_fills_up_while_companions_are_written(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         with pytest.raises(StorageError, match=r"the disk is full.*What had been saved before is untouched"):
-            save(tmp_path, 20, model=model, companions=large)
+            save(tmp_path, 20, model=model, heads=large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
     assert contents(tmp_path) == before
-    save(tmp_path, 20, model=model, companions=large)
-    assert torch.equal(load(tmp_path).companions["critic.weight"], large["critic.weight"])
+    save(tmp_path, 20, model=model, heads=large)
+    assert torch.equal(load(tmp_path).heads["critic.weight"], large["critic.weight"])
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
@@ -451,15 +457,15 @@ def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Pa
     modules = {"value": ScalarHead(32, seed=1, bias=True), "critic": make_model(1)}
     with torch.no_grad():
         modules["value"].weight[0, :5] = awkward
-    path = save(tmp_path, 1, companions=companion_tensors(modules))
+    path = save(tmp_path, 1, heads=head_tensors(modules))
     manifest = json.loads((path / "manifest.json").read_text())
-    assert "companions.safetensors" in manifest["files"]
-    found = load(tmp_path).companions
+    assert "heads.safetensors" in manifest["files"]
+    found = load(tmp_path).heads
     assert found["value.weight"][0, :5].view(torch.int32).tolist() == awkward.view(torch.int32).tolist()
     assert {"value.weight", "value.bias", "critic.model.norm.weight"} <= found.keys()
     other = {"value": ScalarHead(32, seed=2, bias=True), "critic": make_model(2)}
     before = [p.data_ptr() for module in other.values() for p in module.parameters()]
-    restore_companions(other, found)
+    restore_heads(other, found)
     for name, module in modules.items():
         assert_same_weights(other[name], module)
     assert [p.data_ptr() for module in other.values() for p in module.parameters()] == before
@@ -469,42 +475,42 @@ def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Pa
 def test_tied_weights_of_a_critic_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     critic, other = make_model(1), make_model(2)
     assert critic.lm_head.weight is critic.model.embed_tokens.weight
-    save(tmp_path, 1, companions=companion_tensors({"critic": critic, "again": critic}))
-    found = load(tmp_path).companions
+    save(tmp_path, 1, heads=head_tensors({"critic": critic, "again": critic}))
+    found = load(tmp_path).heads
     assert "critic.model.embed_tokens.weight" in found
     assert not [name for name in found if name.startswith("again.") or "lm_head" in name]
-    restore_companions({"critic": other}, found)
+    restore_heads({"critic": other}, found)
     assert_same_weights(other, critic)
     assert other.lm_head.weight is other.model.embed_tokens.weight
     untied = make_model(1, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"critic\.lm_head\.weight is not in the checkpoint"):
-        restore_companions({"critic": untied}, found)
+        restore_heads({"critic": untied}, found)
 
 
 def test_of_an_adapted_critic_only_what_is_trained_is_saved(tmp_path: Path) -> None:
     make_model(1).save_pretrained(tmp_path / "base")
     critic, other = make_adapter(tmp_path / "base", 1), make_adapter(tmp_path / "base", 2)
-    companions = companion_tensors({"critic": critic, "value": ScalarHead(32)})
+    heads = head_tensors({"critic": critic, "value": ScalarHead(32)})
     trained = {f"critic.{name}" for name, p in critic.named_parameters() if p.requires_grad}
-    assert companions.keys() == trained | {"value.weight"}
+    assert heads.keys() == trained | {"value.weight"}
     assert 0 < len(trained) < len(list(critic.parameters()))
-    save(tmp_path / "run", 1, companions=companions)
+    save(tmp_path / "run", 1, heads=heads)
     with torch.no_grad():
         for parameter in other.parameters():
             if not parameter.requires_grad:
                 parameter.zero_()  # what is frozen is none of the checkpoint's business
-    restore_companions({"critic": other, "value": ScalarHead(32, seed=9)}, load(tmp_path / "run").companions)
+    restore_heads({"critic": other, "value": ScalarHead(32, seed=9)}, load(tmp_path / "run").heads)
     theirs = dict(critic.named_parameters())
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, theirs[name]) if parameter.requires_grad else not parameter.any(), name
 
 
-def test_no_companions(tmp_path: Path) -> None:
-    for companions in (None, {}):
-        path = save(tmp_path, 1, companions=companions)
-        assert not (path / "companions.safetensors").exists()
-        assert load(tmp_path).companions == {}
-    restore_companions({}, {})
+def test_no_heads(tmp_path: Path) -> None:
+    for heads in (None, {}):
+        path = save(tmp_path, 1, heads=heads)
+        assert not (path / "heads.safetensors").exists()
+        assert load(tmp_path).heads == {}
+    restore_heads({}, {})
     assert contents(save(tmp_path / "a", 1)) == contents(path), "a run without heads writes what it wrote before"
 
 
@@ -519,14 +525,14 @@ def test_no_companions(tmp_path: Path) -> None:
         ({}, r"value\.weight is not in the model"),
     ],
 )
-def test_other_companions_are_refused_and_nothing_copied(
+def test_other_heads_are_refused_and_nothing_copied(
     tmp_path: Path, modules: dict[str, torch.nn.Module], what: str
 ) -> None:
-    save(tmp_path, 1, companions=companion_tensors({"value": ScalarHead(32, seed=1)}))
-    found = load(tmp_path).companions
-    before = {name: tensor.clone() for name, tensor in companion_tensors(modules).items()}
+    save(tmp_path, 1, heads=head_tensors({"value": ScalarHead(32, seed=1)}))
+    found = load(tmp_path).heads
+    before = {name: tensor.clone() for name, tensor in head_tensors(modules).items()}
     with pytest.raises(CheckpointError, match=what):
-        restore_companions(modules, found)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in companion_tensors(modules).items())
+        restore_heads(modules, found)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head_tensors(modules).items())
     with pytest.raises(CheckpointError, match=r"value\.weight is not in the checkpoint"):
-        restore_companions({"value": ScalarHead(32)}, {})
+        restore_heads({"value": ScalarHead(32)}, {})

@@ -55,7 +55,7 @@ def score_at(parts: Parts, ids: list[int], position: int) -> float:
     """The head's score by the model's own forward pass, without anything of the trainer's."""
     with torch.no_grad():
         hidden = parts.model.get_decoder()(input_ids=torch.tensor([ids])).last_hidden_state[0, position]
-        return float(parts.companions["head"].weight[0].double() @ hidden.double())
+        return float(parts.heads["head"].weight[0].double() @ hidden.double())
 
 
 def written(parts: Parts, example: Example, response: Response) -> list[int]:

@@ -54,8 +54,8 @@ def test_the_kl_baseline_is_that_of_mismatched_prompts_under_the_weights_of_the_
         expected = kl_of_mismatched(batch, parts.model, initial_model(), temperature=1.0)  # a likelihood
         found.append(float(batch.streams["kl_baseline"][0]))
         assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-4)
-        pending = parts.source.pending(step)
-        assert pending is None if step == 3 else "stream.kl_baseline" not in pending
+        rollout_buffer = parts.source.rollout_buffer(step)
+        assert rollout_buffer is None if step == 3 else "stream.kl_baseline" not in rollout_buffer
         update(parts, recipe, step, lr=2e-3)
     assert found[0] == pytest.approx(0.0, abs=1e-4)
     assert max(found[1:]) > 0.01

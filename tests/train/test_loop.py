@@ -60,9 +60,9 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
     assert untimed(cut) == untimed(whole)
     assert recorded(cut) == recorded(whole)
     assert all(float(row["grad_norm"]) > 0 for row in steps_of(whole))
-    # the pending batch was needed, and only where there is one
+    # the rollout buffer was needed, and only where there is one
     halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
-    assert (halfway / "pending.safetensors").exists() == (name == "inside a rollout batch")
+    assert (halfway / "rollout_buffer.safetensors").exists() == (name == "inside a rollout batch")
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

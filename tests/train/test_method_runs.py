@@ -164,8 +164,8 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, teacher: str, tmp_pat
     assert run(cut, recipe, stop_after=stop_after).step == stop_after
     halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
     in_the_middle = stop_after % (recipe.train.epochs * recipe.train.minibatches) != 0
-    assert (halfway / "pending.safetensors").exists() == in_the_middle
-    assert (halfway / "companions.safetensors").exists() == (recipe.head is not None)
+    assert (halfway / "rollout_buffer.safetensors").exists() == in_the_middle
+    assert (halfway / "heads.safetensors").exists() == (recipe.head is not None)
     run(cut, recipe, resume=True)
     ours, theirs = saved_tensors(whole, steps), saved_tensors(cut, steps)
     assert same_bits(ours, theirs)
@@ -193,8 +193,8 @@ def assert_everything_moved(folder: Path, step: int, *, is_adapter: bool) -> Non
     """The optimizer has moments for heads and critics, and the weights are not those of the beginning."""
     saved = folder / "checkpoints" / f"step-{step:06d}"
     moments = {name.rpartition(".")[0] for name in load_file(saved / "optimizer.safetensors")}
-    if (saved / "companions.safetensors").exists():
-        assert set(load_file(saved / "companions.safetensors")) <= moments
+    if (saved / "heads.safetensors").exists():
+        assert set(load_file(saved / "heads.safetensors")) <= moments
     if not is_adapter:
         now, before = load_file(saved / "model.safetensors"), load_file(TINY / "model.safetensors")
         assert any(not torch.equal(now[name], before[name]) for name in before)
@@ -208,7 +208,7 @@ def test_a_critic_of_its_own_is_another_model_by_the_end(tmp_path: Path) -> None
     recipe = make_recipe("grpo", objective="ppo", head={"lr_ratio": 3.0}, rollout=SHORT, train={"steps": 2})
     run(tmp_path, recipe)
     saved = tmp_path / "checkpoints" / "step-000002"
-    policy, critic = load_file(saved / "model.safetensors"), load_file(saved / "companions.safetensors")
+    policy, critic = load_file(saved / "model.safetensors"), load_file(saved / "heads.safetensors")
     start = load_file(TINY / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     moved, critic_moved = (policy[name] - start[name]).abs().max(), (critic[f"critic.{name}"] - start[name]).abs().max()

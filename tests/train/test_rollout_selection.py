@@ -166,11 +166,11 @@ def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     assert len(draw.rollouts) == 6
     assert draw.metrics["selected"] == 0.0
     assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / 6)
-    assert source.pending(1) is None
+    assert source.rollout_buffer(1) is None
     again = source(2)
     assert (again.batch, again.fresh, again.rollouts) == (None, False, [])
     resumed = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
-    resumed.restore(source.pending(1), source.state())
+    resumed.restore(source.rollout_buffer(1), source.state())
     assert resumed(2).batch is None
     assert resumed.engine.calls == []  # type: ignore[attr-defined]
 
@@ -289,11 +289,11 @@ def test_groups_are_drawn_until_enough_of_them_give_something(tokenizer, templat
     assert [g[0].prompt_index for g in groups] == prompts_drawn(source, 0, len(groups) // 4)
 
 
-# --- a pending batch ---
+# --- a rollout buffer ---
 
 
-def through_a_file(pending: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    return None if pending is None else load(save({name: x.clone() for name, x in pending.items()}))
+def through_a_file(rollout_buffer: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    return None if rollout_buffer is None else load(save({name: x.clone() for name, x in rollout_buffer.items()}))
 
 
 def test_pending_pairs_come_back_bit_for_bit(tokenizer, template) -> None:
@@ -310,7 +310,7 @@ def test_pending_pairs_come_back_bit_for_bit(tokenizer, template) -> None:
     source, resumed = make(), make()
     for step in (1, 2):
         source(step)
-    resumed.restore(through_a_file(source.pending(2)), source.state())
+    resumed.restore(through_a_file(source.rollout_buffer(2)), source.state())
     for step in (3, 4, 5):
         left, right = source(step).batch, resumed(step).batch
         assert same_batch(left, right), step
@@ -328,12 +328,12 @@ def test_streams_of_every_type_come_back_bit_for_bit() -> None:
     )
     source, resumed = prepare(recipe).source, prepare(recipe).source
     source(1)
-    pending = source.pending(1)
-    assert pending is not None
-    assert pending["stream.teacher_ids"].dtype == torch.int64
-    assert pending["stream.teacher_ids"].shape == (*pending["mask"].shape, 3)
-    assert pending["stream.has_feedback"].shape == (16,)
-    resumed.restore(through_a_file(pending), json.loads(json.dumps(source.state())))
+    rollout_buffer = source.rollout_buffer(1)
+    assert rollout_buffer is not None
+    assert rollout_buffer["stream.teacher_ids"].dtype == torch.int64
+    assert rollout_buffer["stream.teacher_ids"].shape == (*rollout_buffer["mask"].shape, 3)
+    assert rollout_buffer["stream.has_feedback"].shape == (16,)
+    resumed.restore(through_a_file(rollout_buffer), json.loads(json.dumps(source.state())))
     for step in (2, 3, 4):
         left, right = source(step).batch, resumed(step).batch
         assert left is not None
@@ -353,7 +353,7 @@ def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
     assert first.metrics["kl_weight"] == 0.3  # that of this batch, not of the next
     adapted = 0.3 * (1 - 0.2 * 16 / 40)
     assert source.state()["kl_weight"] == pytest.approx(adapted, rel=1e-12)
-    resumed.restore(through_a_file(source.pending(1)), json.loads(json.dumps(source.state())))
+    resumed.restore(through_a_file(source.rollout_buffer(1)), json.loads(json.dumps(source.state())))
     for step in (2, 3):
         left, right = source(step), resumed(step)
         assert left.batch is not None

@@ -88,7 +88,7 @@ def test_a_trained_run_is_a_sequence_classifier_and_resumes(tmp_path: Path) -> N
     folder = tmp_path / "checkpoints" / "step-000002"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
-    head = load_file(folder / "companions.safetensors")["head.weight"]
+    head = load_file(folder / "heads.safetensors")["head.weight"]
     classifier = AutoModelForSequenceClassification.from_pretrained(folder).requires_grad_(False)
     assert torch.equal(classifier.score.weight, head)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -107,7 +107,7 @@ def test_an_adapter_comes_with_one_that_peft_loads_on_a_classifier(tmp_path: Pat
     recipe = make_recipe("judged", train={"steps": 2}, model={"name": "tiny", "adapter": {"rank": 4}})
     run(tmp_path, recipe)
     folder = tmp_path / "checkpoints" / "step-000002"
-    head = load_file(folder / "companions.safetensors")["head.weight"]
+    head = load_file(folder / "heads.safetensors")["head.weight"]
     base = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1)
     base.config.pad_token_id = None
     theirs = PeftModel.from_pretrained(base, folder / "sequence-classification").eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Sources: rows as a function of the step, masks, minibatches, pending batches, dynamic sampling."""
+"""Sources: rows as a function of the step, masks, minibatches, rollout buffers, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_rows_are_a_function_of_seed_and_step(tokenizer, template) -> None:
     assert flat[:10] != flat[10:]
     other = supervised(tokenizer, template, task, data={"batch": 4}, train={"seed": 1})
     assert rows_of(other(1).batch) != stream[0]
-    assert source.pending(3) is None
+    assert source.rollout_buffer(3) is None
 
 
 def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> None:
@@ -327,18 +327,18 @@ def test_a_pending_batch_comes_back_bit_for_bit(tokenizer, template) -> None:
     source = sampled(tokenizer, template, sums(30), **changes)
     for step in (1, 2):
         source(step)
-    pending = source.pending(2)
-    assert pending is not None
-    assert {name for name in pending if name.startswith("stream.")} == {
+    rollout_buffer = source.rollout_buffer(2)
+    assert rollout_buffer is not None
+    assert {name for name in rollout_buffer if name.startswith("stream.")} == {
         "stream.advantages", "stream.sampler_logprobs", "stream.old_logprobs",
     }  # fmt: skip
     resumed = sampled(tokenizer, template, sums(30), **changes)
-    resumed.restore({name: tensor.clone() for name, tensor in pending.items()}, source.state())
+    resumed.restore({name: tensor.clone() for name, tensor in rollout_buffer.items()}, source.state())
     for step in (3, 4, 5):
         assert same_batch(resumed(step).batch, source(step).batch), step
     assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
-    assert source.pending(4) is None
-    assert source.pending(8) is None
+    assert source.rollout_buffer(4) is None
+    assert source.rollout_buffer(8) is None
     resumed.restore(None, source.state())
 
 

@@ -225,8 +225,8 @@ def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
         mean = float((expected.double()[:, None] * batch.mask).sum()) / int(batch.mask.sum())
         assert metrics["moved"] == pytest.approx(mean, rel=1e-12)
         apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-2, 1.0, 0.0, step)
-        pending = parts.source.pending(step)
-        assert pending is None if step == 2 else "stream.distance" not in pending
+        rollout_buffer = parts.source.rollout_buffer(step)
+        assert rollout_buffer is None if step == 2 else "stream.distance" not in rollout_buffer
 
 
 def test_a_stream_of_a_users_own_serves_supervised_training_and_needs_its_rollouts() -> None:
@@ -457,8 +457,8 @@ def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[st
     draw = parts.source(3)
     batch = draw.batch
     assert batch is not None
-    head = parts.companions["head"]
-    scorer = parts.companions["critic"] if trunk == "separate" else parts.model
+    head = parts.heads["head"]
+    scorer = parts.heads["critic"] if trunk == "separate" else parts.model
     kl = 0.2 * (batch.streams["sampler_logprobs"] - plain_logprobs(initial_model(), batch)).double()
     assert {r.completion.finish for r in draw.rollouts} == {"stop", "length"}
     for b, rollout in enumerate(draw.rollouts):

@@ -19,8 +19,8 @@ PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"
 def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
     parts = prepare(make_recipe("grpo", model={"adapter": {"rank": 2}}, **PPO))
     own = {id(p) for p in parts.model.parameters()}
-    trained = [p for p in parts.companions["critic"].parameters() if p.requires_grad]
-    frozen = [p for p in parts.companions["critic"].parameters() if not p.requires_grad]
+    trained = [p for p in parts.heads["critic"].parameters() if p.requires_grad]
+    frozen = [p for p in parts.heads["critic"].parameters() if not p.requires_grad]
     assert frozen
     assert all(id(p) in own for p in frozen)
     assert trained

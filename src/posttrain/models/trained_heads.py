@@ -46,7 +46,7 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
     return ActorCritic(policy, critic), {"head": head, "critic": trunk}
 
 
-def companion_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
+def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
     """The trained parameters of heads and critics as ``<module>.<parameter>``, in the modules' own memory.
 
     Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
@@ -62,14 +62,14 @@ def companion_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
     return found
 
 
-def restore_companions(modules: Mapping[str, Module], tensors: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint's ``companions`` into live modules of the same shape, bit for bit, in place.
+def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint's ``heads`` into live modules of the same shape, bit for bit, in place.
 
     Raises:
-        CheckpointError: they are not what ``companion_tensors(modules)`` would save (names, shapes,
+        CheckpointError: they are not what ``head_tensors(modules)`` would save (names, shapes,
             types); nothing was copied.
     """
-    copy_tensors(tensors, companion_tensors(modules), Path("companions.safetensors"))
+    copy_tensors(tensors, head_tensors(modules), Path("heads.safetensors"))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from posttrain.recipes.sections import AdapterSection, ModelSection, Word
 from posttrain.render import Template, end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
-from posttrain.reward_models.scoring import COMPANIONS, RewardModel, open_reward_model
+from posttrain.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
 from posttrain.store.durable import aside_of, remove_asides, storage_errors
 from posttrain.store.links import refuse_links
@@ -288,7 +288,7 @@ def _save(quantized: LoadedModel, original: Original, folder: Path) -> None:
         if original.scorer is None or not _save_with_head(quantized.model, original.scorer, folder):
             quantized.model.save_pretrained(folder)
         if original.scorer is not None:
-            shutil.copyfile(Path(original.path) / COMPANIONS, folder / COMPANIONS)
+            shutil.copyfile(Path(original.path) / HEADS, folder / HEADS)
         quantized.tokenizer.save_pretrained(folder)
     finally:
         if shown:

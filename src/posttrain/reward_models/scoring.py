@@ -25,7 +25,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.models.stated_sizes import context_length
-from posttrain.models.trained_heads import forward_with_head, restore_companions
+from posttrain.models.trained_heads import forward_with_head, restore_heads
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Piece, Template, encode_prompt, end_id
 from posttrain.render.encoding import encode_pieces
@@ -36,7 +36,7 @@ from posttrain.types import Example, Response, Sample, collate
 
 Kind = Literal["preference", "outcome", "process"]
 KINDS: tuple[Kind, ...] = ("preference", "outcome", "process")
-COMPANIONS = "companions.safetensors"
+HEADS = "heads.safetensors"
 TOKENS_PER_MICRO = 1 << 14
 # A step ends with the white space behind a sentence; what follows belongs to the next.
 _SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
@@ -210,9 +210,9 @@ def load_reward_model(
         changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
     section = recipe.model.model_copy(update=changes)
     loaded = load_model(section, seed=recipe.train.seed)
-    forward, companions = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
+    forward, heads = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
     assert isinstance(forward, Forward), "a reward head stands on one model"
-    restore_companions(companions, load_file(folder / COMPANIONS))
+    restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)
     return RewardModel(
         label, kind, forward, loaded.tokenizer, template, context_length(loaded.model.config), step=chosen
@@ -311,9 +311,9 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
         raise CheckpointError(
             f"{folder}: this checkpoint does not verify against its manifest: {reason}. Other steps there: {others}"
         ) from None
-    if COMPANIONS not in files:
+    if HEADS not in files:
         raise CheckpointError(
-            f"{folder}: there is no {COMPANIONS}, where the head of a reward model is kept; name a checkpoint that "
+            f"{folder}: there is no {HEADS}, where the head of a reward model is kept; name a checkpoint that "
             "training has written, not an export of the model alone"
         )
     return folder, chosen

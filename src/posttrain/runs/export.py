@@ -1,7 +1,7 @@
 """A run as a clean folder or archive to give away: the model in the Hugging Face layout, recipe and results.
 
 The weights are taken from a checkpoint that verifies against its manifest; what only training needs
-(optimizer, pending batch) stays behind. Everything is written aside and renamed into place.
+(optimizer, rollout buffer) stays behind. Everything is written aside and renamed into place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
 # Of a checkpoint, what only a resumed run reads.
-_TRAINING_ONLY = ("optimizer.safetensors", "pending.safetensors", "state.json", MANIFEST)
+_TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
 _CARD = "README.md"
 
 
@@ -188,7 +188,7 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     if merge:
         if not adapter.is_file():
             raise UsageError(f"--merge: {run.name} has no adapter; its weights are whole already")
-        if "companions.safetensors" in names:
+        if "heads.safetensors" in names:
             raise UsageError(
                 f"--merge: {run.name} has a head beside its adapter, which a merged model would lose; leave out --merge"
             )

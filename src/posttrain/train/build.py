@@ -51,7 +51,7 @@ class Parts:
     tokenizer: Any
     policy: Forward  # the language model's forward pass
     method: Method
-    companions: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
+    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource
@@ -70,7 +70,7 @@ class Parts:
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
-        if "critic" not in self.companions:
+        if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
         own = {id(p) for p in self.model.parameters()}
         return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
@@ -89,7 +89,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
-    forward, companions = forward_with_head(recipe, words.objective, policy)
+    forward, heads = forward_with_head(recipe, words.objective, policy)
     method = Method(
         forward,
         _bind_objective(words),
@@ -117,13 +117,13 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
         sampler = Sampler(engine, tokenizer, grader, context)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference)
-    named, optimizer = _build_optimizer(recipe, model, companions)
+    named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
         model=model,
         tokenizer=tokenizer,
         policy=policy,
         method=method,
-        companions=companions,
+        heads=heads,
         parameters=named,
         optimizer=optimizer,
         source=source,
@@ -306,35 +306,32 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
 
 
 def _build_optimizer(
-    recipe: Recipe, model: Any, companions: dict[str, torch.nn.Module]
+    recipe: Recipe, model: Any, heads: dict[str, torch.nn.Module]
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """The trained parameters by name, those of heads and critics included, and their optimizer."""
-    for module in (model, *companions.values()):
+    for module in (model, *heads.values()):
         mark_input_first(module)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     _check_precision(named)
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
-    named += _add_companions(optimizer, build, companions, recipe)
+    named += _add_heads(optimizer, build, heads, recipe)
     return named, optimizer
 
 
-def _add_companions(
+def _add_heads(
     optimizer: torch.optim.Optimizer,
     build_optimizer: Callable[..., torch.optim.Optimizer],
-    companions: dict[str, torch.nn.Module],
+    heads: dict[str, torch.nn.Module],
     recipe: Recipe,
 ) -> list[tuple[str, Parameter]]:
     """Let the optimizer train heads and critics too; returns their parameters by name."""
-    if not companions:
+    if not heads:
         return []
     assert recipe.head is not None
     named = [
-        (f"{name}.{n}", p)
-        for name, module in companions.items()
-        for n, p in module.named_parameters()
-        if p.requires_grad
+        (f"{name}.{n}", p) for name, module in heads.items() for n, p in module.named_parameters() if p.requires_grad
     ]
     of_parameter = {id(p): n for n, p in named}
     for group in build_optimizer(named, recipe.train.lr).param_groups:

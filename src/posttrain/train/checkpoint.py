@@ -1,8 +1,8 @@
 """Checkpoints that survive kills, full disks and flipped bits.
 
 ``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an
-adapter), the tokenizer, ``optimizer.safetensors``, ``pending.safetensors`` (a rollout batch that
-still has optimizer steps to serve, if any), ``companions.safetensors`` (heads and critics that are
+adapter), the tokenizer, ``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that
+still has optimizer steps to serve, if any), ``heads.safetensors`` (heads and critics that are
 trained beside the model, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of every
 file. A checkpoint is written aside as ``.tmp-*``, fsynced and renamed, so a folder with a
 final name is complete; on load the manifest is verified. No pickles anywhere.
@@ -45,7 +45,7 @@ from posttrain.store.durable import explain_storage, storage_errors
 class Checkpoint:
     """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
 
-    ``optimizer``, ``pending`` and ``companions`` (for ``restore_companions``; empty if there were
+    ``optimizer``, ``rollout_buffer`` and ``heads`` (for ``restore_heads``; empty if there were
     none) are CPU tensors by name. ``skipped`` says, newest first, which newer checkpoints did not
     verify and why.
     """
@@ -54,8 +54,8 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     optimizer: dict[str, Tensor]
-    pending: dict[str, Tensor] | None
-    companions: dict[str, Tensor] = field(default_factory=dict)
+    rollout_buffer: dict[str, Tensor] | None
+    heads: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -67,8 +67,8 @@ def save_checkpoint(
     tokenizer: Any,
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    pending: Mapping[str, Tensor] | None = None,
-    companions: Mapping[str, Tensor] | None = None,
+    rollout_buffer: Mapping[str, Tensor] | None = None,
+    heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
@@ -79,8 +79,8 @@ def save_checkpoint(
         tokenizer: likewise, or None.
         optimizer: the optimizer's tensors by name.
         state: whatever else the loop needs, as plain data for JSON.
-        pending: tensors of a rollout batch that later optimizer steps still use.
-        companions: what ``companion_tensors`` gives for the heads and critics.
+        rollout_buffer: tensors of a rollout batch that later optimizer steps still use.
+        heads: what ``head_tensors`` gives for the heads and critics.
         score: of a reward model, the weight of its head and the id of the token at which it is read: the
             model is then written in the layout of sequence classification too, where that fits.
 
@@ -99,10 +99,10 @@ def save_checkpoint(
             with _without_progress_bars():
                 _write_model(aside, model, tokenizer, score)
             save_file(_storable(optimizer), aside / "optimizer.safetensors")
-            if pending is not None:
-                save_file(_storable(pending), aside / "pending.safetensors")
-            if companions:
-                save_file(_storable(companions), aside / "companions.safetensors")
+            if rollout_buffer is not None:
+                save_file(_storable(rollout_buffer), aside / "rollout_buffer.safetensors")
+            if heads:
+                save_file(_storable(heads), aside / "heads.safetensors")
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -172,7 +172,7 @@ def restore_model(model: Any, path: str | Path) -> None:
     live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
         stored.update(load_file(file))
-    stored.pop(SCORE, None)  # a reward model's head, which is among the companions
+    stored.pop(SCORE, None)  # a reward model's head, which is among the heads
     same_kind = _model_type(folder) == model.config.model_type
     if same_kind and not stored.keys() <= live.keys():
         # architectures that fuse weights in memory (experts) have names of their own on disk
@@ -183,15 +183,15 @@ def restore_model(model: Any, path: str | Path) -> None:
 
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
     files = verify(path, step)
-    pending = load_file(path / "pending.safetensors") if "pending.safetensors" in files else None
-    companions = load_file(path / "companions.safetensors") if "companions.safetensors" in files else {}
+    rollout_buffer = load_file(path / "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
+    heads = load_file(path / "heads.safetensors") if "heads.safetensors" in files else {}
     return Checkpoint(
         path=path,
         step=step,
         state=json.loads((path / "state.json").read_text(encoding="utf-8")),
         optimizer=load_file(path / "optimizer.safetensors"),
-        pending=pending,
-        companions=companions,
+        rollout_buffer=rollout_buffer,
+        heads=heads,
         skipped=list(skipped),
     )
 

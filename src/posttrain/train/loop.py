@@ -21,7 +21,7 @@ from safetensors.torch import save as serialize
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError
 from posttrain.models.load import num_parameters
-from posttrain.models.trained_heads import companion_tensors, restore_companions
+from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
@@ -61,7 +61,7 @@ class Loop:
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
     owes_evaluation: bool = False  # the weights of ``step`` are still to be evaluated
-    settled: bool = True  # weights, optimizer and records are those of ``step``
+    consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
@@ -75,9 +75,9 @@ class Loop:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, found.state)
             restore_model(self.parts.model, found.path)
-            restore_companions(self.parts.companions, found.companions)
+            restore_heads(self.parts.heads, found.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
-            self.parts.source.restore(found.pending, found.state.get("source", {}))
+            self.parts.source.restore(found.rollout_buffer, found.state.get("source", {}))
             self.step = found.step
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
@@ -116,7 +116,7 @@ class Loop:
         Nothing is saved where the failure left weights or records between two steps. If saving fails
         too, ``error`` gets a note about it.
         """
-        if not self.settled or self.step == 0 or self.step in checkpoint_steps(self.files.checkpoints):
+        if not self.consistent or self.step == 0 or self.step in checkpoint_steps(self.files.checkpoints):
             return
         try:
             path = self._write_checkpoint()
@@ -144,14 +144,14 @@ class Loop:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
-        self.step, self.settled = step, False
+        self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
         is_due = self._due(self.recipe.eval.every) or step == self.recipe.train.steps
         self.owes_evaluation = self.parts.evaluator is not None and is_due
         self.source_state = self.parts.source.state()
-        self.settled = True
+        self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
@@ -164,10 +164,10 @@ class Loop:
         loss, metrics = accumulate(self.parts.method, batch, options)
         try:
             own, apart = self.parts.split_parameters()
-            self.settled = False
+            self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
         except NonFiniteLoss as error:
-            self.settled = True
+            self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
@@ -178,7 +178,7 @@ class Loop:
         """
         assert self.parts.evaluator is not None
         done = self.parts.evaluator(self.step)
-        self.settled = False
+        self.consistent = False
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
@@ -187,7 +187,7 @@ class Loop:
         accuracy = sum(results["accuracy"] for results in self.evaluations.values()) / len(self.evaluations)
         if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
             self.best = {"step": float(self.step), "accuracy": accuracy}
-        self.owes_evaluation, self.settled = False, True
+        self.owes_evaluation, self.consistent = False, True
         for evaluation in done:
             about: dict[str, Any] = {"step": self.step, "name": evaluation.name}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
@@ -219,9 +219,9 @@ class Loop:
                 "source": self.source_state,
                 **owed,
             },
-            companions=companion_tensors(self.parts.companions),
+            heads=head_tensors(self.parts.heads),
             score=self.parts.score_head(),
-            pending=self.parts.source.pending(self.step),
+            rollout_buffer=self.parts.source.rollout_buffer(self.step),
         )
 
     def _tidy(self) -> None:

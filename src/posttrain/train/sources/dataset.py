@@ -89,7 +89,7 @@ class SupervisedSource:
             batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
         return batch if self.streams is None else self.streams.before_step(self.streams(batch))
 
-    def pending(self, step: int) -> dict[str, Tensor] | None:
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """Nothing: the next batch follows from the step."""
         return None
 
@@ -97,9 +97,9 @@ class SupervisedSource:
         """Nothing beside the step."""
         return {}
 
-    def restore(self, pending: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float]) -> None:
         """Nothing to restore."""
-        assert pending is None
+        assert rollout_buffer is None
         assert not state
 
     def _collated(self, indices: Sequence[int]) -> Batch:

@@ -108,7 +108,7 @@ class RolloutSource:
                 draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
 
-    def pending(self, step: int) -> dict[str, Tensor] | None:
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """The rollout batch that updates after ``step`` still train on, as tensors to save."""
         if step % self.updates == 0 or self._batch is None:
             return None
@@ -120,18 +120,18 @@ class RolloutSource:
         """Numbers that a resumed run needs beside the step."""
         return {"kl_weight": self.credit.kl_weight}
 
-    def restore(self, pending: dict[str, Tensor] | None, state: dict[str, float]) -> None:
-        """Take back what ``pending`` and ``state`` gave."""
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+        """Take back what ``rollout_buffer`` and ``state`` gave."""
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
-        if pending is None:
+        if rollout_buffer is None:
             return
-        streams = {name.removeprefix("stream."): x for name, x in pending.items() if name.startswith("stream.")}
+        streams = {name.removeprefix("stream."): x for name, x in rollout_buffer.items() if name.startswith("stream.")}
         self._batch = Batch(
-            tokens=pending["tokens"],
-            lengths=pending["lengths"],
-            mask=pending["mask"],
-            group=pending["group"],
-            prefix=pending["prefix"],
+            tokens=rollout_buffer["tokens"],
+            lengths=rollout_buffer["lengths"],
+            mask=rollout_buffer["mask"],
+            group=rollout_buffer["group"],
+            prefix=rollout_buffer["prefix"],
             streams=streams,
             rows_per_unit=self.rows_per_unit,
         )
