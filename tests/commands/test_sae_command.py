@@ -13,6 +13,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [
@@ -40,7 +41,7 @@ def test_from_a_recipe_to_a_dictionary(
     assert (metadata["model_name"], metadata["site"], metadata["layer"]) == ("tiny", "resid.2", 2)
     assert metadata["hook_name"] == "blocks.1.hook_resid_post"
     assert len(metadata["models"][0]["weights_hash"]) == 64
-    store = ActivationStore.open(run / "activations")
+    store = ActivationStore.open(recorded_for(run) or "")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
     dictionary = load_dictionary(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()

@@ -21,7 +21,7 @@ SECTION = "dictionary"
 
 
 class ActivationsSection(Section):
-    """What is learned from: a ``folder`` that `posttrain activations` made, or what is recorded into the run first.
+    """What is learned from: a ``folder`` that `posttrain activations` made, or what is recorded first (``recording``).
 
     ``site``: such as ``resid.20``, the output of the 20th block. ``source``: of a folder with two models ``base``,
     ``post``, their ``difference`` (post − base) or ``both`` (a crosscoder). To record: ``model``, with ``paired`` for a

@@ -14,8 +14,8 @@ from posttrain.interpret.activations.loading import tokenizer_hash
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.dictionaries.run import ACTIVATIONS
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
@@ -94,7 +94,7 @@ def read_features(
 
 
 def default_activations(folder: Path, run: Path | None) -> str:
-    """What the run of a dictionary was trained on: recorded in it, or the folder that its recipe names.
+    """What the run of a dictionary was trained on: recorded for it, or the folder that its recipe names.
 
     Raises:
         UsageError: neither is there.
@@ -102,8 +102,9 @@ def default_activations(folder: Path, run: Path | None) -> str:
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
         raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
-    if (run / ACTIVATIONS / INDEX).is_file():
-        return str(run / ACTIVATIONS)
+    place = recorded_for(run)
+    if place is not None:
+        return str(place)
     recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
     if recorded is None or not (Path(recorded) / INDEX).is_file():
         missing = "its activations were deleted" if recorded is None else f"its activations are no more in {recorded}"
