@@ -107,3 +107,33 @@ def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "coefficient: 0.0003" in shown
     assert "site: resid.20" in shown
+
+
+def test_several_layers_are_recorded_in_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [*SMALL, "--activations.outliers", "0"]
+    small[small.index("--eval.documents") + 1] = "0"
+    several = ["sae", "train", "tiny/sae", *small, "--run", "both", "--activations.site", "resid.1,resid.3"]
+    assert main(several) == 0
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("activations recorded before") == 1
+    assert len(list(Path("runs/activations").glob("resid*"))) == 1
+    places = {recorded_for(Path("runs") / f"both-{site}") for site in ("resid.1", "resid.3")}
+    assert [ActivationStore.open(place or "").sites for place in places] == [("resid.1", "resid.3")]
+    assert read_metadata("runs/both-resid.3/dictionary")["hook_name"] == "blocks.2.hook_resid_post"
+    assert main(["sae", "train", "tiny/sae", *small, "--run", "one", "--activations.site", "resid.3", "--quiet"]) == 0
+    weights = [Path("runs") / name / "dictionary" / "sae_weights.safetensors" for name in ("one", "both-resid.3")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert not torch.equal(
+        load_dictionary("runs/both-resid.1/dictionary").W_dec, load_dictionary("runs/one/dictionary").W_dec
+    )
+
+    capsys.readouterr()
+    assert main(several) == 2
+    assert "Continue it with --resume" in capsys.readouterr().err
+    (Path("runs") / "both-resid.3").rename("elsewhere")
+    assert main([*several, "--resume", "--quiet"]) == 0
+    assert weights[1].read_bytes() == weights[0].read_bytes()
+    assert main(["runs", "resume", "both-resid.1", "--quiet"]) == 0

@@ -49,11 +49,12 @@ def open_or_record(
     if section.folder is not None:
         return ActivationStore.open(section.folder)
     assert section.model is not None, "the section's validator"
-    assert section.site is not None, "the section's validator"
-    check_layers(section.model.name, [section.site])  # before texts are read
+    assert section.one_site is not None, "the section's validator"
+    sites = section.sites or [section.one_site]
+    check_layers(section.model.name, sites)  # before texts are read
     documents = read_documents(section)
     paired = [] if section.paired is None else [section.model.model_copy(update={"name": section.paired})]
-    models, sites = [section.model, *paired], [section.site]
+    models = [section.model, *paired]
     options: dict[str, Any] = {
         "dtype": section.dtype,
         "outliers": section.outliers,
