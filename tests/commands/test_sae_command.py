@@ -102,6 +102,30 @@ def test_what_is_said_of_mistakes(
     assert "this trains a dictionary; run it with: posttrain sae train tiny/sae" in capsys.readouterr().err
 
 
+def test_a_transcoder_from_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sae", "train", "tiny/transcoder", *SMALL, "--dictionary.k", "4"]) == 0
+    assert "in place:   CE 2." in capsys.readouterr().out
+    run = Path("runs/tiny-transcoder")
+    results = json.loads((run / "dictionary.json").read_text())
+    metadata = read_metadata(run / "dictionary")
+    assert [metadata[key] for key in ("site", "target")] == ["mlp_in.2", "mlp.2"]
+    assert metadata["hook_name_out"] == "blocks.1.hook_mlp_out"
+    store = ActivationStore.open(recorded_for(run) or "")
+    chosen = torch.arange(store.num_rows - 300, store.num_rows)
+    written, dictionary = store.gather(chosen, "mlp.2"), load_dictionary(run / "dictionary")
+    error = (dictionary(store.gather(chosen, "mlp_in.2")) - written).square().sum()
+    fvu = float(error / (written - written.mean(0)).square().sum())
+    assert fvu == pytest.approx(results["held_out"]["fvu"], rel=0.05)
+    assert fvu < 1
+    assert results["recovered"]["ce"] < results["recovered"]["ce_spliced"] < results["recovered"]["ce_zero"]
+    assert main(["sae", "features", "tiny-transcoder", "--features", "1,2", "--quiet"]) == 0
+    assert main(["generate", "tiny", "Eva has", "--sae", "tiny-transcoder", "--steer", "1=2", "--max-tokens", "2"]) == 0
+    assert "mlp.2: 1 +2" in "".join(capsys.readouterr())
+
+
 def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "train", "sae-qwen3-14b-layer20", "--dry-run"]) == 0
     shown = capsys.readouterr().out

@@ -4,7 +4,8 @@ A folder holds ``sae_weights.safetensors`` and ``cfg.json``. With one source the
 ``W_dec`` [F, d], ``b_enc`` [F], ``b_dec`` [d], and for jumprelu ``threshold`` [F]; the architectures are standard,
 topk and jumprelu (which a BatchTopK dictionary becomes). A crosscoder, which SAELens has no name for, is the same file
 with a leading axis of sources (``W_enc`` [M, d, F], ``W_dec`` [M, F, d], ``b_dec`` [M, d]) and ``architecture:
-crosscoder``.
+crosscoder``. A transcoder is ``transcoder`` or ``jumprelu_transcoder``, with ``W_skip`` [d, d] (written · read)
+``skip_transcoder`` or ``jumprelu_skip_transcoder``; one of kind topk, which SAELens cannot name, ``topk_transcoder``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mappin
     tensors = {name: value.detach() for name, value in zip(_NAMES, _weights(folded), strict=True)}
     if folded.architecture == "jumprelu":
         tensors["threshold"] = folded.threshold.detach()
+    if folded.W_skip is not None:
+        tensors["W_skip"] = folded.W_skip.detach().T
     if folded.sources == 1:
         tensors |= {name: tensors[name].squeeze(0) for name in ("W_enc", "W_dec", "b_dec")}
     with storage_errors("the dictionary", place):
@@ -74,16 +77,21 @@ def _weights(dictionary: Dictionary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _configuration(dictionary: Dictionary, metadata: Mapping[str, Any]) -> dict[str, Any]:
     own = {"kind": dictionary.kind, "options": dictionary.options, "matryoshka": list(dictionary.prefixes[:-1])}
     architecture = dictionary.architecture if dictionary.sources == 1 else "crosscoder"
+    if dictionary.transcoder:
+        skip = "skip_" if dictionary.W_skip is not None else ""
+        architecture = f"{architecture}_{skip}transcoder".removeprefix("standard_")
     configuration = {
         "architecture": architecture,
         "d_in": dictionary.d,
         "d_sae": dictionary.features,
         "dtype": "float32",
         "device": "cpu",
-        "apply_b_dec_to_input": True,
+        "apply_b_dec_to_input": not dictionary.transcoder,
         "normalize_activations": "none",
         "reshape_activations": "none",
     }
+    if dictionary.transcoder:
+        configuration |= {"d_out": dictionary.d}
     if dictionary.architecture == "topk":
         configuration |= {"k": int(dictionary.options["k"]), "rescale_acts_by_decoder_norm": False}
     if architecture == "crosscoder":
@@ -118,16 +126,21 @@ def load_dictionary(folder: str | Path) -> Dictionary:
         tensors |= {name: tensors[name].unsqueeze(0) for name in ("W_enc", "W_dec", "b_dec")}
     _check_shapes(tensors, configuration, sources, place / WEIGHTS)
     kind, options, prefixes = _own_words(configuration, architecture)
+    transcoder = _is_transcoder(configuration)
     dictionary = Dictionary(
-        int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None
-    )
-    _convert(tensors, configuration)
+        int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None,
+        transcoder=transcoder, skip="W_skip" in tensors,
+    )  # fmt: skip
+    if not transcoder:
+        _convert(tensors, configuration)
     with torch.no_grad():
         dictionary.W_enc.copy_(tensors["W_enc"])
         dictionary.W_dec.copy_(tensors["W_dec"].transpose(0, 1))
         dictionary.b_enc.copy_(tensors["b_enc"])
         dictionary.b_dec.copy_(tensors["b_dec"])
         dictionary.threshold.copy_(tensors.get("threshold", torch.zeros(dictionary.features)))
+        if dictionary.W_skip is not None:
+            dictionary.W_skip.copy_(tensors["W_skip"].T)
     return dictionary.requires_grad_(False)
 
 
@@ -163,12 +176,20 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
     architecture = str(configuration.get("architecture", "standard"))
     activation = str(configuration.get("activation", "?")) if architecture == "crosscoder" else architecture
+    if _is_transcoder(configuration):
+        activation = activation.removesuffix("transcoder").removesuffix("skip_").removesuffix("_") or "standard"
+        if configuration.get("d_out", configuration["d_in"]) != configuration["d_in"]:
+            raise DataError(path, "a transcoder that writes another width (d_out) than it reads cannot be used here")
     if activation not in _KINDS:
-        raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder")
+        raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder, transcoder")
     for key, wanted in (("normalize_activations", "none"), ("reshape_activations", "none")):
         if configuration.get(key) not in (None, wanted):
             raise DataError(path, f"{key}: {configuration[key]!r}; only {wanted!r} can be used here. Fold it first")
     return activation
+
+
+def _is_transcoder(configuration: Mapping[str, Any]) -> bool:
+    return str(configuration.get("architecture")).endswith("transcoder")
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any], sources: int, path: Path) -> None:
@@ -179,7 +200,11 @@ def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any
         "b_enc": (features,),
         "b_dec": (sources, d),
         "threshold": (features,),
+        "W_skip": (d, d),
     }
+    needs_skip = "skip_transcoder" in str(configuration.get("architecture"))
+    if needs_skip != ("W_skip" in tensors):
+        raise DataError(path, f"{'has no' if needs_skip else 'has a'} tensor W_skip, unlike cfg.json's architecture")
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             raise DataError(path, f"{name} has the shape {tuple(tensors[name].shape)}, but cfg.json means {shape}")
@@ -207,7 +232,8 @@ def _convert(tensors: dict[str, Tensor], configuration: Mapping[str, Any]) -> No
 
 
 # What other tools call the output of the block with this index.
-_HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out"}
+_HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out",
+          "mlp_in": "blocks.{}.ln2.hook_normalized"}  # fmt: skip
 
 
 def hook_name(site: str) -> str:
@@ -226,6 +252,7 @@ def describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str
         "hook_name": hook_name(site),
         "context_size": index.data.get("context_tokens"),
         "site": site,
+        **({} if rows.target is None else {"hook_name_out": hook_name(rows.target), "target": rows.target}),
         "layer": read_site(site).layer,
         "layer_convention": index.layer_convention,
         "source": rows.source,

@@ -50,7 +50,7 @@ def open_or_record(
         return ActivationStore.open(section.folder)
     assert section.model is not None, "the section's validator"
     assert section.one_site is not None, "the section's validator"
-    sites = section.sites or [section.one_site]
+    sites = section.sites or [section.one_site, *([] if section.target is None else [section.target])]
     check_layers(section.model.name, sites)  # before texts are read
     documents = read_documents(section)
     paired = [] if section.paired is None else [section.model.model_copy(update={"name": section.paired})]

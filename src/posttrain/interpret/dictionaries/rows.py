@@ -26,9 +26,10 @@ class Rows(Protocol):
     num_rows: int
     d: int
     sources: int
+    has_targets: bool
 
     def gather(self, rows: Tensor) -> Tensor:
-        """float32 [n, M, d] of the rows ``int64 [n]``."""
+        """float32 [n, M, d] of the rows ``int64 [n]``; with targets [n, 2, d], what is read and what is written."""
         ...
 
     def boundary(self, row: int) -> int:
@@ -37,11 +38,12 @@ class Rows(Protocol):
 
 
 class TensorRows:
-    """Rows of a tensor [n, d] or [n, M, d]."""
+    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
         self.x = x.unsqueeze(1) if x.dim() == 2 else x
-        self.num_rows, self.sources, self.d = self.x.shape
+        self.num_rows, sources, self.d = self.x.shape
+        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.x[rows].float()
@@ -58,13 +60,17 @@ class StoreRows:
         site: may be left out where there is one.
         source: ``model``, ``base`` or ``post``: an autoencoder of one model; ``difference``: post − base; ``both``:
             a crosscoder's two sources. None where one model was recorded.
+        target: another site of the same model and width, which a transcoder writes.
 
     Raises:
-        UsageError: there is no such site or source.
+        UsageError: there is no such site or source, or the target does not fit.
     """
 
-    def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
-        self.store, self.site = store, site
+    def __init__(
+        self, store: ActivationStore, site: str | None = None, source: str | None = None, target: str | None = None
+    ) -> None:
+        self.store, self.site, self.target = store, site, target
+        self.has_targets = target is not None
         paired = store.sources == ("base", "post")
         known = [*store.sources, *((DIFFERENCE, BOTH) if paired else ())]
         self.source = source if source is not None or len(known) > 1 else known[0]
@@ -73,8 +79,16 @@ class StoreRows:
             raise UsageError(f"activations.source: {what}; these activations have {', '.join(known)}")
         self.num_rows, self.d = store.num_rows, store.width(site)
         self.sources = 2 if self.source == BOTH else 1
+        if target is not None and (self.source in (DIFFERENCE, BOTH) or store.width(target) != self.d):
+            raise UsageError(
+                f"activations.target: {target}: a transcoder is of one model (activations.source), and reads and "
+                "writes activations of the same width"
+            )
 
     def gather(self, rows: Tensor) -> Tensor:
+        if self.target is not None:
+            pair = (self.store.gather(rows, site, self.source).float() for site in (self.site, self.target))
+            return torch.stack(list(pair), dim=1)
         if self.source not in (DIFFERENCE, BOTH):
             return self.store.gather(rows, self.site, self.source).float().unsqueeze(1)
         base, post = (self.store.gather(rows, self.site, source).float() for source in ("base", "post"))

@@ -40,7 +40,8 @@ def train_run(
 
     trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
     store = open_or_record(recipe.activations, files.folder, notify, allow_large=allow_large)
-    rows = StoreRows(store, recipe.activations.one_site, recipe.activations.source)
+    asked = recipe.activations
+    rows = StoreRows(store, asked.one_site, asked.source, asked.target)
     metrics = TrackedMetrics(files.metrics, trackers)
     try:
         trained = train_dictionary(
