@@ -45,6 +45,7 @@ BODIES = {
     "train": ("posttrain.commands.train", "run_train"),
     "compare": ("posttrain.commands.sweep", "run_compare"),
     "study": ("posttrain.commands.sweep", "run_study"),
+    "pipeline": ("posttrain.commands.sweep", "run_pipeline"),
     "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
     "generate": ("posttrain.commands.generate", "run_generate"),
     "chat": ("posttrain.commands.chat.command", "run_chat"),
@@ -65,6 +66,7 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
     "study": None,
+    "pipeline": None,
     "evaluate": ("task", "template", "engine"),
     "generate": ("template",),
     "chat": ("template",),
@@ -242,6 +244,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     "train": ("train by a recipe", _add_train_options),
     "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweep"),
     "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweep"),
+    "pipeline": ("the whole of RLHF: demonstrations, reward models, policies, contests", "posttrain.commands.sweep"),
     "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.command"),
     "generate": ("sample answers from a model or a run", _add_generate_options),
     "chat": ("talk to a model, or to several at once", _add_chat_options),
@@ -391,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
         remedy = (
             "; continue with the same command"
-            if {"compare", "study", "evaluate", "activations", "diff"} & set(arguments)
+            if {"compare", "study", "pipeline", "evaluate", "activations", "diff"} & set(arguments)
             else remedy
         )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)

@@ -71,6 +71,27 @@ def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str
     assert items[0]["question"] in page
 
 
+def test_further_judges_are_told_beside_the_first_of_the_same_answers(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [*SMALL[:-1], "--train.seed", "5", "--quiet"]
+    assert main(["train", "tiny/rm", "--runs-dir", str(runs), "--run", "other-rm", "--train.lr", "3e-3", *other]) == 0
+    asked = ["sft", "--against", "tiny", "--judge", "rm,other-rm", "--out", str(tmp_path / "both")]
+    assert against(runs, *asked) == 0
+    assert "sft wins, by other-rm" in capsys.readouterr().out
+    content, items = read(tmp_path / "both")
+    for number, name in enumerate(("rm", "other-rm")):
+        alone = tmp_path / name
+        assert against(runs, "sft", "--against", "tiny", "--judge", name, "--out", str(alone), "--quiet") == 0
+        results, own = read(alone)
+        told = content["others"]["other-rm"] if number else content["results"]
+        assert told["win_rate"] == results["results"]["win_rate"]
+        scores = [answer["scores"][name] if number else answer["score"] for item in items for answer in item["a"]]
+        assert scores == [answer["score"] for item in own for answer in item["a"]]
+    assert against(runs, "sft", "--against", "tiny", "--judge", "rm,rm") == 2
+    assert "--judge: the same reward model is named twice" in capsys.readouterr().err
+
+
 def test_a_model_against_itself_ties_and_has_no_kl(runs: Path, tmp_path: Path) -> None:
     assert against(runs, "sft", "--against", "sft", "--out", str(tmp_path / "out"), "--quiet") == 0
     content, items = read(tmp_path / "out")

@@ -217,7 +217,7 @@ def test_overrides_that_do_not_fit_are_refused(key: str, value: str, message: st
 
 
 def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"--methods: .* has no method 'wyde'. Did you mean 'wide'\? Methods: grpo, "):
+    with pytest.raises(UsageError, match=r"--methods: .* has no method 'wyde'. Did you mean 'wide'\? There: grpo, "):
         load(methods=["grpo", "wyde"])
     with pytest.raises(UsageError, match="name at least one of grpo"):
         load(methods=[])

@@ -17,7 +17,7 @@ from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
-from posttrain.sweeps.plan import Plan
+from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.runner import Outcome, run_sweep
 from posttrain.sweeps.study_results import StudyFound
 
@@ -53,6 +53,16 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
         view.warn("stopped; everything so far is saved. The same command goes on from here")
         return INTERRUPTED
     return 1 if outcome.failures else 0
+
+
+def describe_parts(plan: Plan) -> list[str]:
+    """What would be made, part by part, and after what."""
+    lines = [f"{plan.folder}: {len(plan.parts)} parts, seeds 0 to {plan.num_seeds - 1}"]
+    for part in plan.parts:
+        work = f"{part.recipe.train.steps} steps" if isinstance(part, Training) else " ".join(part.words(resume=False))
+        after = f" (after {', '.join(part.needs)})" if part.needs else ""
+        lines.append(f"{part.name}: {work}{after}")
+    return lines
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:

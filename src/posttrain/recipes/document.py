@@ -247,10 +247,10 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
 
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship in the package, such as ``tiny/grpo``."""
+def recipe_names(shelf: str = "") -> list[str]:
+    """Names of the recipes that ship in the package, such as ``tiny/grpo``; of one ``shelf/``, if it is given."""
     root = resources.files("posttrain") / "recipes"
-    return sorted(_walk(root, ""))
+    return sorted(name for name in _walk(root, "") if name.startswith(shelf))
 
 
 def _walk(folder: Any, prefix: str) -> Iterator[str]:

@@ -47,6 +47,7 @@ WORD_KINDS = {
 _OTHERS = {
     ("methods", "base"): ("compares several methods", "compare"),
     ("study",): ("is a study of several runs", "study"),
+    ("judge", "policies"): ("is a pipeline of several runs", "pipeline"),
     ("dictionary",): ("trains a dictionary", "sae train"),
     ("changes",): ("compares two models", "sae diff"),
 }

@@ -20,7 +20,7 @@ from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_nam
 
 CELLS, START = "cells", "start"
 # What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
-PLANS = ("compare.yaml", "study.yaml")
+PLANS = ("compare.yaml", "study.yaml", "pipeline.yaml")
 _PATTERN = "*?["
 
 

@@ -46,10 +46,9 @@ from pydantic import Field
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.document import apply_override, interpretation_names, merge, recipe_names, study_names
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import suggest
 from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
 from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SourceReader, SweepFile, label_of, read_sweep_file
+from posttrain.sweeps.sources import Source, SourceReader, SweepFile, choose_names, label_of, read_sweep_file
 
 # A base need not name an objective; one of these stands in while the base is checked by itself.
 _STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
@@ -110,12 +109,12 @@ class ComparisonPlan(Plan):
 
 def comparison_names() -> list[str]:
     """Names of the compare files that ship, such as ``compare/ppo-grpo-dpo``."""
-    return [name for name in recipe_names() if name.startswith(CompareFile.shelf)]
+    return recipe_names(CompareFile.shelf)
 
 
 def training_recipe_names() -> list[str]:
     """Names of the shipped recipes that `posttrain train` takes."""
-    others = {*comparison_names(), *interpretation_names(), *study_names()}
+    others = {*comparison_names(), *interpretation_names(), *study_names(), *recipe_names("pipeline/")}
     return [name for name in recipe_names() if name not in others]
 
 
@@ -154,7 +153,7 @@ def load_comparison(
     own, common = _split_overrides(overrides)
     content, reader = read_sweep_file(CompareFile, name_or_path, own)
     base, base_data = _read_base(reader, content.base, common)
-    names = _choose_methods(list(content.methods), methods, reader.place)
+    names = choose_names(list(content.methods), methods, reader.place, "method")
     rows = [_read_row(reader, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
         raise RecipeError(
@@ -247,18 +246,6 @@ def _read_row(
     if content.start is not None and "model.name" in changes:
         changes["model.name"] = ("the start", recipe.model.name)
     return Method(name, recipe, label_of(source), changes)
-
-
-def _choose_methods(known: list[str], wanted: Sequence[str] | None, place: str) -> list[str]:
-    if wanted is None:
-        return known
-    for name in wanted:
-        if name not in known:
-            there = ", ".join(known)
-            raise UsageError(f"--methods: {place} has no method {name!r}.{suggest(name, known)} Methods: {there}")
-    if not wanted:
-        raise UsageError(f"--methods: name at least one of {', '.join(known)}")
-    return list(dict.fromkeys(wanted))
 
 
 def _resolve(

@@ -102,6 +102,23 @@ def _override(kind: type[SweepFile], data: dict[str, Any], key: str, value: str,
     apply_override(data, key, value)
 
 
+def choose_names(known: list[str], wanted: Sequence[str] | None, place: str, member: str) -> list[str]:
+    """The wanted names of a group, each once; all where None. ``member``: what one of them is.
+
+    Raises:
+        UsageError: the file has no such member, or none is named.
+    """
+    if wanted is None:
+        return known
+    there = ", ".join(known)
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"--methods: {place} has no {member} {name!r}.{suggest(name, known)} There: {there}")
+    if not wanted:
+        raise UsageError(f"--methods: name at least one of {there}")
+    return list(dict.fromkeys(wanted))
+
+
 def label_of(source: Mapping[str, Any]) -> str:
     """A source as a reader of results is told of it."""
     name = source.get("recipe", "a recipe of its own")
