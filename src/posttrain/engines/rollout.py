@@ -62,7 +62,7 @@ class Grader:
             {
                 "prompt": attempt.prompt,
                 "text": attempt.text,
-                "extracted": found,
+                "extracted": final_answer,
                 "answer": attempt.example.answer,
                 "num_tokens": len(attempt.completion.ids),
                 "finish": attempt.completion.finish,
@@ -71,7 +71,7 @@ class Grader:
                 "meta": attempt.example.meta,
                 "example": attempt.example,
             }
-            for attempt, found in zip(attempts, extracted, strict=True)
+            for attempt, final_answer in zip(attempts, extracted, strict=True)
         ]
         ids = [attempt.example.id for attempt in attempts]
         columns: list[tuple[str, float, list[Result]]] = []
@@ -88,14 +88,14 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
     values: dict[str, float] = {}
     facts: dict[str, float] = {}
     outcome, total = "ungraded", 0.0
-    for name, weight, found in parts:
-        value = found if isinstance(found, float) else found.value
+    for name, weight, reward in parts:
+        value = reward if isinstance(reward, float) else reward.value
         values[name] = value
         total += weight * value
-        if not isinstance(found, float):
-            facts |= found.facts
-        if isinstance(found, Verdict) and name == "correct":
-            outcome, extracted = found.outcome, found.extracted if found.extracted is not None else extracted
+        if not isinstance(reward, float):
+            facts |= reward.facts
+        if isinstance(reward, Verdict) and name == "correct":
+            outcome, extracted = reward.outcome, reward.extracted if reward.extracted is not None else extracted
     return Grade(facts | values, check_size(total, f"the weighted sum of the rewards is {total:g}"), extracted, outcome)
 
 
@@ -160,7 +160,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
     """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading."""
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
-    slots, indices = (numbers if given is None else given for given in (asked.slots, asked.prompt_indices))
+    slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
     keys = [[derive_key(*asked.key, slot, g) for g in range(group)] for slot in slots]
     completions = sampler.engine.generate(asked.prompts, keys, asked.sampling)
     started = time.perf_counter()

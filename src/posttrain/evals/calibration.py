@@ -52,12 +52,12 @@ def reliability_bins(
         Bin(
             low=start + index * width,
             high=start + (index + 1) * width,
-            n=len(found),
-            predicted=statistics.fmean(p for p, _ in found),
-            observed=statistics.fmean(outcome for _, outcome in found),
+            n=len(pairs),
+            predicted=statistics.fmean(p for p, _ in pairs),
+            observed=statistics.fmean(outcome for _, outcome in pairs),
         )
-        for index, found in enumerate(members)
-        if found
+        for index, pairs in enumerate(members)
+        if pairs
     ]
 
 

@@ -98,12 +98,12 @@ class EvaluationStore:
 
     def known(self, examples: Mapping[int, Example], format_part: str, samples: int) -> dict[int, Item]:
         """Items by index whose samples are all there already; ``examples`` by index."""
-        found: dict[int, dict[int, Any]] = {}
+        recorded: dict[int, dict[int, Any]] = {}
         for row in self.store.evaluations(self.name):
-            found.setdefault(row.prompt_index, {})[row.rollout_index] = row
+            recorded.setdefault(row.prompt_index, {})[row.rollout_index] = row
         return {
             index: item_of(examples[index], index, [sample_of(rows[i], format_part) for i in range(samples)])
-            for index, rows in found.items()
+            for index, rows in recorded.items()
             if set(rows) == set(range(samples)) and index in examples and rows[0].example_id == examples[index].id
         }
 
@@ -216,8 +216,8 @@ def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | Non
     """A cell of an interrupted table that was finished with the same settings, or None."""
     if not (folder / RESULTS).is_file():
         return None
-    found = read_finished(folder)
-    return found if resume_mark(found.settings) == resume_mark(settings) else None
+    finished = read_finished(folder)
+    return finished if resume_mark(finished.settings) == resume_mark(settings) else None
 
 
 def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -235,7 +235,7 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
         return []
     if not isinstance(before, dict):
         return []
-    one, other = (_deciding(json.loads(json.dumps(found, default=str))) for found in (before, settings))
+    one, other = (_deciding(json.loads(json.dumps(options, default=str))) for options in (before, settings))
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 

@@ -175,8 +175,8 @@ class _Session:
         self.sampling_seconds += self._lap() - grading_seconds
         self.grading_seconds += grading_seconds
         for slot, group in zip(slots, groups, strict=True):
-            found = [sample_of(rollout, self.grader.format_part) for rollout in group]
-            self.items[slot] = item_of(self.examples[slot], slot, found)
+            samples = [sample_of(rollout, self.grader.format_part) for rollout in group]
+            self.items[slot] = item_of(self.examples[slot], slot, samples)
             self.num_tokens += sum(len(r.completion.ids) for r in group)
         graded = [rollout for group in groups for rollout in group]
         if record is None:
@@ -194,20 +194,20 @@ class _Session:
         for span in _spans(len(owners), SCORES_AT_A_TIME):
             part = owners[span]
             texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
-            found = scorer.score([self.examples[i] for i, _ in part], texts, finishes)
-            for (i, _), value in zip(part, found, strict=True):
+            values = scorer.score([self.examples[i] for i, _ in part], texts, finishes)
+            for (i, _), value in zip(part, values, strict=True):
                 scores[i].append(value)
             self._tell("scoring", part[-1][0] + 1)
         self.items = with_scores(self.items, scores)
         self.scoring_seconds = self._lap()
 
     def timing(self) -> dict[str, float]:
-        found = {"sampling_seconds": self.sampling_seconds, "grading_seconds": self.grading_seconds}
-        found |= {"scoring_seconds": self.scoring_seconds} if self.scoring_seconds else {}
-        found["generated_tokens"] = float(self.num_tokens)
+        timing = {"sampling_seconds": self.sampling_seconds, "grading_seconds": self.grading_seconds}
+        timing |= {"scoring_seconds": self.scoring_seconds} if self.scoring_seconds else {}
+        timing["generated_tokens"] = float(self.num_tokens)
         if self.sampling_seconds > 0:
-            found["generated_tokens_per_second"] = self.num_tokens / self.sampling_seconds
-        return found
+            timing["generated_tokens_per_second"] = self.num_tokens / self.sampling_seconds
+        return timing
 
     def finish(self) -> Evaluation:
         """Count."""

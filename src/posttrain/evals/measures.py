@@ -56,7 +56,7 @@ def summarize(
         worked: whether a text shows its working, where the task can tell.
         own_parts: rewards that have a result under another name (``correct``, the template's format).
     """
-    given = [sample for item in items for sample in item.samples]
+    drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
     results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
     results |= _with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else _UNGRADED
@@ -66,20 +66,20 @@ def summarize(
             results |= _with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
     asked = len(items) * samples
     results |= {
-        "format": sum(s.in_format for s in given) / asked,
-        "parse_failures": sum(s.outcome == "no_answer" for s in given) / asked,
-        "grading_failures": sum(s.outcome in FAILURES for s in given) / asked,
-        "truncated": sum(s.finish == "length" for s in given) / asked,
-        "num_tokens": statistics.fmean(s.num_tokens for s in given),
-        "reward": statistics.fmean(s.reward for s in given),
+        "format": sum(s.in_format for s in drawn) / asked,
+        "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
+        "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
+        "truncated": sum(s.finish == "length" for s in drawn) / asked,
+        "num_tokens": statistics.fmean(s.num_tokens for s in drawn),
+        "reward": statistics.fmean(s.reward for s in drawn),
     }
-    lengths = [s.num_tokens for s in given]
+    lengths = [s.num_tokens for s in drawn]
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
     if worked is not None:
-        results["worked"] = sum(worked(s.text) for s in given) / asked
+        results["worked"] = sum(worked(s.text) for s in drawn) / asked
     if has_scores(items):
-        results["unscored"] = sum(s.score is None for s in given) / asked
-    return results | _mean_parts(given, own_parts, results)
+        results["unscored"] = sum(s.score is None for s in drawn) / asked
+    return results | _mean_parts(drawn, own_parts, results)
 
 
 _UNGRADED = {"accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 1.0}
@@ -153,7 +153,7 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
     """
     graded = graded_items(items)
     keys = dict.fromkeys(key for item in graded for key in item.meta)
-    found: Kinds = {}
+    kinds: Kinds = {}
     cuts: set[frozenset[tuple[int, ...]]] = set()
     for key in keys:
         groups: dict[str, list[Item]] = {}
@@ -165,8 +165,8 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
         if 2 <= len(groups) <= min(MAX_KINDS, len(graded) // 2) and cut not in cuts:
             cuts.add(cut)
             ordered = dict.fromkeys(values[value] for value in sorted(values, key=_in_order))
-            found[key] = {kind: _kind(groups[kind], samples) for kind in ordered}
-    return found
+            kinds[key] = {kind: _kind(groups[kind], samples) for kind in ordered}
+    return kinds
 
 
 def _kind(items: Sequence[Item], samples: int) -> dict[str, float]:

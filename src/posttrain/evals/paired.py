@@ -48,31 +48,31 @@ class Paired:
 
     def in_words(self) -> str:
         """The outcome in one sentence. It may be chance unless the bootstrap and McNemar's test both say no."""
-        found = self.differences["accuracy"]
-        sign = -100.0 if found.difference < 0 else 100.0
-        low, high = sorted((found.low * sign, found.high * sign))
-        is_inside = found.low <= 0 <= found.high
+        accuracy = self.differences["accuracy"]
+        sign = -100.0 if accuracy.difference < 0 else 100.0
+        low, high = sorted((accuracy.low * sign, accuracy.high * sign))
+        is_inside = accuracy.low <= 0 <= accuracy.high
         exact = self.mcnemar if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside else None
-        told = show_p(found.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
-        facts = f"[{low:.1f}, {high:.1f}], {told}, on {found.n} items"
-        if found.difference == 0:
+        told = show_p(accuracy.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
+        facts = f"[{low:.1f}, {high:.1f}], {told}, on {accuracy.n} items"
+        if accuracy.difference == 0:
             return f"{self.b} and {self.a} are right equally often, {facts}"
-        way = "better" if found.difference > 0 else "worse"
-        chance = ", which may be chance," if is_inside or exact is not None or found.p >= ALPHA else ""
-        return f"{self.b} is {way} than {self.a} by {found.difference * sign:.1f} points{chance} {facts}"
+        way = "better" if accuracy.difference > 0 else "worse"
+        chance = ", which may be chance," if is_inside or exact is not None or accuracy.p >= ALPHA else ""
+        return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {facts}"
 
     def cautions(self) -> list[str]:
         """Why the interval and its p are worth less than they look."""
-        found = self.differences["accuracy"]
+        accuracy = self.differences["accuracy"]
         notes = []
-        if found.is_constant:
+        if accuracy.is_constant:
             notes.append(
-                f"all {found.n} items differ by the same amount ({100 * found.difference:+.1f} points), so the "
+                f"all {accuracy.n} items differ by the same amount ({100 * accuracy.difference:+.1f} points), so the "
                 "interval has no width and says nothing about so few differences"
             )
-        if found.n < MIN_ITEMS:
+        if accuracy.n < MIN_ITEMS:
             exact = "; McNemar's exact test holds for few items too" if self.mcnemar is not None else ""
-            notes.append(f"{found.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
+            notes.append(f"{accuracy.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
         return notes
 
 
@@ -206,7 +206,7 @@ def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart:
         "outcome": paired.in_words(),
         "cautions": paired.cautions(),
         "n": paired.n,
-        "differences": {name: asdict(found) for name, found in paired.differences.items()},
+        "differences": {name: asdict(difference) for name, difference in paired.differences.items()},
         "table": paired.table,
         "mcnemar_p": paired.mcnemar,
         "settings_apart": {name: list(values) for name, values in apart.items()},

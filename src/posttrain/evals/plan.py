@@ -344,7 +344,7 @@ def measure(
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:
     """The evaluations as rows of a table; the templates are told where they are not all one."""
-    return [Row(found.label, found.template, found.evaluation, found.results) for found in finished]
+    return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
 def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
@@ -363,12 +363,12 @@ def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
     cells = [
         {
             "folder": str(cell.folder.relative_to(plan.folder)),
-            "model": found.label,
-            "evaluation": found.evaluation,
-            "template": found.template,
-            "results": told_results(found.results),
+            "model": done.label,
+            "evaluation": done.evaluation,
+            "template": done.template,
+            "results": told_results(done.results),
         }
-        for cell, found in zip(plan.cells, finished, strict=True)
+        for cell, done in zip(plan.cells, finished, strict=True)
     ]
     replace_file(plan.folder / RESULTS, json.dumps({"cells": cells}, indent=1).encode() + b"\n")
 

@@ -129,9 +129,9 @@ def vote(answers: Sequence[Hashable], right: Sequence[float], weights: Sequence[
     """
     votes: dict[Hashable, float] = {}
     worths: dict[Hashable, list[float]] = {}
-    given = [1.0] * len(answers) if weights is None else weights
-    _refuse_nan(given)
-    for answer, worth, weight in zip(answers, right, given, strict=True):
+    weights = [1.0] * len(answers) if weights is None else weights
+    _refuse_nan(weights)
+    for answer, worth, weight in zip(answers, right, weights, strict=True):
         if answer is not None:
             votes[answer] = votes.get(answer, 0.0) + weight
             worths.setdefault(answer, []).append(worth)
@@ -163,14 +163,14 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
     erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
     correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
-    found = {"first_error_accuracy": statistics.fmean(hits)}
+    rates = {"first_error_accuracy": statistics.fmean(hits)}
     if erroneous:
-        found["accuracy_erroneous"] = statistics.fmean(erroneous)
+        rates["accuracy_erroneous"] = statistics.fmean(erroneous)
     if correct:
-        found["accuracy_correct"] = statistics.fmean(correct)
+        rates["accuracy_correct"] = statistics.fmean(correct)
     if erroneous and correct:
-        found["error_f1"] = harmonic_mean(found["accuracy_erroneous"], found["accuracy_correct"])
-    return found
+        rates["error_f1"] = harmonic_mean(rates["accuracy_erroneous"], rates["accuracy_correct"])
+    return rates
 
 
 def harmonic_mean(left: float, right: float) -> float:

@@ -124,8 +124,8 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
     tables = []
     for key, values in kinds.items():
         lines = [
-            [value, f"{found['n']:.0f}", show_share(found, "accuracy"), show_interval(found, "accuracy")]
-            for value, found in values.items()
+            [value, f"{kind['n']:.0f}", show_share(kind, "accuracy"), show_interval(kind, "accuracy")]
+            for value, kind in values.items()
         ]
         tables.append(TextTable(f"By {key}", [key, "n", "right", "95 % interval"], lines))
     return tables

@@ -71,7 +71,7 @@ def count_votes(answers: Sequence[str | None], is_right: Sequence[bool]) -> list
     for answer, right in zip(answers, is_right, strict=True):
         if answer is not None:
             verdicts.setdefault(vote_key(answer), []).append(right)
-    shares = [(len(found), Fraction(sum(found), len(found))) for found in verdicts.values()]
+    shares = [(len(votes), Fraction(sum(votes), len(votes))) for votes in verdicts.values()]
     return [Vote(count, int(share) if share.denominator == 1 else share) for count, share in shares]
 
 

@@ -64,11 +64,11 @@ class WinRate:
 
 def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[Contest]:
     """The items that both models have answered, by ``Rollout.prompt_index``, in order."""
-    found: tuple[dict[int, list[Rollout]], dict[int, list[Rollout]]] = ({}, {})
-    for side, rollouts in zip(found, (a, b), strict=True):
+    sides: tuple[dict[int, list[Rollout]], dict[int, list[Rollout]]] = ({}, {})
+    for side, rollouts in zip(sides, (a, b), strict=True):
         for rollout in rollouts:
             side.setdefault(rollout.prompt_index, []).append(rollout)
-    return [Contest(i, tuple(found[0][i]), tuple(found[1][i])) for i in sorted(found[0].keys() & found[1].keys())]
+    return [Contest(i, tuple(sides[0][i]), tuple(sides[1][i])) for i in sorted(sides[0].keys() & sides[1].keys())]
 
 
 def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
@@ -92,7 +92,7 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     """
     if not contests:
         raise ValueError("no item that both models answered")
-    found = WinRate()
+    win_rate = WinRate()
     answers = [rollout for contest in contests for rollout in (*contest.a, *contest.b)]
     scores = iter(judge(answers))
     similar: list[float] = []
@@ -108,16 +108,16 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
         if alike:
             similar.append(statistics.fmean(alike))
             item["win_rate_similar"] = similar[-1]
-        found.items.append(item)
+        win_rate.items.append(item)
     draws = max(1, min(len(contest.a) for contest in contests), min(len(contest.b) for contest in contests))
-    found.results = {"n": float(len(contests)), "unscored": unscored / len(answers)}
-    found.results |= _share("win_rate", [item["win_rate"] for item in found.items], draws)
+    win_rate.results = {"n": float(len(contests)), "unscored": unscored / len(answers)}
+    win_rate.results |= _share("win_rate", [item["win_rate"] for item in win_rate.items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
-        found.results[name] = statistics.fmean(item[name] for item in found.items)
-    found.results["n_similar"] = float(len(similar))
+        win_rate.results[name] = statistics.fmean(item[name] for item in win_rate.items)
+    win_rate.results["n_similar"] = float(len(similar))
     if similar:
-        found.results |= _share("win_rate_similar", similar, draws)
-    return found
+        win_rate.results |= _share("win_rate_similar", similar, draws)
+    return win_rate
 
 
 def _item(
@@ -166,12 +166,12 @@ def measure_kl(answers: Sequence[Rollout], own: Forward, other: Forward, *, toke
         UsageError: the other model's vocabulary lacks a likely token.
     """
     batch = answers_as_batch(answers)
-    found = [0.0] * len(answers)
+    kl = [0.0] * len(answers)
     for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS)):
         sums = kl_of_states(batch.select(rows), own, nullcontext(other)).sum(dim=1)
         for row, value in zip(rows, sums.tolist(), strict=True):
-            found[row] = value
-    return found
+            kl[row] = value
+    return kl
 
 
 def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> dict[str, float]:
@@ -287,20 +287,20 @@ def run_contest(
         contests, left = graded(contests, plan.task)
         notes += left
     (_, first), *others = judges.items() or [("", judge_by_grade)]
-    found = measure_wins(contests, first)
+    win_rate = measure_wins(contests, first)
     for name, judge in others:
-        found.add_judge(name, measure_wins(contests, judge))
-    if found.results["unscored"]:
-        notes.append(f"{found.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
-    for item, contest in zip(found.items, contests, strict=True):
+        win_rate.add_judge(name, measure_wins(contests, judge))
+    if win_rate.results["unscored"]:
+        notes.append(f"{win_rate.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
+    for item, contest in zip(win_rate.items, contests, strict=True):
         item["question"] = prompt_text(contest.a[0].example)
-    _add_accuracies(found.results, evaluations)
+    _add_accuracies(win_rate.results, evaluations)
     reason = why_no_kl(models[0], models[1], plan.drawing, contests)
     if reason is None:
-        add_kl(found, models, plan.drawing, contests)
+        add_kl(win_rate, models, plan.drawing, contests)
     else:
         notes.append(f"no KL: {reason}")
-    return found, notes
+    return win_rate, notes
 
 
 def _missing(evaluations: Sequence[Evaluation], contests: Sequence[Contest]) -> list[str]:
@@ -350,7 +350,7 @@ def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequen
     return None
 
 
-def add_kl(found: WinRate, models: Sequence[OpenedModel], drawing: Drawing, contests: Sequence[Contest]) -> None:
+def add_kl(win_rate: WinRate, models: Sequence[OpenedModel], drawing: Drawing, contests: Sequence[Contest]) -> None:
     """KL(A‖B) over A's answers and KL(B‖A) over B's , into results and items."""
     forwards = [Forward(model.model, drawing.temperature) for model in models]
     sides: tuple[list[Rollout], list[Rollout]] = (
@@ -359,14 +359,14 @@ def add_kl(found: WinRate, models: Sequence[OpenedModel], drawing: Drawing, cont
     )
     for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
         kl = measure_kl(answers, own, other, tokens_per_micro=TOKENS_PER_MICRO)
-        found.results |= summarize_kl(f"kl_{name}", answers, kl)
+        win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
         values = iter(kl)
-        for item in found.items:
+        for item in win_rate.items:
             for answer in item[name[0]]:
                 answer[f"kl_{name}"] = next(values)
 
 
-def write_contest(plan: ContestPlan, found: WinRate, notes: Sequence[str], page: str) -> None:
+def write_contest(plan: ContestPlan, win_rate: WinRate, notes: Sequence[str], page: str) -> None:
     """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
 
     Raises:
@@ -376,10 +376,10 @@ def write_contest(plan: ContestPlan, found: WinRate, notes: Sequence[str], page:
         "evaluation": task_label(plan.task),
         "a": plan.a.label,
         "b": plan.b.label,
-        "results": found.results,
-        **({"others": found.others} if found.others else {}),
+        "results": win_rate.results,
+        **({"others": win_rate.others} if win_rate.others else {}),
         "notes": list(notes),
         "settings": plan.settings,
         "environment": describe_environment(),
     }
-    write_records(plan.folder, found.items, lambda: page, content)
+    write_records(plan.folder, win_rate.items, lambda: page, content)

@@ -74,10 +74,10 @@ def parse_quantity(text: str) -> Quantity | None:
     assert prefix is not None, "every part of the pattern is optional"
     first_sign, currency, second_sign = prefix.groups()
     body = cleaned[prefix.end() :]
-    found = _match_number(body)
-    if found is None or (first_sign and second_sign):
+    number = _match_number(body)
+    if number is None or (first_sign and second_sign):
         return None
-    value, end = found
+    value, end = number
     if "-" in (first_sign, second_sign):
         value = -value
     marked = _TEXT_COMMAND.search(text) is not None
@@ -139,21 +139,21 @@ def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quant
     return Quantity(value, unit=unit or currency, marked=marked)
 
 
-def same_quantity(gold: Quantity, given: Quantity, tolerance: float = 0.0) -> bool:
+def same_quantity(gold: Quantity, answer: Quantity, tolerance: float = 0.0) -> bool:
     """Whether two quantities agree, by exact rational arithmetic.
 
     A unit that only one side states is forgiven, except one that may be a variable (``5x``, ``5 m``);
     two units must agree. A ``%`` that only one side states may mean either reading (50 % = 50 = 0.5).
     """
-    if gold.unit and given.unit:
-        if canonical_unit(gold.unit) != canonical_unit(given.unit):
+    if gold.unit and answer.unit:
+        if canonical_unit(gold.unit) != canonical_unit(answer.unit):
             return False
-    elif (stated := gold.unit or given.unit) and not (gold.marked or given.marked):
+    elif (stated := gold.unit or answer.unit) and not (gold.marked or answer.marked):
         symbol = stated.partition("^")[0]
         if len(symbol) < 3 and symbol not in SHORT_UNITS:
             return False
     limit = Fraction(tolerance)
-    return any(abs(x - y) <= limit for x in _readings(gold, given) for y in _readings(given, gold))
+    return any(abs(x - y) <= limit for x in _readings(gold, answer) for y in _readings(answer, gold))
 
 
 def _readings(quantity: Quantity, other: Quantity) -> tuple[Fraction, ...]:
@@ -177,16 +177,16 @@ def clean_answer(text: str) -> str:
     return cleaned.rstrip(".").rstrip()
 
 
-def same_text(gold: str, given: str) -> bool:
+def same_text(gold: str, answer: str) -> bool:
     """Exact match of two answers that are no numbers.
 
     Both are cleaned (``clean_answer``). Two answers of letters and spaces, each longer than one
     letter, compare without case and with single spaces; all others compare without any space that does not separate
     digits.
     """
-    if len(given) > 2 * len(gold) + MAX_NUMBER_CHARS:
+    if len(answer) > 2 * len(gold) + MAX_NUMBER_CHARS:
         return False
-    left, right = clean_answer(gold), clean_answer(given)
+    left, right = clean_answer(gold), clean_answer(answer)
     if _is_words(left) and _is_words(right):
         return left.casefold().split() == right.casefold().split()
     return without_spaces(left) == without_spaces(right)
@@ -202,21 +202,21 @@ def _is_words(text: str) -> bool:
     return len(letters) > 1 and letters.isalpha()
 
 
-def same_answer(gold: str, given: str, tolerance: float = 0.0) -> bool:
+def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     """Numbers compare as quantities; anything else as text."""
     expected = parse_quantity(gold)
     if expected is None:
-        return same_text(gold, given)
-    stated = parse_quantity(given)
+        return same_text(gold, answer)
+    stated = parse_quantity(answer)
     return stated is not None and same_quantity(expected, stated, tolerance)
 
 
 def last_number(text: str) -> str | None:
     """The last number that stands in ``text``, as it is written there (sign, currency, %), or None."""
-    found = None
-    for found in _LAST_NUMBER.finditer(text):  # noqa: B007
+    match = None
+    for match in _LAST_NUMBER.finditer(text):  # noqa: B007
         pass
-    return found[0].replace("\u2212", "-") if found is not None else None
+    return match[0].replace("\u2212", "-") if match is not None else None
 
 
 def last_boxed(text: str) -> str | None:

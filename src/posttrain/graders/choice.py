@@ -129,7 +129,7 @@ def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
     if text in choices:
         return LETTERS[choices.index(text)]
     statements = [_LETTER.match(text, head.end()) for head in _HEAD.finditer(text)]
-    letters = [(found[1] or found[2]).upper() for found in statements if found]
+    letters = [(letter[1] or letter[2]).upper() for letter in statements if letter]
     return letters[-1] if letters else None
 
 
@@ -154,31 +154,31 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
 
 def _last_statement(text: str, choices: Sequence[str]) -> tuple[int, str] | None:
     """Where the last readable statement begins, and its letter."""
-    found: list[tuple[int, str]] = []
+    statements: list[tuple[int, str]] = []
     for head in deque(_HEAD.finditer(text), maxlen=MAX_STATEMENTS):
         tail = text[head.end() : head.end() + TAIL_CHARS].lstrip()
         if not _is_denied(text, head.start()) and (read := _read_tail(tail, choices, head[0])):
-            found.append((head.start(), read))
+            statements.append((head.start(), read))
     for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
         if not _is_denied(text, match.start()):
             following = text[match.end() : match.end() + TAIL_CHARS]
             letter = match[1] or match[2]
             another = _OR_ANOTHER.match(following)
             doubted = _is_doubted(letter, following, choices) or (another and another[1] != letter)
-            found.append((match.start(), _HEDGED if doubted else letter))
-    return max([*found, *_conclusions(text, max(found, default=None))], default=None)
+            statements.append((match.start(), _HEDGED if doubted else letter))
+    return max([*statements, *_conclusions(text, max(statements, default=None))], default=None)
 
 
 def _conclusions(text: str, stated: tuple[int, str] | None) -> list[tuple[int, str]]:
     """Where "It is B" and "So B" stand: an answer at the very end, and elsewhere a doubt about another answer."""
-    found: list[tuple[int, str]] = []
+    conclusions: list[tuple[int, str]] = []
     for match in deque(_CONCLUSION.finditer(text), maxlen=MAX_STATEMENTS):
         letter = match[2] or match[3]
         if not text[match.end() :].strip(_CLOSING):
-            found.append((match.start(), letter))
+            conclusions.append((match.start(), letter))
         elif match["verb"] and (stated is None or stated[1] != letter):
-            found.append((match.start(), _HEDGED))
-    return found
+            conclusions.append((match.start(), _HEDGED))
+    return conclusions
 
 
 def _is_denied(text: str, start: int) -> bool:

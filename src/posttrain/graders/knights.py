@@ -107,19 +107,19 @@ def read_roles(text: str, names: Sequence[str], *, all_lines: bool) -> dict[str,
                 return {}
             doubts.extend(claims)
             continue
-        found = [] if _STATES_NOTHING.search(beside) else claims
-        ended = not all_lines and bool(roles) and not found and (bool(line.strip()) or len(roles) == len(names))
+        stated = [] if _STATES_NOTHING.search(beside) else claims
+        ended = not all_lines and bool(roles) and not stated and (bool(line.strip()) or len(roles) == len(names))
         if ended or opening:
             opening = line  # above its headings a table may stand, and blank lines above a list
             if line.strip() and "|" not in line:
                 break
             opening = "|"
             continue
-        if found and not all_lines and not _is_stated(line, pattern, any_name, None if roles else below):
+        if stated and not all_lines and not _is_stated(line, pattern, any_name, None if roles else below):
             return {}
-        if not found and not roles:
+        if not stated and not roles:
             below.append(line)
-        for name, denied, role, second in found:
+        for name, denied, role, second in stated:
             is_knight = (role.casefold() == "knight") != bool(denied)
             key = known[name.casefold()]
             agrees = not second and roles.get(key, is_knight) is is_knight

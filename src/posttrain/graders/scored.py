@@ -86,20 +86,20 @@ def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | N
 
     Equal answers to the same question are scored once. A plain function may raise what it likes.
     """
-    found: dict[int, Result | None] = {}
+    outcomes: dict[int, Result | None] = {}
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
     subjects: dict[int, Any] = {}
     for place, (scorer, answer) in enumerate(asked):
         if answer is None or is_blank(answer):
-            found[place] = None
+            outcomes[place] = None
         elif isinstance(scorer, WorkerScorer):
             places = pooled.setdefault((scorer.target, scorer.limits), {})
             places.setdefault((id(scorer.subject), answer), []).append(place)
             subjects[id(scorer.subject)] = scorer.subject
         else:
-            found[place] = Result("value", value=float(scorer(answer)))
+            outcomes[place] = Result("value", value=float(scorer(answer)))
     for (target, limits), places in pooled.items():
         pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
         results = pool.run([[subjects[subject], answer] for subject, answer in places])
-        found.update((place, result) for own, result in zip(places.values(), results, strict=True) for place in own)
-    return [found[place] for place in range(len(asked))]
+        outcomes.update((place, result) for own, result in zip(places.values(), results, strict=True) for place in own)
+    return [outcomes[place] for place in range(len(asked))]

@@ -165,7 +165,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
     dtype = getattr(torch, section.dtype)
     if stored is None and section.load_bits is None:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=section.runs_remote_code,
@@ -175,14 +175,14 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     else:
         from posttrain.models.quantize import load_quantized
 
-        model, found = load_quantized(
+        model, loading_info = load_quantized(
             source,
             bits=section.load_bits if stored is None else None,
             dtype=dtype,
             device=_device(section.device),
             trust_remote_code=section.runs_remote_code,
         )
-    _check_weights(source, found)
+    _check_weights(source, loading_info)
     return model
 
 
@@ -222,20 +222,20 @@ def _bits_in(config: Any) -> Literal[4, 8] | None:
     return 4 if stated.get("load_in_4bit") else None
 
 
-def _check_weights(source: str, found: Mapping[str, Any]) -> None:
+def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
     """Refuse files that leave weights at random; name those that the model has no place for.
 
     Raises:
         UsageError: some of the model's weights are not in the files.
     """
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UsageError(
             f"model.name: {source} does not hold all weights of a causal language model; missing: "
             f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}. "
             "They would be random; give a complete model"
         )
-    unused = sorted(name for name in found["unexpected_keys"] if name != SCORE)  # a reward model's head
+    unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # a reward model's head
     if unused:
         warnings.warn(
             f"{source}: {len(unused)} tensors have no place in the model: {', '.join(unused[:3])}", stacklevel=2

@@ -51,7 +51,7 @@ def load_quantized(
         OSError, ValueError, ...: whatever transformers raises for a source that it cannot load.
     """
     how = {} if bits is None else {"quantization_config": quantization_config(bits)}  # a None would say: plain weights
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
         source,
         dtype=dtype,
         device_map={"": device},
@@ -65,7 +65,7 @@ def load_quantized(
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter:  # what is not quantized would keep the whole file mapped
                 parameter.data = parameter.data.clone()
-    return model, found
+    return model, loading_info
 
 
 def quantization_config(bits: Bits) -> BitsAndBytesConfig:

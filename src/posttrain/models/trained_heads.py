@@ -52,14 +52,14 @@ def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
     Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
     A parameter with several names (tied weights) is there once, under its first name.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[f"{module_name}.{name}"] = parameter.detach()
-    return found
+                tensors[f"{module_name}.{name}"] = parameter.detach()
+    return tensors
 
 
 def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor]) -> None:

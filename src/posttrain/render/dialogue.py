@@ -46,11 +46,11 @@ class Dialogue:
             UsageError: no messages, a blank one, an unknown role, or the last is the assistant's.
         """
         check_messages(messages)
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for number, message in enumerate(messages):
             name = Piece(f"{self.separator if number else ''}{self.names[message.role]}: ", trusted=True)
-            found += [name, Piece(self.quote(message.content), trusted=False)]
-        return found
+            pieces += [name, Piece(self.quote(message.content), trusted=False)]
+        return pieces
 
     def write(self, messages: Sequence[Message]) -> str:
         """The text of ``pieces``."""

@@ -84,13 +84,13 @@ def markers_of(tokenizer: Any) -> Markers:
         f"{space if token.lstrip else ''}({re.escape(content)}){space if token.rstrip else ''}"
         for content, (_, token) in sorted(added.items(), key=lambda item: -len(item[0]))
     ]
-    found = Markers(
+    markers = Markers(
         ids={content: index for content, (index, _) in added.items()},
         pattern=re.compile("|".join(alternatives)) if alternatives else None,
         leading=_leading_ids(tokenizer),
     )
-    _KNOWN[tokenizer] = (len(tokenizer), found)
-    return found
+    _KNOWN[tokenizer] = (len(tokenizer), markers)
+    return markers
 
 
 def _leading_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ def chat_pieces(
         mark = f"{_OPEN}{number}{_CLOSE}"
         padded = f"{_PAD}{mark}{_PAD}"
         trims = padded not in rendered  # the template strips contents: so do we
-        before, found, rendered = rendered.partition(mark if trims else padded)
-        if not found or mark in rendered:
+        before, separator, rendered = rendered.partition(mark if trims else padded)
+        if not separator or mark in rendered:
             raise UsageError(
                 f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
                 "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"

@@ -81,12 +81,12 @@ def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
     Labelled steps for a model that judges steps; else pairs, where every example has two responses and the model
     knows only preferences, or where scores are ratings; else judged answers (scores of 0 and 1).
     """
-    given = [example.responses for example in examples if example.responses]
-    if model.kind == "process" and any(response.steps for responses in given for response in responses):
+    groups = [example.responses for example in examples if example.responses]
+    if model.kind == "process" and any(response.steps for responses in groups for response in responses):
         return "labelled steps"
-    if any(response.score not in (0.0, 1.0) for responses in given for response in responses):
+    if any(response.score not in (0.0, 1.0) for responses in groups for response in responses):
         return "pairs"
-    in_pairs = all(len(responses) == 2 for responses in given)
+    in_pairs = all(len(responses) == 2 for responses in groups)
     return "pairs" if in_pairs and model.kind == "preference" else "judged answers"
 
 

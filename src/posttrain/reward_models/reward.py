@@ -83,13 +83,13 @@ def reward_model(
     """
     model = replace(open_run(run, bits), combine=combine)
     scale = held_out_scale(run, combine, bits) if normalize else Scale()
-    found = model.score(example, text, finish)
-    known = [score for score in found if score is not None]
+    scores = model.score(example, text, finish)
+    known = [score for score in scores if score is not None]
     lowest = min(known, default=0.0)
     limit = math.inf if clip is None else clip
     return [
         Measured(max(-limit, min(limit, scale(lowest if score is None else score))), {"unscored": float(score is None)})
-        for score in found
+        for score in scores
     ]
 
 

@@ -87,7 +87,7 @@ class RewardModel:
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
-            return [self.combined(found) for found in self.score_steps(examples, steps)]
+            return [self.combined(probabilities) for probabilities in self.score_steps(examples, steps)]
         rows: list[Row | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages)
@@ -95,7 +95,7 @@ class RewardModel:
             if finish != "length":
                 answer = [*answer, end_id(self.tokenizer, self.template)]
             rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
-        return [found if found is None else float(found[-1]) for found in self.read(rows)]
+        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
         """Like ``score``, of given answers, in the rows that training makes of them.
@@ -105,9 +105,9 @@ class RewardModel:
         """
         if self.kind == "process":
             steps = [response.steps or split_steps(response.text) for response in responses]
-            return [self.combined(found) for found in self.score_steps(examples, steps)]
+            return [self.combined(probabilities) for probabilities in self.score_steps(examples, steps)]
         rows = self._rows(examples, [replace(r, score=0.0) for r in responses], "judged")
-        return [found if found is None else float(found[-1]) for found in self.read(rows)]
+        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
         """Of each solution, given as its steps, the probability that each step is good.
@@ -120,8 +120,8 @@ class RewardModel:
         """
         if self.kind != "process":
             raise UsageError(f"{self.label}: a reward model of the kind {self.kind!r} scores whole answers, not steps")
-        given = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
-        return [None if s is None else _good(s) for s in self.read(self._rows(examples, given, "steps"))]
+        responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
+        return [None if s is None else _good(s) for s in self.read(self._rows(examples, responses, "steps"))]
 
     def combined(self, probabilities: Sequence[float] | None) -> float | None:
         """One score of a solution from the probabilities of its steps."""
@@ -143,7 +143,7 @@ class RewardModel:
         Raises:
             RunFailure: a score that is no finite number.
         """
-        found: list[Tensor | None] = [None] * len(rows)
+        row_scores: list[Tensor | None] = [None] * len(rows)
         for piece in _pieces(rows, self.max_tokens, self.tokens_per_micro):
             prompts: dict[tuple[int, ...], int] = {}
             samples, counts = [], []
@@ -159,8 +159,8 @@ class RewardModel:
             if not bool(scores.isfinite().all()):
                 raise RunFailure(f"{self.label}: the reward model gave a score that is no finite number")
             for index, part in zip(piece, scores.split(counts), strict=True):
-                found[index] = part
-        return found
+                row_scores[index] = part
+        return row_scores
 
     def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
         """The row that training makes of each response, or the reason why it makes none."""

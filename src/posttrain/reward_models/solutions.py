@@ -76,9 +76,9 @@ def group_by_problem(
     taken = iter(zip(responses, scores, strict=True))
     groups: list[Group] = []
     for example in examples:
-        given = [next(taken) for _ in example.responses]
-        if len(given) > 1:
-            groups.append([(response, -math.inf if score is None else score) for response, score in given])
+        scored = [next(taken) for _ in example.responses]
+        if len(scored) > 1:
+            groups.append([(response, -math.inf if score is None else score) for response, score in scored])
     return groups
 
 
@@ -93,29 +93,29 @@ def choose_among(groups: Sequence[Group], kind: str) -> dict[str, float]:
     """
     if not groups:
         return {}
-    found: dict[str, float] = {"num_problems": float(len(groups))}
+    measures: dict[str, float] = {"num_problems": float(len(groups))}
     scores = [[score for _, score in group] for group in groups]
     rights = [[response.score for response, _ in group] for group in groups]
-    add_share(found, "top_one", [best_of_n(s, r, len(s)) for s, r in zip(scores, rights, strict=True)])
-    add_share(found, "random_one", [statistics.fmean(r) for r in rights])
-    add_share(found, "oracle", [max(r) for r in rights])
+    add_share(measures, "top_one", [best_of_n(s, r, len(s)) for s, r in zip(scores, rights, strict=True)])
+    add_share(measures, "random_one", [statistics.fmean(r) for r in rights])
+    add_share(measures, "oracle", [max(r) for r in rights])
     k, fewest = 2, min(len(s) for s in scores)
     while k < fewest:
-        add_share(found, f"best_of@{k}", [best_of_n(s, r, k) for s, r in zip(scores, rights, strict=True)])
+        add_share(measures, f"best_of@{k}", [best_of_n(s, r, k) for s, r in zip(scores, rights, strict=True)])
         k *= 2
     mixed = [
         area_under_curve([s for s, r in pairs if r == 1.0], [s for s, r in pairs if r == 0.0])
         for pairs in (list(zip(s, r, strict=True)) for s, r in zip(scores, rights, strict=True))
         if {r for _, r in pairs} == {0.0, 1.0}
     ]
-    add_share(found, "problem_auc", mixed)
+    add_share(measures, "problem_auc", mixed)
     keys = [[_vote_of(response) for response, _ in group] for group in groups]
     if all(any(key is not None for key in own) for own in keys):
-        add_share(found, "majority", [vote(a, r) for a, r in zip(keys, rights, strict=True)])
+        add_share(measures, "majority", [vote(a, r) for a, r in zip(keys, rights, strict=True)])
         weights = [vote_weights(s, kind) for s in scores]
         weighted = [vote(a, r, w) for a, r, w in zip(keys, rights, weights, strict=True)]
-        add_share(found, "weighted_majority", weighted)
-    return found
+        add_share(measures, "weighted_majority", weighted)
+    return measures
 
 
 def _vote_of(response: Response) -> str | None:

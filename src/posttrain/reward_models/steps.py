@@ -34,7 +34,7 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
     combine the probabilities gives an ``auc_<way>``, and with several solutions to a problem ``top_one_<way>``.
     """
     view = View()
-    given: list[tuple[Example, int, Response]] = []
+    labelled: list[tuple[Example, int, Response]] = []
     for example in examples:
         if not example.responses:
             view.dropped["no given responses"] += 1
@@ -44,11 +44,11 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
             elif not all(response.steps):
                 view.dropped["an empty step"] += 1
             else:
-                given.append((example, place, response))
-    found = model.score_steps([e for e, _, _ in given], [r.steps for _, _, r in given])
-    solutions = [Solution(*what, p) for what, p in zip(given, found, strict=True) if p is not None]
-    if len(solutions) < len(given):
-        view.dropped[model.unscored] += len(given) - len(solutions)
+                labelled.append((example, place, response))
+    probabilities = model.score_steps([e for e, _, _ in labelled], [r.steps for _, _, r in labelled])
+    solutions = [Solution(*what, p) for what, p in zip(labelled, probabilities, strict=True) if p is not None]
+    if len(solutions) < len(labelled):
+        view.dropped[model.unscored] += len(labelled) - len(solutions)
     view.items = [_item(solution) for solution in solutions]
     view.results["n"] = float(len(solutions))
     if solutions:
@@ -113,13 +113,13 @@ def combine_ways(solutions: Sequence[Solution]) -> dict[str, float]:
     for index, solution in enumerate(solutions):
         problems.setdefault(solution.example.id, []).append(index)
     groups = [places for places in problems.values() if len(places) > 1]
-    found: dict[str, float] = {"num_problems": float(len(groups))}
+    measures: dict[str, float] = {"num_problems": float(len(groups))}
     names = [solution.example.id for solution in solutions]
     for way, combine in COMBINE.items():
         scores = [combine(solution.probabilities) for solution in solutions]
-        add_area(found, f"auc_{way}", scores, rights, names)
+        add_area(measures, f"auc_{way}", scores, rights, names)
         chosen = [best_of_n([scores[i] for i in g], [rights[i] for i in g], len(g)) for g in groups]
-        add_share(found, f"top_one_{way}", chosen)
-    add_share(found, "random_one", [statistics.fmean(rights[i] for i in g) for g in groups])
-    add_share(found, "oracle", [max(rights[i] for i in g) for g in groups])
-    return found
+        add_share(measures, f"top_one_{way}", chosen)
+    add_share(measures, "random_one", [statistics.fmean(rights[i] for i in g) for g in groups])
+    add_share(measures, "oracle", [max(rights[i] for i in g) for g in groups])
+    return measures

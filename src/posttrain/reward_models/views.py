@@ -115,16 +115,16 @@ def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
     A key counts that has 2 to ``MAX_KINDS`` values, at most half as many as there are items that say ``right``.
     """
     judged = [item for item in items if item["right"] is not None]
-    found: Kinds = {}
+    kinds: Kinds = {}
     for key in dict.fromkeys(key for item in judged for key in item["meta"]):
         groups: dict[str, list[tuple[float, str]]] = {}
         for item in judged:
             right = float(item["right"]), item.get("problem", item["id"])
             groups.setdefault(show_kind(item["meta"].get(key)), []).append(right)
         if 2 <= len(groups) <= min(MAX_KINDS, len(judged) // 2):
-            found[key] = {}
+            kinds[key] = {}
             for value in sorted(groups):
-                found[key][value] = {"n": float(len(groups[value]))}
+                kinds[key][value] = {"n": float(len(groups[value]))}
                 rights, problems = [right for right, _ in groups[value]], [problem for _, problem in groups[value]]
-                add_share(found[key][value], "accuracy", rights, problems)
-    return found
+                add_share(kinds[key][value], "accuracy", rights, problems)
+    return kinds

@@ -51,8 +51,8 @@ class BoundReward:
 
     def __call__(self, available: Mapping[str, Any], example_id: str = "") -> float:
         """The reward for one completion; see ``grade``."""
-        found = self.grade([available], [example_id])[0]
-        return found if isinstance(found, float) else found.value
+        reward = self.grade([available], [example_id])[0]
+        return reward if isinstance(reward, float) else reward.value
 
     def grade(self, available: Sequence[Mapping[str, Any]], example_ids: Sequence[str]) -> list[Result]:
         """The rewards for many completions, in order.
@@ -82,9 +82,9 @@ class BoundReward:
     def _place(self, example_id: str) -> str:
         return f"reward {self.name!r}" + (f", example {example_id!r}" if example_id else "")
 
-    def _call(self, given: Mapping[str, Any], example_id: str) -> Any:
+    def _call(self, arguments: Mapping[str, Any], example_id: str) -> Any:
         try:
-            return self.function(**given)
+            return self.function(**arguments)
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept

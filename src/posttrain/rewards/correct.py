@@ -47,6 +47,6 @@ def correct(
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):
         places = [i for i, own in enumerate(names) if own == name]
-        found = grade(name, [submissions[i] for i in places], options)
-        verdicts.update(zip(places, found, strict=True))
+        graded = grade(name, [submissions[i] for i in places], options)
+        verdicts.update(zip(places, graded, strict=True))
     return [verdicts[i] for i in range(len(submissions))]

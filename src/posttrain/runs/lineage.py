@@ -69,21 +69,21 @@ def find_links_around(root: str | Path, names: Sequence[str]) -> list[Link]:
     links: list[Link] = []
     waiting, seen = list(names), set(names)
     while waiting:
-        found = find_links(root, waiting)
-        links += found
-        waiting = list(dict.fromkeys(link.parent for link in found if link.is_there and link.parent not in seen))
+        new_links = find_links(root, waiting)
+        links += new_links
+        waiting = list(dict.fromkeys(link.parent for link in new_links if link.is_there and link.parent not in seen))
         seen.update(waiting)
     return links
 
 
 def families(links: Iterable[Link]) -> list[set[str]]:
     """Names that hang together, each in one set; runs without a link are in none."""
-    found: list[set[str]] = []
+    groups: list[set[str]] = []
     for link in links:
         pair = {link.child, link.parent}
-        touching = [family for family in found if family & pair]
-        found = [family for family in found if not family & pair] + [pair.union(*touching)]
-    return found
+        touching = [family for family in groups if family & pair]
+        groups = [family for family in groups if not family & pair] + [pair.union(*touching)]
+    return groups
 
 
 def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[int, str]:

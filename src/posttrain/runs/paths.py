@@ -108,7 +108,7 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
     Raises:
         UsageError: as ``locate``, or a pattern that nothing fits.
     """
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     known, comparisons = _all_names(root)
     for name in names:
         matching = [name]
@@ -118,8 +118,8 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
                 raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names([*known])}; give a name of one")
         for exact in matching:
             place = _locate(Path(root), exact, known, comparisons)
-            found.setdefault(place.name, place)
-    return list(found.values())
+            places.setdefault(place.name, place)
+    return list(places.values())
 
 
 def fits(name: str, pattern: str) -> bool:

@@ -93,8 +93,8 @@ def delete(root: str | Path, place: Place) -> int:
 def unfinished_deletions(root: str | Path) -> dict[str, int]:
     """Names of what killed deletions left behind, with their bytes."""
     folder = Path(root)
-    found = folder.glob(f"{DELETING}*") if folder.is_dir() else ()
-    return {item.name: disk_bytes(item) for item in sorted(found) if item.is_dir() and not item.is_symlink()}
+    paths = folder.glob(f"{DELETING}*") if folder.is_dir() else ()
+    return {item.name: disk_bytes(item) for item in sorted(paths) if item.is_dir() and not item.is_symlink()}
 
 
 def finish_deletions(root: str | Path) -> dict[str, int]:

@@ -68,7 +68,7 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
     values = {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys}
     differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
     rows = [MetricsLog(directory.folder / "metrics.jsonl").read() for directory in directories]
-    found = [evaluations(own) for own in rows]
+    evaluated = [evaluations(own) for own in rows]
     summaries = [summarize_run(directory.folder) for directory in directories]
     names = dict.fromkeys(name for summary in summaries for name in summary.metrics)
     timed = ("step_seconds", "evaluation_seconds")
@@ -76,8 +76,8 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
         runs=summaries,
         recipe=differing,
         num_equal_keys=len(values) - len(differing),
-        last=_by_name(found, best=False),
-        best=_by_name(found, best=True),
+        last=_by_name(evaluated, best=False),
+        best=_by_name(evaluated, best=True),
         metrics={name: [summary.metrics.get(name) for summary in summaries] for name in names},
         seconds=[sum(row.timing.get(name, 0.0) for row in own for name in timed) for own in rows],
         environment=environment,
@@ -92,11 +92,11 @@ def _read_recipe(directory: RunDirectory, fill: bool) -> dict[str, Any]:
     return stored
 
 
-def _by_name(found: Sequence[Sequence[dict[str, Any]]], *, best: bool) -> dict[str, list[dict[str, Any] | None]]:
-    names = dict.fromkeys(item["name"] for items in found for item in items)
+def _by_name(evaluated: Sequence[Sequence[dict[str, Any]]], *, best: bool) -> dict[str, list[dict[str, Any] | None]]:
+    names = dict.fromkeys(item["name"] for items in evaluated for item in items)
     table: dict[str, list[dict[str, Any] | None]] = {}
     for name in names:
-        own = [[item for item in items if item["name"] == name and "accuracy" in item] for items in found]
+        own = [[item for item in items if item["name"] == name and "accuracy" in item] for items in evaluated]
         if best:  # the first of equals, as it was cheaper
             table[name] = [
                 max(items, key=lambda item: (item["accuracy"], -item["step"]), default=None) for items in own

@@ -118,11 +118,11 @@ def find_leftovers(folder: Path) -> list[Path]:
 
     What a living process writes at this moment is none; nor is what lies in folders of checkpoints.
     """
-    found = []
+    leftovers = []
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
-        found += [Path(place, name) for name in sorted(files) if _is_left(name)]
-    return found
+        leftovers += [Path(place, name) for name in sorted(files) if _is_left(name)]
+    return leftovers
 
 
 def remove_leftovers(folder: Path) -> list[str]:
@@ -131,11 +131,11 @@ def remove_leftovers(folder: Path) -> list[str]:
     Raises:
         StorageError: the folder is not writable.
     """
-    found = find_leftovers(folder)
+    leftovers = find_leftovers(folder)
     with storage_errors("what killed writes left behind", folder):
-        for path in found:
+        for path in leftovers:
             _remove(path)
-    return [str(path.relative_to(folder)) for path in found]
+    return [str(path.relative_to(folder)) for path in leftovers]
 
 
 def _is_left(name: str) -> bool:

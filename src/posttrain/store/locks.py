@@ -74,8 +74,8 @@ def holder(path: Path) -> str | None:
         locked = _lock(descriptor, fcntl.LOCK_SH)
         if locked is None:
             return _holder_of_claim(_claim_of(path))
-        found = None if locked or path.is_dir() else _NAME.match(os.pread(descriptor, 300, 0).decode(errors="replace"))
-        return None if locked else found[0] if found else "unknown"
+        name = None if locked or path.is_dir() else _NAME.match(os.pread(descriptor, 300, 0).decode(errors="replace"))
+        return None if locked else name[0] if name else "unknown"
     finally:
         os.close(descriptor)
 

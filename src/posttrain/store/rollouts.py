@@ -325,7 +325,7 @@ class RolloutStore:
         self.flush()
         columns = ("id", *COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
         where = " AND ".join(sql for sql, _ in conditions) or "1"
-        values = [value for _, given in conditions for value in given]
+        values = [value for _, parameters in conditions for value in parameters]
         order = "DESC" if newest_first else "ASC"
         query = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY id {order} LIMIT ?"
         with self._connection() as db:
@@ -421,13 +421,13 @@ def _insertion(table: str, columns: Sequence[str]) -> str:
 def _conditions(
     step: int | None, min_reward: float | None, max_reward: float | None, text: str | None
 ) -> list[tuple[str, tuple[Any, ...]]]:
-    given: list[tuple[str, tuple[Any, ...]]] = []
+    conditions: list[tuple[str, tuple[Any, ...]]] = []
     if step is not None:
-        given.append(("step = ?", (step,)))
+        conditions.append(("step = ?", (step,)))
     if min_reward is not None:
-        given.append(("reward >= ?", (min_reward,)))
+        conditions.append(("reward >= ?", (min_reward,)))
     if max_reward is not None:
-        given.append(("reward <= ?", (max_reward,)))
+        conditions.append(("reward <= ?", (max_reward,)))
     if text is not None:
-        given.append(("(instr(prompt, ?) > 0 OR instr(completion, ?) > 0)", (text, text)))
-    return given
+        conditions.append(("(instr(prompt, ?) > 0 OR instr(completion, ?) > 0)", (text, text)))
+    return conditions

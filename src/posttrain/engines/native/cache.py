@@ -105,8 +105,8 @@ class SlotCache:
         offsets = np.arange(longest)[None, :] - (longest - lengths)[:, None]
         times = torch.as_tensor(np.maximum(offsets, 0), device=self.device)
         order = (0, 2, 3, 1) if self.axis == 3 else (0, 2, 1, 3)
-        for tensors, given in ((self.keys, prefix.keys), (self.values, prefix.values)):
-            for tensor, source in zip(tensors, given, strict=True):
+        for tensors, sources in ((self.keys, prefix.keys), (self.values, prefix.values)):
+            for tensor, source in zip(tensors, sources, strict=True):
                 window = tensor[rows].narrow(self.axis, self.cursor - longest, longest)
                 window.copy_(source[prompts, times].permute(*order))
 

@@ -176,9 +176,9 @@ class LeanDecoder:
         groups = len(shared.names) * heads  # [prompt, head] pairs, each with the same number of queries
         asked = flat.view(rows * heads, -1).index_select(0, shared.to_groups).view(groups, -1, dim)
         past, beta = (self._no_bias, 0) if shared.bias is None else (shared.bias, 1)
-        found = torch.baddbmm(past, asked, shared.keys[index].flatten(0, 1), beta=beta, alpha=self.scale)
-        found = found.view(-1, group * width).index_select(0, shared.to_rows).view(rows * heads, group, width)
-        weights = torch.cat((found, scores), -1).softmax(-1)
+        on_prefix = torch.baddbmm(past, asked, shared.keys[index].flatten(0, 1), beta=beta, alpha=self.scale)
+        on_prefix = on_prefix.view(-1, group * width).index_select(0, shared.to_rows).view(rows * heads, group, width)
+        weights = torch.cat((on_prefix, scores), -1).softmax(-1)
         spread = weights[:, :, :width].index_select(0, shared.to_groups).view(groups, -1, width)
         mixed = torch.bmm(spread, shared.values[index].flatten(0, 1))
         mixed = mixed.view(-1, group * dim).index_select(0, shared.to_rows).view(rows * heads, group, dim)

@@ -39,7 +39,7 @@ def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
         ids = torch.tensor([row[:-1]], device=decoder.device)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         expected = logits[lengths[i] - 1 :].log_softmax(-1)
-        difference = max(difference, *(_largest(expected - found[i]) for found in decoded), 0.0)
+        difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
         spread = max(spread, float(expected.std(-1).max()))
     half = decoder.shapes[0].dtype != torch.float32
     tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
@@ -63,13 +63,13 @@ def _decode(decoder: Decoder, rows: list[list[int]], lengths: list[int], steps: 
     names = list(range(len(rows)))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
     cache.refresh(len(rows))
-    found = []
+    logprobs = []
     for step in range(steps):
         tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=decoder.device)
         positions = torch.tensor([n - 1 + step for n in lengths], device=decoder.device)
-        found.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
+        logprobs.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
         cache.advance()
-    return torch.stack(found, 1)
+    return torch.stack(logprobs, 1)
 
 
 def _largest(difference: Tensor) -> float:

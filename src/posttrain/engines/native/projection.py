@@ -32,9 +32,9 @@ class Projection:
     @classmethod
     def bind(cls, module: Any) -> Projection:
         """The parameters of a linear layer, or of a LoRA around one, by reference."""
-        found = low_rank_terms(module)
-        assert found is not None, "the caller has checked that the module is plain"
-        linear, adapters = found
+        terms = low_rank_terms(module)
+        assert terms is not None, "the caller has checked that the module is plain"
+        linear, adapters = terms
         return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), adapters)
 
     @property

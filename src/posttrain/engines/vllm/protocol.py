@@ -186,8 +186,8 @@ def _read_ids(choice: dict[str, Any], request: CompletionRequest, vocab_size: in
 def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tuple[int, ...]) -> tuple[float, ...]:
     if not request.logprobs:
         return (math.nan,) * len(ids)
-    given = choice.get("logprobs") or {}
-    values, tokens = given.get("token_logprobs"), given.get("tokens")
+    logprobs = choice.get("logprobs") or {}
+    values, tokens = logprobs.get("token_logprobs"), logprobs.get("tokens")
     if not isinstance(values, list) or not isinstance(tokens, list) or len(values) != len(ids):
         count = len(values) if isinstance(values, list) else "no"
         raise Unreadable(f"{count} log-probabilities for {len(ids)} tokens")

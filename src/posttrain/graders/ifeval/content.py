@@ -110,8 +110,8 @@ def has_postscript(response: str, *, postscript_marker: Text) -> bool:
 @instruction("detectable_content:number_placeholders")
 def has_placeholders(response: str, *, num_placeholders: Count) -> bool:
     """At least so many placeholders: words in square brackets, such as ``[address]``."""
-    found = re.findall(r"\[([^\[\]\n]+)\]", response)
-    return sum(bool(re.search(r"\w", inner)) for inner in found) >= num_placeholders
+    brackets = re.findall(r"\[([^\[\]\n]+)\]", response)
+    return sum(bool(re.search(r"\w", inner)) for inner in brackets) >= num_placeholders
 
 
 def _stands_alone(word: str, text: str) -> bool:

@@ -63,8 +63,8 @@ def follow(
     """
     written = [variant for variant in dict.fromkeys(variants) if not is_blank(variant)]
     followed = []
-    for identifier, given in zip(identifiers, arguments, strict=True):
-        options = read_arguments(identifier, given)
+    for identifier, kwargs in zip(identifiers, arguments, strict=True):
+        options = read_arguments(identifier, kwargs)
         followed.append(any(INSTRUCTIONS[identifier](variant, **options) for variant in written))
     return followed
 

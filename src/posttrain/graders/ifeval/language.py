@@ -27,10 +27,10 @@ def detect_language(text: str) -> str | None:
     detector = factory.create()
     detector.append(text[:MAX_CHARS].lower())
     try:
-        found: str = detector.detect()
+        code: str = detector.detect()
     except LangDetectException:
         return None
-    return None if found == detector.UNKNOWN_LANG else found
+    return None if code == detector.UNKNOWN_LANG else code
 
 
 def known_languages() -> frozenset[str]:

@@ -50,10 +50,10 @@ def read_arguments(identifier: str, arguments: Mapping[str, Any] | None) -> dict
     """
     if identifier not in INSTRUCTIONS:
         raise UnknownWord(f"there is no instruction {identifier!r}.{suggest(identifier, INSTRUCTIONS)}")
-    given = {name: value for name, value in (arguments or {}).items() if value is not None}
+    kwargs = {name: value for name, value in (arguments or {}).items() if value is not None}
     model = _arguments_model(identifier)
     try:
-        checked = model(**given)
+        checked = model(**kwargs)
     except ValidationError as error:
         label = f"instruction {identifier!r}"
         raise RecipeError(explain_validation(error, list(model.model_fields), label, label)) from None

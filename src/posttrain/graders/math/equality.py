@@ -40,9 +40,9 @@ _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
 def compare_answers(item: Sequence[Any]) -> bool:
-    """``[gold, given, relative tolerance]``: whether the given answer is right."""
-    gold, given, tolerance = item
-    left, right = (undress(unify(text)) for text in (gold, given))
+    """``[gold, answer, relative tolerance]``: whether the answer is right."""
+    gold, answer, tolerance = item
+    left, right = (undress(unify(text)) for text in (gold, answer))
     if without_spaces(left) == without_spaces(right):
         return bool(left)
     try:
@@ -58,67 +58,67 @@ class Comparison:
 
     relative_tolerance: float = 0.0
 
-    def same(self, gold: Form, given: Form) -> bool:
+    def same(self, gold: Form, answer: Form) -> bool:
         """Whether two forms mean the same. A part that cannot be read is the same as nothing."""
         try:
-            return self._same(gold, given)
+            return self._same(gold, answer)
         except NotUnderstood:
             return False
 
-    def _same(self, gold: Form, given: Form) -> bool:
-        if isinstance(gold, Relation) or isinstance(given, Relation):
-            return self._same_relation(gold, given)
-        if isinstance(gold, Union) or isinstance(given, Union):
-            return self._same_unordered(_parts(gold), _parts(given)) if _is_set(gold) and _is_set(given) else False
-        if isinstance(gold, Collection) or isinstance(given, Collection):
-            return self._same_collection(gold, given)
-        if isinstance(gold, Matrix) and isinstance(given, Matrix):
-            shapes = [[len(row) for row in matrix.rows] for matrix in (gold, given)]
-            rows = zip(gold.rows, given.rows, strict=False)
+    def _same(self, gold: Form, answer: Form) -> bool:
+        if isinstance(gold, Relation) or isinstance(answer, Relation):
+            return self._same_relation(gold, answer)
+        if isinstance(gold, Union) or isinstance(answer, Union):
+            return self._same_unordered(_parts(gold), _parts(answer)) if _is_set(gold) and _is_set(answer) else False
+        if isinstance(gold, Collection) or isinstance(answer, Collection):
+            return self._same_collection(gold, answer)
+        if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+            shapes = [[len(row) for row in matrix.rows] for matrix in (gold, answer)]
+            rows = zip(gold.rows, answer.rows, strict=False)
             return shapes[0] == shapes[1] and all(self._same_ordered(*pair) for pair in rows)
-        if isinstance(gold, BasedNumber) or isinstance(given, BasedNumber):
-            return gold == given
-        if isinstance(gold, Words) or isinstance(given, Words):
-            return "" not in (_letters(gold), _letters(given)) and _letters(gold) == _letters(given)
-        if isinstance(gold, Number) and isinstance(given, Number):
-            return self.same_number(gold.quantity, given.quantity)
-        return _same_expression(gold, given)
+        if isinstance(gold, BasedNumber) or isinstance(answer, BasedNumber):
+            return gold == answer
+        if isinstance(gold, Words) or isinstance(answer, Words):
+            return "" not in (_letters(gold), _letters(answer)) and _letters(gold) == _letters(answer)
+        if isinstance(gold, Number) and isinstance(answer, Number):
+            return self.same_number(gold.quantity, answer.quantity)
+        return _same_expression(gold, answer)
 
-    def same_number(self, gold: Quantity, given: Quantity) -> bool:
+    def same_number(self, gold: Quantity, answer: Quantity) -> bool:
         """Whether two quantities agree within the tolerance."""
-        return same_quantity(gold, given, float(abs(gold.value)) * self.relative_tolerance)
+        return same_quantity(gold, answer, float(abs(gold.value)) * self.relative_tolerance)
 
-    def _same_ordered(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
-        return len(gold) == len(given) and all(self.same(*pair) for pair in zip(gold, given, strict=True))
+    def _same_ordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+        return len(gold) == len(answer) and all(self.same(*pair) for pair in zip(gold, answer, strict=True))
 
-    def _same_unordered(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
+    def _same_unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
         """Whether each item of one side is among those of the other. An item may be repeated."""
-        return all(any(self.same(one, other) for other in given) for one in gold) and all(
-            any(self.same(one, other) for one in gold) for other in given
+        return all(any(self.same(one, other) for other in answer) for one in gold) and all(
+            any(self.same(one, other) for one in gold) for other in answer
         )
 
-    def _same_collection(self, gold: Form, given: Form) -> bool:
-        if not (isinstance(gold, Collection) and isinstance(given, Collection)):
-            return self._same_single(gold, given)
-        kinds = (gold.opening, given.opening)
+    def _same_collection(self, gold: Form, answer: Form) -> bool:
+        if not (isinstance(gold, Collection) and isinstance(answer, Collection)):
+            return self._same_single(gold, answer)
+        kinds = (gold.opening, answer.opening)
         if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
-            if kinds == ("", "") and _names_differ(gold, given):
-                return self._same_ordered(gold.items, given.items)
-            return self._same_unordered(gold.items, given.items)
-        if set(kinds) == {"", "("} and {gold.closing, given.closing} == {"", ")"}:
-            return self._same_ordered(gold.items, given.items)
-        brackets = gold.opening == given.opening and gold.closing == given.closing
+            if kinds == ("", "") and _names_differ(gold, answer):
+                return self._same_ordered(gold.items, answer.items)
+            return self._same_unordered(gold.items, answer.items)
+        if set(kinds) == {"", "("} and {gold.closing, answer.closing} == {"", ")"}:
+            return self._same_ordered(gold.items, answer.items)
+        brackets = gold.opening == answer.opening and gold.closing == answer.closing
         if brackets and gold.opening == ":":
-            return self._same_ordered(gold.items, given.items) or _same_expression(gold, given)
-        return brackets and self._same_ordered(gold.items, given.items)
+            return self._same_ordered(gold.items, answer.items) or _same_expression(gold, answer)
+        return brackets and self._same_ordered(gold.items, answer.items)
 
-    def _same_single(self, gold: Form, given: Form) -> bool:
+    def _same_single(self, gold: Form, answer: Form) -> bool:
         """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
-        collection, other = (gold, given) if isinstance(gold, Collection) else (given, gold)
+        collection, other = (gold, answer) if isinstance(gold, Collection) else (answer, gold)
         assert isinstance(collection, Collection)
         if collection.opening == ":" and len(collection.items) == 2:
             whole = isinstance(other, Number) and other.quantity.value.denominator == 1
-            return not whole and _same_expression(gold, given)
+            return not whole and _same_expression(gold, answer)
         if collection.opening == "{" and len(collection.items) <= 1:
             return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
         first, *others = collection.items
@@ -126,10 +126,10 @@ class Comparison:
             return False
         return all(self.same(first, one) for one in others) and self.same(first, other)
 
-    def _same_relation(self, gold: Form, given: Form) -> bool:
+    def _same_relation(self, gold: Form, answer: Form) -> bool:
         left = resolve(gold) if isinstance(gold, Relation) else None
-        right = resolve(given) if isinstance(given, Relation) else None
-        said = [one.said if one is not None else form for one, form in ((left, gold), (right, given))]
+        right = resolve(answer) if isinstance(answer, Relation) else None
+        said = [one.said if one is not None else form for one, form in ((left, gold), (right, answer))]
         names = [one.name for one in (left, right) if one is not None and one.name]
         if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
             return all(self._holds(one) for one in (left, right) if one is not None)
@@ -164,14 +164,14 @@ class Comparison:
             return any(isinstance(form, Collection | Union | BasedNumber) for form in forms)
         return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
 
-    def _same_chain(self, gold: Statement, given: Statement) -> bool:
+    def _same_chain(self, gold: Statement, answer: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
-        if gold.operators != given.operators:
+        if gold.operators != answer.operators:
             return False
-        pairs = list(zip(gold.sides, given.sides, strict=True))
+        pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
-        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, given)))
+        ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
         return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
 
 
@@ -192,10 +192,10 @@ def _parts(form: Form) -> tuple[Form, ...]:
     return (form,)
 
 
-def _names_differ(gold: Collection, given: Collection) -> bool:
+def _names_differ(gold: Collection, answer: Collection) -> bool:
     """Whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
     return any(
-        len(_names(named)) > 1 and not _names(other) for named, other in ((gold, given), (given, gold))
+        len(_names(named)) > 1 and not _names(other) for named, other in ((gold, answer), (answer, gold))
     )  # fmt: skip
 
 
@@ -234,15 +234,15 @@ def _letters(form: Form) -> str:
     return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
 
 
-def _same_expression(gold: Form, given: Form) -> bool:
+def _same_expression(gold: Form, answer: Form) -> bool:
     """Values, by sympy. Units as in ``answers.same_quantity``: what only one side states is forgiven."""
-    units = [canonical_unit(_unit_of(form)) for form in (gold, given)]
+    units = [canonical_unit(_unit_of(form)) for form in (gold, answer)]
     if units[0] and units[1] and units[0] != units[1]:
         return False
-    left, right = _value_of(gold), _value_of(given)
+    left, right = _value_of(gold), _value_of(answer)
     if same_value(left, right):
         return True
-    if _is_percent(gold) == _is_percent(given):
+    if _is_percent(gold) == _is_percent(answer):
         return False
     return same_value(left / 100, right) if _is_percent(gold) else same_value(left, right / 100)
 

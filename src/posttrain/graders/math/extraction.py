@@ -144,8 +144,8 @@ def _joined(text: str, one: Box, other: Box) -> bool:
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
     """What the last phrase introduces."""
     for part in reversed(_HOPE.split(text)):
-        found = list(phrase.finditer(part))
-        if found and (answer := _read_statement(part[found[-1].end() :])) is not None:
+        matches = list(phrase.finditer(part))
+        if matches and (answer := _read_statement(part[matches[-1].end() :])) is not None:
             return answer
     return None
 
@@ -175,11 +175,11 @@ def _read_statement(text: str) -> str | None:
 
 def _join_formulas(text: str, first: re.Match[str]) -> str:
     """Formulas that stand in a row: ``$12$ and $13$``."""
-    found, end = [_inner(first)], first.end()
+    formulas, end = [_inner(first)], first.end()
     while (glue := _AND.match(text, end)) and (formula := _FORMULA.match(text, glue.end())):
-        found.append(_inner(formula))
+        formulas.append(_inner(formula))
         end = formula.end()
-    return ", ".join(found)
+    return ", ".join(formulas)
 
 
 def _inner(formula: re.Match[str]) -> str:

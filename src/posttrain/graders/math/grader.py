@@ -55,7 +55,7 @@ def math(
     answers = [None if one.answer is None else find_answer(one.text, one.extracted) for one in submissions]
     golds = [None if one.answer is None else _read_gold(one.answer) for one in submissions]
     pairs = {
-        (gold, given) for gold, given in zip(golds, answers, strict=True) if gold is not None and given is not None
+        (gold, answer) for gold, answer in zip(golds, answers, strict=True) if gold is not None and answer is not None
     }
     outcomes: dict[tuple[str, str], Outcome] = {}
     undecided: list[tuple[str, str]] = []
@@ -68,28 +68,28 @@ def math(
     if undecided:
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
-        results = pool.run([[gold, given, relative_tolerance] for gold, given in undecided])
+        results = pool.run([[gold, answer, relative_tolerance] for gold, answer in undecided])
         outcomes.update(zip(undecided, map(_outcome, results), strict=True))
     verdicts = []
-    for gold, given in zip(golds, answers, strict=True):
+    for gold, answer in zip(golds, answers, strict=True):
         if gold is None:
             verdicts.append(Verdict("ungraded"))
-        elif given is None:
+        elif answer is None:
             verdicts.append(Verdict("no_answer"))
         else:
-            verdicts.append(Verdict(outcomes[gold, given], extracted=given))
+            verdicts.append(Verdict(outcomes[gold, answer], extracted=answer))
     return verdicts
 
 
-def compare_quickly(gold: str, given: str, relative_tolerance: float = 0.0) -> bool | None:
+def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
     """Whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
-    if gold.strip() == given.strip() != "":
+    if gold.strip() == answer.strip() != "":
         return True
-    if len(given) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
+    if len(answer) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
         return False
-    if same_answer(gold, given):
+    if same_answer(gold, answer):
         return True
-    expected, stated = parse_quantity(gold), parse_quantity(given)
+    expected, stated = parse_quantity(gold), parse_quantity(answer)
     if expected is None or stated is None:
         return None
     return same_quantity(expected, stated, float(abs(expected.value)) * relative_tolerance)

@@ -161,7 +161,7 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
         NotUnderstood: unbalanced brackets, or more than ``MAX_ITEMS`` pieces.
     """
     pieces: list[str] = []
-    found: list[str] = []
+    separators: list[str] = []
     level, start = 0, 0
     for match in _TOKENS.finditer(text):
         token = match[0]
@@ -171,13 +171,13 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
             level += _LEVELS[token]
         elif level == 0 and token in marks:
             pieces.append(text[start : match.start()].strip())
-            found.append(token)
+            separators.append(token)
             start = match.end()
         if level < 0:
             raise NotUnderstood("a bracket closes that was not opened")
-    if level or len(found) >= MAX_ITEMS:
+    if level or len(separators) >= MAX_ITEMS:
         raise NotUnderstood("a bracket does not close" if level else "too many items")
-    return [*pieces, text[start:].strip()], found
+    return [*pieces, text[start:].strip()], separators
 
 
 def _unwrap(text: str) -> str:

@@ -115,7 +115,7 @@ class WorkerPool:
                     self._start(min(self.num_workers, batch.left))
                     for worker in self._workers:
                         worker.feed(batch, self.num_workers)
-                    assert batch.waiting or any(worker.given for worker in self._workers), "an item was lost"
+                    assert batch.waiting or any(worker.assigned for worker in self._workers), "an item was lost"
                     self._step(batch)
             except BaseException:  # Ctrl-C, say: what the workers would answer is nobody's any more
                 self._stop()
@@ -181,8 +181,8 @@ class WorkerPool:
             if worker.failure or self._failed_starts >= MAX_START_FAILURES:
                 reason = worker.failure or _describe_end(code)
                 raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
-        elif worker.given and not worker.retired:
-            guilty = worker.given.popleft()
+        elif worker.assigned and not worker.retired:
+            guilty = worker.assigned.popleft()
             if worker.overdue or code in (-signal.SIGPROF, -signal.SIGALRM):
                 cpu = code == -signal.SIGPROF
                 limit = self.limits.cpu_seconds if cpu else self.limits.wall_seconds
@@ -191,7 +191,7 @@ class WorkerPool:
                 )
             else:
                 batch.settle_death(guilty, _describe_end(code))
-        batch.waiting.extendleft(reversed(worker.given))
+        batch.waiting.extendleft(reversed(worker.assigned))
 
     def _stop(self) -> None:
         for worker in self._workers:
@@ -260,7 +260,7 @@ class _Worker:
         self.requests, self.results = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.results, False)
-        self.given: deque[int] = deque()
+        self.assigned: deque[int] = deque()
         self.unsent = bytearray()
         self.ready = self.retired = self.overdue = self.lost = False
         self.failure = ""
@@ -272,12 +272,12 @@ class _Worker:
     def feed(self, batch: _Batch, num_workers: int) -> None:
         """Give it more items when it has few left: its share of a round of four, so that all end together."""
         chunk = max(1, min(MAX_CHUNK, len(batch.waiting) // (4 * num_workers)))
-        if not self.ready or self.retired or not batch.waiting or len(self.given) > chunk // 2:
+        if not self.ready or self.retired or not batch.waiting or len(self.assigned) > chunk // 2:
             return
         numbers = [batch.waiting.popleft() for _ in range(min(chunk, len(batch.waiting)))]
-        if not self.given:
+        if not self.assigned:
             self._expect()
-        self.given.extend(numbers)
+        self.assigned.extend(numbers)
         self._queue([[number, batch.items[number]] for number in numbers])
 
     def _queue(self, message: Any) -> None:
@@ -324,15 +324,15 @@ class _Worker:
             self.deadline = None
             self._remove_folder()  # the process stays in it: nothing can be put there, and nothing is left behind
             return True
-        if not self.given or self.given[0] != answer["number"] or not {"value", "crash"} & set(answer):
+        if not self.assigned or self.assigned[0] != answer["number"] or not {"value", "crash"} & set(answer):
             return False
-        number = self.given.popleft()
+        number = self.assigned.popleft()
         if "crash" in answer:
             batch.settle(number, Result("crash", reason=answer["crash"]))
         else:
             batch.settle(number, Result("value", value=answer["value"]))
         self.retired = bool(answer.get("last"))
-        if self.given and not self.retired:
+        if self.assigned and not self.retired:
             self._expect()
         else:
             self.deadline = None

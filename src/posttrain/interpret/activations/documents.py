@@ -104,10 +104,10 @@ def recorded_rollouts(
     if missing == len(rollouts):
         why = "an earlier posttrain wrote it, without the tokens" if missing else "this run has sampled nothing"
         raise DataError(path, f"no rollouts to read: {why}; record over the prompts of its task instead, with --task")
-    given = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts if r.token_ids is not None)
-    found = _collect(given, {"source": "rollouts", "run": about}, context_tokens, max_tokens)
-    found.dropped["rollouts_without_tokens"] += missing
-    return found
+    sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts if r.token_ids is not None)
+    documents = _collect(sequences, {"source": "rollouts", "run": about}, context_tokens, max_tokens)
+    documents.dropped["rollouts_without_tokens"] += missing
+    return documents
 
 
 def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: int | None = None) -> Documents:
@@ -147,22 +147,22 @@ def _read_texts(path: Path) -> Iterator[str]:
 
 
 def _collect(
-    given: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
+    sequences: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
 ) -> Documents:
     """Documents (ids, length of the prompt) within both limits; reading stops where enough is there."""
-    found = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
+    documents = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
     room = max_tokens
-    for ids, prompt_length in given:
+    for ids, prompt_length in sequences:
         if room == 0:
             break
-        found.dropped["beyond_context_tokens"] += max(0, len(ids) - context_tokens)
+        documents.dropped["beyond_context_tokens"] += max(0, len(ids) - context_tokens)
         kept = ids[: context_tokens if room is None else min(room, context_tokens)]
         if not kept:
-            found.dropped["empty_documents"] += 1
+            documents.dropped["empty_documents"] += 1
             continue
-        found.ids.append(kept)
-        found.prompt_lengths.append(min(prompt_length, len(kept)))
+        documents.ids.append(kept)
+        documents.prompt_lengths.append(min(prompt_length, len(kept)))
         room = None if room is None else room - len(kept)
-    if not found.ids:
+    if not documents.ids:
         raise UsageError(f"nothing to record over: {', '.join(str(x) for x in data.values() if x)} has no tokens")
-    return found
+    return documents

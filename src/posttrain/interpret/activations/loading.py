@@ -62,7 +62,7 @@ def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | 
     transformers_logging.disable_progress_bar()
     try:
         with reading_model(section.name, source):
-            model, found = AutoModel.from_pretrained(
+            model, loading_info = AutoModel.from_pretrained(
                 source,
                 config=config,
                 dtype=getattr(torch, section.dtype),
@@ -76,7 +76,7 @@ def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | 
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-    if found["missing_keys"]:
+    if loading_info["missing_keys"]:
         return None
     asked = section.device
     device = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
@@ -128,8 +128,8 @@ def weights_hash(name: str) -> str:
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     for file in files:
         with file.open("rb") as opened:
-            found = known.get(file.name) or hashlib.file_digest(opened, "sha256").hexdigest()
-        digest.update(f"{file.name} {found}\n".encode())
+            sha256 = known.get(file.name) or hashlib.file_digest(opened, "sha256").hexdigest()
+        digest.update(f"{file.name} {sha256}\n".encode())
     base = adapter_base(source)
     if base is not None:
         digest.update(weights_hash(base).encode())

@@ -88,13 +88,13 @@ def _read_documents(folder: Path) -> list[list[int]] | None:
 
 def _read(file: Path, num_dimensions: int) -> Tensor:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise DataError(file, f"this .pt file cannot be read as a plain tensor ({_first_line(error)})") from error
-    if not isinstance(found, Tensor) or found.dim() != num_dimensions:
-        what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(loaded, Tensor) or loaded.dim() != num_dimensions:
+        what = f"shape {list(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
         raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got {what}")
-    return found
+    return loaded
 
 
 def _first_line(error: Exception) -> str:

@@ -76,10 +76,10 @@ class Recorder:
         seed: int = 0,
         rows_per_shard: int | None = None,
     ) -> None:
-        given = [models] if isinstance(models, str | ModelSection) else list(models)
-        if len(given) not in (1, 2) or not documents or not all(documents):
+        specs = [models] if isinstance(models, str | ModelSection) else list(models)
+        if len(specs) not in (1, 2) or not documents or not all(documents):
             raise UsageError("a recording needs one model or two, and documents that are not empty")
-        sections = [ModelSection(name=model) if isinstance(model, str) else model for model in given]
+        sections = [ModelSection(name=model) if isinstance(model, str) else model for model in specs]
         names = [str(site) for site in dict.fromkeys(read_site(name) for name in sites)]
         self.documents, self.prompt_lengths = documents, prompt_lengths
         self.outliers, self.batch = outliers, batch
@@ -145,9 +145,9 @@ class Recorder:
         batches = plan_batches(lengths, self.batch, TOKENS_PER_BATCH[self._device.type])
         for source, extract in self.extractors.items():
             for batch in batches:
-                found = extract([self.documents[documents[i]] for i in batch])
+                activations = extract([self.documents[documents[i]] for i in batch])
                 where = torch.cat([starts[i] + places[i] for i in batch])
-                for site, values in found.items():
+                for site, values in activations.items():
                     name = column(site, source)
                     if name not in tensors:
                         tensors[name] = values.new_empty((sum(lengths), values.shape[1]))
@@ -211,14 +211,14 @@ def record(
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
     """Consecutive documents, each group just large enough for ``rows`` tokens (the last may be smaller)."""
-    found: list[range] = []
+    shards: list[range] = []
     start = total = 0
     for number, length in enumerate(lengths):
         total += length
         if total >= rows:
-            found.append(range(start, number + 1))
+            shards.append(range(start, number + 1))
             start, total = number + 1, 0
-    return found + ([range(start, len(lengths))] if start < len(lengths) else [])
+    return shards + ([range(start, len(lengths))] if start < len(lengths) else [])
 
 
 def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list[list[int]]:

@@ -306,9 +306,9 @@ class StoreWriter:
         content = _pack_documents(documents, prompt_lengths or [0] * len(documents))
         self.index = replace(index, documents=len(documents), documents_sha256=_hash(content))
         if (self.folder / INDEX).is_file():
-            found = read_index(self.folder)
-            _refuse_changes(self.folder, found.deciding(), self.index.deciding())
-            self.index = found
+            stored = read_index(self.folder)
+            _refuse_changes(self.folder, stored.deciding(), self.index.deciding())
+            self.index = stored
             return
         with storage_errors("activations", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -389,18 +389,18 @@ def write_tensors(
     Raises:
         UsageError: the numbers of rows differ.
     """
-    pairs = {site: [given] if isinstance(given, Tensor) else list(given) for site, given in sites.items()}
-    counts = {len(x) for given in pairs.values() for x in given}
+    pairs = {site: [tensors] if isinstance(tensors, Tensor) else list(tensors) for site, tensors in sites.items()}
+    counts = {len(x) for tensors in pairs.values() for x in tensors}
     num_rows = counts.pop() if len(counts) == 1 else -1
     texts = [[0] * num_rows] if documents is None else [list(ids) for ids in documents]
-    if num_rows != sum(map(len, texts)) or len({len(given) for given in pairs.values()}) != 1:
+    if num_rows != sum(map(len, texts)) or len({len(tensors) for tensors in pairs.values()}) != 1:
         raise UsageError("every site needs as many rows as there are tokens, and all sites the same sources")
     names = ("model",) if len(next(iter(pairs.values()))) == 1 else ("base", "post")
-    widths = {site: given[0].shape[1] for site, given in pairs.items()}
+    widths = {site: tensors[0].shape[1] for site, tensors in pairs.items()}
     sources = [Source(name, about, "") for name in names]
     index = StoreIndex(widths, sources, dtype, tokenizer="", data={"source": about}, seed=0, documents=len(texts))
     writer = StoreWriter(folder, index, texts)
-    columns = {column(s, n): x for s, given in pairs.items() for n, x in zip(names, given, strict=True)}
+    columns = {column(s, n): x for s, tensors in pairs.items() for n, x in zip(names, tensors, strict=True)}
     columns["tokens"] = torch.tensor([token for ids in texts for token in ids])
     columns["document"] = torch.tensor([number for number, ids in enumerate(texts) for _ in ids])
     columns["position"] = torch.tensor([place for ids in texts for place in range(len(ids))])
@@ -409,21 +409,21 @@ def write_tensors(
     return writer.finish()
 
 
-def _choose(given: str | None, known: Sequence[str], what: str, folder: Path) -> str:
-    if given is None and len(known) == 1:
+def _choose(name: str | None, known: Sequence[str], what: str, folder: Path) -> str:
+    if name is None and len(known) == 1:
         return known[0]
-    if given is None or given not in known:
-        problem = f"say which {what}" if given is None else f"there is no {what} {given!r}.{suggest(given, known)}"
+    if name is None or name not in known:
+        problem = f"say which {what}" if name is None else f"there is no {what} {name!r}.{suggest(name, known)}"
         raise UsageError(f"{folder}: {problem} Recorded: {', '.join(known)}")
-    return given
+    return name
 
 
-def _refuse_changes(folder: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     asked = json.loads(json.dumps(asked))  # as it would have been read
-    for key in [*found, *(key for key in asked if key not in found)]:
-        if found.get(key) != asked.get(key):
+    for key in [*stored, *(key for key in asked if key not in stored)]:
+        if stored.get(key) != asked.get(key):
             raise UsageError(
-                f"{folder} was recorded with another `{key}`: {found.get(key)!r} there, {asked.get(key)!r} now. "
+                f"{folder} was recorded with another `{key}`: {stored.get(key)!r} there, {asked.get(key)!r} now. "
                 "Give another folder, or delete that one"
             )
 
@@ -444,12 +444,12 @@ def _map_tensors(path: Path) -> dict[str, Tensor]:
     raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     size = int.from_bytes(bytes(raw[:8].tolist()), "little")
     header = json.loads(bytes(raw[8 : 8 + size].numpy()))
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = (8 + size + offset for offset in entry["data_offsets"])
-            found[name] = raw[start:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
-    return found
+            tensors[name] = raw[start:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
 
 
 def _summarize(norms: Sequence[Tensor]) -> Norms:

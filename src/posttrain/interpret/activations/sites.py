@@ -77,10 +77,10 @@ def blocks_of(backbone: Any) -> tuple[str, nn.ModuleList]:
     """
     lists = [(name, child) for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
     expected = backbone.config.get_text_config().num_hidden_layers
-    found = [(name, child) for name, child in lists if len(child) == expected] or lists
-    if len(found) != 1:
+    candidates = [(name, child) for name, child in lists if len(child) == expected] or lists
+    if len(candidates) != 1:
         raise UsageError(f"{type(backbone).__name__}: no single list of {expected} blocks, so its layers are not known")
-    return found[0]
+    return candidates[0]
 
 
 def check_sites(backbone: Any, sites: Iterable[Site]) -> None:
@@ -118,8 +118,8 @@ def halves_of(backbone: Any, layer: int) -> tuple[nn.Module, nn.Module]:
 
 def first_tensor(output: Any) -> Tensor:
     """What a module gives: itself, or the first of several."""
-    given: Tensor = output[0] if isinstance(output, tuple) else output
-    return given
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
 
 
 @torch.no_grad()
@@ -133,8 +133,8 @@ def _probe(backbone: Any, block: nn.Module, modules: list[nn.Module]) -> dict[in
 
         return hook
 
-    def keep_input(_: nn.Module, given: Any, named: Any) -> None:
-        seen[-1] = (given[0] if given else named["hidden_states"]).float().clone()
+    def keep_input(_: nn.Module, args: Any, kwargs: Any) -> None:
+        seen[-1] = (args[0] if args else kwargs["hidden_states"]).float().clone()
 
     hooks = [module.register_forward_hook(keep(id(module))) for module in (*modules, block)]
     hooks.append(block.register_forward_pre_hook(keep_input, with_kwargs=True))
@@ -219,18 +219,18 @@ class Extractor:
         """
         tokens, lengths = pad(documents, self.device)
         real = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
-        found: dict[str, Tensor] = {}
-        with self._watching(found, lambda values: values[real]), suppress(_Reached):
+        activations: dict[str, Tensor] = {}
+        with self._watching(activations, lambda values: values[real]), suppress(_Reached):
             self.backbone(input_ids=tokens, use_cache=False)
-        return {str(site): found[str(site)].cpu() for site in self.sites}
+        return {str(site): activations[str(site)].cpu() for site in self.sites}
 
     @contextmanager
-    def _watching(self, found: dict[str, Tensor], select: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _watching(self, activations: dict[str, Tensor], select: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Hooks that copy what is wanted as soon as it is there, and stop the forward pass at the last of it."""
 
         def keep(site: Site, values: Tensor) -> Tensor:
-            found[str(site)] = select(values)
-            if len(found) == len(self._read):
+            activations[str(site)] = select(values)
+            if len(activations) == len(self._read):
                 raise _Reached
             return values
 
@@ -294,10 +294,10 @@ def hooked(module: nn.Module, reads_input: bool, change: Callable[[Tensor], Tens
         changed = change(first_tensor(output))
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    def before(_: nn.Module, given: Any, named: Any) -> Any:
-        if given:
-            return (change(given[0]), *given[1:]), named
-        return given, named | {"hidden_states": change(named["hidden_states"])}
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     if reads_input:
         hook = module.register_forward_pre_hook(before, with_kwargs=True)

@@ -156,13 +156,13 @@ class Dictionary(nn.Module):
         return self
 
 
-def _prefixes(given: Sequence[int] | None, num_features: int) -> tuple[int, ...]:
+def _prefixes(prefixes: Sequence[int] | None, num_features: int) -> tuple[int, ...]:
     """The sizes of the nested dictionaries, the whole one last."""
-    sizes = [*(given or ()), num_features]
+    sizes = [*(prefixes or ()), num_features]
     if len(sizes) > 1 and sizes[-2] == num_features:
         sizes.pop()
     if sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
         raise UsageError(
-            f"matryoshka: {list(given or ())}: give rising numbers of features below that of all, {num_features}"
+            f"matryoshka: {list(prefixes or ())}: give rising numbers of features below that of all, {num_features}"
         )
     return tuple(sizes)

@@ -91,10 +91,10 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        given = [
+        gradients = [
             next(saved).view(shape) if there else None for there, shape in zip(ctx.present, ctx.shapes, strict=True)
         ]
-        return (None, *(None if g is None else g.mul_(upstream[0]) for g in given))
+        return (None, *(None if g is None else g.mul_(upstream[0]) for g in gradients))
 
 
 def _evaluate(request: Request) -> tuple[Tensor, list[Tensor | None], Measured]:

@@ -46,15 +46,15 @@ class Quality:
 
     def numbers(self) -> dict[str, float]:
         """For ``metrics.jsonl``."""
-        found = {
+        metrics = {
             "fvu": self.fvu,
             "l0": self.l0,
             "silent": self.silent,
             "dense": float((self.density > 0.1).double().mean()),
         }
         if len(self.fvu_by_source) > 1:
-            found |= {f"fvu_{i}": value for i, value in enumerate(self.fvu_by_source)}
-        return found
+            metrics |= {f"fvu_{i}": value for i, value in enumerate(self.fvu_by_source)}
+        return metrics
 
     def histogram(self, bins: int = 24) -> dict[str, list[float]]:
         """How many features have which density: ``edges`` (powers of ten) and ``counts``; silent ones are left out."""
@@ -103,13 +103,13 @@ def measure(dictionary: Dictionary, batches: Iterable[Tensor]) -> Quality:
     )
 
 
-def match(found: Tensor, planted: Tensor) -> tuple[float, Tensor]:
+def match(learned: Tensor, planted: Tensor) -> tuple[float, Tensor]:
     """How well directions [F, d] find planted ones [T, d]: mean |cosine| of a one-to-one assignment, and each one's.
 
     The mean correlation coefficient (MCC) of the literature. Pairs are assigned from the most similar downwards,
     which is never above the best assignment. With F < T, the planted directions that are left count as 0.
     """
-    unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in (found, planted)]
+    unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in (learned, planted)]
     similarity = (unit[0] @ unit[1].T).abs()
     best = torch.zeros(len(planted), dtype=torch.float64)
     for _ in range(min(similarity.shape)):
@@ -223,5 +223,5 @@ def recovered_by(
 
 def results_of(quality: Quality, recovered: Recovered | None) -> dict[str, Any]:
     """Plain data: the numbers on the rows held out, the histogram of densities, and what was recovered."""
-    found: dict[str, Any] = {"held_out": quality.numbers() | {"rows": quality.rows}, "density": quality.histogram()}
-    return found if recovered is None else found | {"recovered": recovered.numbers()}
+    measured: dict[str, Any] = {"held_out": quality.numbers() | {"rows": quality.rows}, "density": quality.histogram()}
+    return measured if recovered is None else measured | {"recovered": recovered.numbers()}

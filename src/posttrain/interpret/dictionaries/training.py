@@ -87,19 +87,19 @@ def train_dictionary(
     settings = recipe.train
     num_rows = first_held_out(rows, recipe.eval.rows, settings.batch)
     dictionary = build_dictionary(rows, recipe.dictionary, settings.seed)
-    found = _newest_checkpoint(checkpoints, observer) if resume else None
-    if found is None:
+    newest = _newest_checkpoint(checkpoints, observer) if resume else None
+    if newest is None:
         dictionary.prepare(sample_rows(rows, num_rows, settings.seed))
-    metrics.trim(found or 0)
+    metrics.trim(newest or 0)
     module = _Training(dictionary, recipe)
     batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
     held_out = _HeldOut(rows, num_rows)
     watch = _Watch(recipe, checkpoints, metrics, observer, should_stop, held_out)
-    facts: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": found, "dropped": {}}
+    facts: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", facts)
     with _quiet():
         trainer = _trainer(recipe, watch, checkpoints.parent)
-        place = None if found is None else str(step_folder(checkpoints, found) / STATE)
+        place = None if newest is None else str(step_folder(checkpoints, newest) / STATE)
         trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
     step = int(trainer.global_step)
     module.to(_device(settings.device))
@@ -125,11 +125,11 @@ class _Training(lightning.LightningModule):
         optimizer, schedule = self.learner.optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.learner.clip()
 
-    def optimizer_step(self, *given: Any, **named: Any) -> None:
-        super().optimizer_step(*given, **named)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
         self.dictionary.normalize()  # here, so that a checkpoint has it
 
     def numbers(self) -> dict[str, float]:

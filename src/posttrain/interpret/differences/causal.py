@@ -137,14 +137,14 @@ def _advance(writer: Any, donor: Any, site: str, rows: _Rows, treatments: Sequen
     else:
         with replaced(donor, site, look):
             donor(input_ids=rows.tokens, past_key_values=rows.caches["donor"], **common)
-    given = seen[0].float()
+    donated = seen[0].float()
 
     def change(x: Tensor) -> Tensor:
         added = torch.zeros_like(x, dtype=torch.float32)
         for index, treatment in enumerate(treatments):
             where = real & (rows.treatment == index)[:, None]
             if bool(where.any()):
-                added[where] = treatment(x[where].float(), given[where])
+                added[where] = treatment(x[where].float(), donated[where])
         return (x.float() + added).to(x.dtype)
 
     with replaced(writer, site, change):
@@ -293,11 +293,11 @@ def try_doses(
     """
     sets = (ranked, *matched)
     outcomes = trial.outcomes([treat(features[:count], dose) for count, dose in plan for features in sets])
-    found = []
+    doses = []
     for index, (count, dose) in enumerate(plan):
         part = outcomes[index * len(sets) : (index + 1) * len(sets)]
-        found.append(Dose(min(count, len(ranked)), dose, part[0], tuple(part[1:])))
-    return found
+        doses.append(Dose(min(count, len(ranked)), dose, part[0], tuple(part[1:])))
+    return doses
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ def measure_causes(
         for name, (writer, donor) in pairs.items()
     }
     both = {name: trial.outcomes([leave, replace_all]) for name, trial in trials.items()}
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "measure": settings.measure,
         "prompts": len(examples),
         "features": settings.features,
@@ -364,15 +364,15 @@ def measure_causes(
             trial = trials["base" if test == "given" else "post"]
             treat = partial(_scale if test == "scaled" else _move, dictionary, limit)
             doses = try_doses(trial, treat, ranked, matched, plan_of(test, settings))
-            found[test].append([_plain(dose) for dose in doses])
-        point = next(p for p in found["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
+            facts[test].append([_plain(dose) for dose in doses])
+        point = next(p for p in facts["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
         observe(
-            f"causal test, seed {seed}: {settings.measure} of the base {found['unchanged']['base']:.3f}, given "
+            f"causal test, seed {seed}: {settings.measure} of the base {facts['unchanged']['base']:.3f}, given "
             f"{point['features']} changed features {point['changed']:.3f}, random ones "
             f"{point['changed'] - point['difference']:.3f}"
         )
-    found["verdicts"] = _verdicts(found)
-    return found
+    facts["verdicts"] = _verdicts(facts)
+    return facts
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
@@ -404,15 +404,15 @@ def _plain(dose: Dose) -> dict[str, Any]:
     }
 
 
-def _verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
+def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """By test and point: mean, half width of the 95 % interval over seeds, whether it separates."""
     differences: dict[str, list[float]] = {}
     for test in TESTS:
-        rows = found[test]
+        rows = facts[test]
         for index, point in enumerate(rows[0]):
             name = f"{test} {point['features']} at {point['dose']:g}"
             differences[name] = [row[index]["difference"] for row in rows]
-        same = [i for i, point in enumerate(rows[0]) if point["features"] == found["features"]]
+        same = [i for i, point in enumerate(rows[0]) if point["features"] == facts["features"]]
         if len(same) > 1:
             differences[f"{test}, slope"] = [
                 _slope([row[i]["dose"] for i in same], [row[i]["difference"] for i in same]) for row in rows

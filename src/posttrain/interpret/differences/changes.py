@@ -242,7 +242,7 @@ def match_rates(
     free = (rates > 0) & ~forbidden
     free[list(chosen)] = False
     places = torch.stack([rates.clamp_min(1e-9).log(), sizes.clamp_min(1e-9).log()], dim=1).double()
-    found: list[int] = []
+    matched: list[int] = []
     for feature, draw in zip(chosen, draws, strict=True):
         left = free.nonzero()[:, 0]
         if not len(left):
@@ -251,5 +251,5 @@ def match_rates(
         nearest = left[distance.argsort()[: min(8, len(left))]]
         taken = int(nearest[int(draw * len(nearest))])
         free[taken] = False
-        found.append(taken)
-    return found
+        matched.append(taken)
+    return matched

@@ -73,7 +73,7 @@ class Answered:
     def facts(self) -> dict[str, Any]:
         """How many, how long, what they earned: plain data."""
         answers = sum(map(len, self.documents)) - sum(self.prompt_lengths)
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "documents": len(self.documents),
             "tokens": sum(map(len, self.documents)),
             "answer_tokens": answers,
@@ -81,14 +81,14 @@ class Answered:
         for who in dict.fromkeys(self.by):
             mine = [i for i, by in enumerate(self.by) if by == who]
             rewards = [self.rewards[i] for i in mine]
-            found[who] = {
+            facts[who] = {
                 "answers": len(mine),
                 "reward": sum(rewards) / len(mine),
                 "reward_error": standard_error(rewards),
                 "accuracy": sum(self.right[i] for i in mine) / len(mine),
                 "tokens": sum(len(self.documents[i]) - self.prompt_lengths[i] for i in mine) / len(mine),
             }
-        return found
+        return facts
 
 
 def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], list[Example]]:
@@ -147,13 +147,13 @@ class Setting:
 
 @dataclass
 class Comparison:
-    """The work under way; ``found`` becomes ``diff.json``."""
+    """The work under way; ``report`` becomes ``diff.json``."""
 
     recipe: DiffRecipe
     setting: Setting
     folder: Path
     observe: Observe
-    found: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     subjects: dict[str, Subject] = field(default_factory=dict)
     dictionaries: list[Dictionary] = field(default_factory=list)
@@ -287,7 +287,7 @@ def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe
     with work.timed("answers", f"{len(asked)} prompts are answered {changes.samples} times by {changes.by}"):
         who = ("base", "post") if changes.by == "both" else (changes.by,)
         answered = answer_prompts({name: work.subject(name) for name in who}, asked, changes)
-        work.found["documents"] = answered.facts()
+        work.report["documents"] = answered.facts()
     with work.timed("recording", f"both models read {sum(map(len, answered.documents)):,} tokens"):
         store = _record(work, answered)
     with work.timed("dictionaries", "dictionaries of the base are trained"):
@@ -303,11 +303,11 @@ def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe
         with work.timed("causal", "causal test: the models answer with features taken away or amplified"):
             limit = _limit(store, work.site, "post")
             subjects = {name: work.subject(name) for name in ("base", "post")}
-            work.found["causal"] = measure_causes(
+            work.report["causal"] = measure_causes(
                 subjects, work.site, tested, changes, work.dictionaries, work.seen, limit, work.observe
             )
-    work.found["seconds"] = work.seconds
-    return work.found
+    work.report["seconds"] = work.seconds
+    return work.report
 
 
 def held_out_start(store: ActivationStore, changes: ChangesSection) -> int:
@@ -334,7 +334,7 @@ def _record(work: Comparison, answered: Answered) -> ActivationStore:
         )
     store = recorder.write(work.folder / "activations")
     index = store.index
-    work.found["activations"] = {
+    work.report["activations"] = {
         "site": work.site,
         "layer_convention": index.layer_convention,
         "rows": index.rows,
@@ -396,18 +396,18 @@ def _see(work: Comparison, store: ActivationStore, start: int) -> None:
         )
 
     work.seen = [see(dictionary, seed) for seed, dictionary in enumerate(work.dictionaries)]
-    work.found["dictionaries"] = [describe_seen(seen, work.dictionaries[i]) for i, seen in enumerate(work.seen)]
-    work.found["overlap"] = describe_overlap(work.dictionaries, work.seen)
+    work.report["dictionaries"] = [describe_seen(seen, work.dictionaries[i]) for i, seen in enumerate(work.seen)]
+    work.report["overlap"] = describe_overlap(work.dictionaries, work.seen)
     head, tokenizer = work.subject("post").model, work.subject("post").tokenizer
-    work.found["features"] = describe_features(
+    work.report["features"] = describe_features(
         store, work.site, work.dictionaries[0], work.seen[0], head, tokenizer, changes.show
     )
     frozen = _fitted(
         work, "frozen", StoreRows(store, work.site, "base"), start, changes.dictionary, changes.seed, frozen=True
     )
     seen = see(frozen, 0)
-    work.found["frozen"] = describe_seen(seen, frozen)
-    work.found["frozen"]["ranking"] = seen.changes.ranking().tolist()
+    work.report["frozen"] = describe_seen(seen, frozen)
+    work.report["frozen"]["ranking"] = seen.changes.ranking().tolist()
 
 
 def _look_at_difference(work: Comparison, store: ActivationStore, start: int) -> None:
@@ -416,8 +416,8 @@ def _look_at_difference(work: Comparison, store: ActivationStore, start: int) ->
     post = work.subject("post")
     names, means = mean_differences(store, work.site)
     tokens = strongest_tokens(post.model, means, post.tokenizer)
-    norm = work.found["activations"]["norms"]["base"]
-    work.found["lens"] = [
+    norm = work.report["activations"]["norms"]["base"]
+    work.report["lens"] = [
         {"where": name, "norm": float(mean.norm()) / norm, **entry}
         for name, mean, entry in zip(names, means, tokens, strict=True)
     ]
@@ -427,11 +427,11 @@ def _look_at_difference(work: Comparison, store: ActivationStore, start: int) ->
             work.observe("both models compute the same at this site, so there is no dictionary of their difference")
             return
         fitted = _fitted(work, "difference", rows, start, changes.difference, changes.seed)
-        work.found["difference"] = _describe(work, store, start, fitted, rows)
+        work.report["difference"] = _describe(work, store, start, fitted, rows)
     if changes.crosscoder is not None:
         rows = StoreRows(store, work.site, BOTH)
         fitted = _fitted(work, "crosscoder", rows, start, changes.crosscoder, changes.seed)
-        work.found["crosscoder"] = _describe(work, store, start, fitted, rows)
+        work.report["crosscoder"] = _describe(work, store, start, fitted, rows)
 
 
 def _describe(
@@ -451,23 +451,23 @@ def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> No
     changes = work.changes
     base, post = work.subject("base"), work.subject("post")
     shown = range(min(changes.kl_documents, len(answered.documents)))
-    work.found["divergence"] = locate_divergence(
+    work.report["divergence"] = locate_divergence(
         base.model,
         post.model,
         [answered.documents[i] for i in shown],
         [answered.prompt_lengths[i] for i in shown],
         post.tokenizer,
     )
-    ranking = work.found["frozen"].pop("ranking")
+    ranking = work.report["frozen"].pop("ranking")
     if changes.patching is None:
         return
-    if work.found["divergence"]["per_token"] < LEAST_KL:
+    if work.report["divergence"]["per_token"] < LEAST_KL:
         work.observe("both models predict the same, so there is nothing that patching could recover")
         return
     frozen = load_dictionary(work.folder / "dictionaries" / "frozen").to(work.device)
     difference = work.folder / "dictionaries" / "difference"
     count = min(changes.patching.documents, len(answered.documents))
-    work.found["patching"] = patch_curves(
+    work.report["patching"] = patch_curves(
         (base.model, post.model),
         work.site,
         (answered.documents[-count:], answered.prompt_lengths[-count:]),
@@ -475,7 +475,7 @@ def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> No
         work.dictionaries,
         work.seen,
         frozen=(frozen, ranking),
-        difference=load_dictionary(difference).to(work.device) if "difference" in work.found else None,
+        difference=load_dictionary(difference).to(work.device) if "difference" in work.report else None,
         limit=min(_limit(store, work.site, source) for source in ("base", "post")),
         observe=work.observe,
     )

@@ -144,7 +144,7 @@ def token_kl(
     The first: KL(post ‖ base) of the distribution of the token *at* each place; the first token has none: 0. The
     second: how much probability each token of the vocabulary gained, summed over the tokens of the answers.
     """
-    found: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
+    kl: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
     device = next(base.parameters()).device
     moved: Tensor | None = None
     for rows in _batches(documents):
@@ -152,12 +152,12 @@ def token_kl(
         logits = [m(input_ids=tokens.to(next(m.parameters()).device), use_cache=False).logits for m in (post, base)]
         for row, (number, _) in enumerate(rows):
             end, start = int(lengths[row]) - 1, max(0, prompt_lengths[number] - 1)
-            found[number][1:] = divergence(logits[0][row, :end].to(device), logits[1][row, :end]).cpu()
+            kl[number][1:] = divergence(logits[0][row, :end].to(device), logits[1][row, :end]).cpu()
             p, q = (torch.softmax(each[row, start:end].to(device).float(), dim=-1) for each in logits)
             gained = p - q
             total = gained.sum(0, dtype=torch.float64).cpu()
             moved = total if moved is None else moved + total
-    return found, torch.zeros(0, dtype=torch.float64) if moved is None else moved
+    return kl, torch.zeros(0, dtype=torch.float64) if moved is None else moved
 
 
 def feature_patch(dictionary: Dictionary, features: Sequence[int] | None) -> Patch:
@@ -238,13 +238,13 @@ def locate_divergence(
 
 def _by_place(answers: Sequence[Tensor]) -> list[dict[str, float]]:
     """Mean KL at each place of the answers that reach it, with its standard error."""
-    found = []
+    places = []
     for place in range(NUM_PLACES):
         here = [float(kl[place]) for kl in answers if len(kl) > place]
         if len(here) < max(2, len(answers) // 20):
             break
-        found.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
-    return found
+        places.append({"place": place, "kl": fmean(here), "error": standard_error(here), "answers": len(here)})
+    return places
 
 
 def _by_token(kl: Tensor, ids: Tensor, tokenizer: Any) -> list[dict[str, Any]]:
@@ -268,11 +268,11 @@ def _by_token(kl: Tensor, ids: Tensor, tokenizer: Any) -> list[dict[str, Any]]:
 
 def _moved(moved: Tensor, tokenizer: Any) -> dict[str, list[list[Any]]]:
     """Tokens whose probability rose and fell most, on average over all tokens of the answers."""
-    found = {}
+    ends = {}
     for name, sign in (("up", 1), ("down", -1)):
         values, ids = (moved * sign).topk(min(8, len(moved)))
-        found[name] = [[show_token(tokenizer, i), sign * v] for v, i in zip(values.tolist(), ids.tolist(), strict=True)]
-    return found
+        ends[name] = [[show_token(tokenizer, i), sign * v] for v, i in zip(values.tolist(), ids.tolist(), strict=True)]
+    return ends
 
 
 def _shown(
@@ -311,7 +311,7 @@ def patch_curves(
     patcher = Patcher(*models, site, *texts, limit=limit)
     mean = patcher.mean_difference()
     counts = changes.patching.counts
-    found: dict[str, Any] = {
+    curves: dict[str, Any] = {
         "kl_per_token": patcher.kl,
         "tokens": patcher.tokens,
         "counts": counts,
@@ -325,16 +325,16 @@ def patch_curves(
         ranked = view.changes.ranking().tolist()
         others = random_features(view, ranked[: max(counts)], changes.seed + seed, 0)
         for name, features in (("changed", ranked), ("random", others)):
-            found[name].append([patcher.recovered(feature_patch(dictionary, features[:n])) for n in counts])
-        found["all_features"].append(patcher.recovered(feature_patch(dictionary, None)))
-        observe(f"patching, seed {seed}: {found['changed'][-1][-1]:.1%} by {counts[-1]} changed features")
+            curves[name].append([patcher.recovered(feature_patch(dictionary, features[:n])) for n in counts])
+        curves["all_features"].append(patcher.recovered(feature_patch(dictionary, None)))
+        observe(f"patching, seed {seed}: {curves['changed'][-1][-1]:.1%} by {counts[-1]} changed features")
     dictionary, ranking = frozen
-    found["frozen"] = [patcher.recovered(feature_patch(dictionary, list(ranking[:n]))) for n in counts]
+    curves["frozen"] = [patcher.recovered(feature_patch(dictionary, list(ranking[:n]))) for n in counts]
     if difference is not None:
         energy = _energy(difference, patcher)
         order = energy.argsort(descending=True).tolist()
-        found["difference"] = [patcher.recovered(difference_patch(difference, order[:n])) for n in counts]
-    return found
+        curves["difference"] = [patcher.recovered(difference_patch(difference, order[:n])) for n in counts]
+    return curves
 
 
 def random_features(view: Seen, ranked: Sequence[int], seed: int, draw: int) -> list[int]:

@@ -153,8 +153,8 @@ def see_changes(
     }
     quality = {}
     for source in ("base", "post"):
-        found = measure(dictionary, in_batches(StoreRows(store, site, source), held_out_start, store.num_rows))
-        quality[source] = found.numbers()
+        held_out = measure(dictionary, in_batches(StoreRows(store, site, source), held_out_start, store.num_rows))
+        quality[source] = held_out.numbers()
     return Seen(paired_changes(sums["real"], **limits), nulls, scaling.result(), quality)  # type: ignore[arg-type]
 
 
@@ -177,8 +177,8 @@ def scale_latents(store: ActivationStore, site: str, dictionary: Dictionary, sta
         x = torch.stack([store.gather(at, site, name).float() for name in ("base", "post")], dim=1).to(device)
         if is_pair:
             features = dictionary.encode(x)
-            given = dictionary.decode(features)
-            sums.add(features, given, x - given)
+            reconstruction = dictionary.decode(features)
+            sums.add(features, reconstruction, x - reconstruction)
         else:
             features = dictionary.encode(x[:, 1] - x[:, 0])
             centred = x - means
@@ -240,7 +240,7 @@ def feature_contexts(
         pair = [dictionary.encode(store.gather(rows, site, s).float().to(device))[:, chosen] for s in ("base", "post")]
         deltas[rows] = (pair[1] - pair[0]).cpu()
         values[rows] = torch.stack(pair, dim=1).half().cpu()
-    found = []
+    entries = []
     for column in range(len(features)):
         delta = deltas[:, column]
         sign = 1.0 if float(delta.sum()) >= 0 else -1.0
@@ -252,8 +252,8 @@ def feature_contexts(
             if texts not in seen and len(seen) < count:
                 seen.add(texts)
                 entry["contexts"].append(context)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any, count: int = 5) -> list[list[Any]]:

@@ -86,15 +86,15 @@ def describe_features(
     chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
     lens = strongest_tokens(model, dictionary.W_dec[chosen, 0], tokenizer, 6)
     contexts = feature_contexts(store, site, dictionary, chosen, tokenizer)
-    found = []
+    entries = []
     for index, feature in enumerate(chosen):
         entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
         for row, name in enumerate(("rate", "mean")):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
         entry["amplification"] = number(float(seen.amplification[feature]))
-        found.append(entry | {"changed": bool(changes.changed[feature]), "promotes": lens[index], **contexts[index]})
-    return found
+        entries.append(entry | {"changed": bool(changes.changed[feature]), "promotes": lens[index], **contexts[index]})
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +141,12 @@ def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -
     pairs = []
     for a, b in permutations(range(len(dictionaries)), 2):
         chosen = [seen[i].changes.changed.nonzero()[:, 0] for i in (a, b)]
-        found = overlap(
+        shared = overlap(
             (dictionaries[a].W_dec[:, 0], dictionaries[b].W_dec[:, 0]),
             (chosen[0], chosen[1]),
             (seen[a].changes.change[1], seen[b].changes.change[1]),
         )
-        pairs.append({"first": a, "second": b, **{k: _finite(v) for k, v in asdict(found).items()}})
+        pairs.append({"first": a, "second": b, **{k: _finite(v) for k, v in asdict(shared).items()}})
     shares = [pair["share"] for pair in pairs if pair["share"] is not None]
     return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": 0.7}
 

@@ -116,9 +116,9 @@ class ChangesSection(Section):
             return value
         filled = dict(value)
         for key, default in _DEFAULTS.items():
-            given = filled.get(key)
-            if isinstance(given, Mapping) and "name" not in given:
-                filled[key] = default | dict(given)
+            options = filled.get(key)
+            if isinstance(options, Mapping) and "name" not in options:
+                filled[key] = default | dict(options)
         return filled
 
 

@@ -84,7 +84,7 @@ def find_contexts(
         search.read(start, end)
         if observe is not None:
             observe(end, rows.num_rows)
-    return search.found
+    return search.statistics
 
 
 def whole_documents(rows: StoreRows, limit: int) -> Iterator[tuple[int, int]]:
@@ -112,7 +112,7 @@ class _Search:
         self.offsets = torch.arange(-before, after + 1, device=self.device)
         size, width = len(chosen), before + 1 + after
         self.keys = torch.zeros((contexts, size), dtype=torch.int64, device=self.device)
-        self.found = FeatureStatistics(
+        self.statistics = FeatureStatistics(
             rows=0,
             before=before,
             active=torch.zeros(size, dtype=torch.int64, device=self.device),
@@ -142,44 +142,44 @@ class _Search:
         return values
 
     def _count(self, values: Tensor) -> None:
-        found = self.found
-        found.rows += len(values)
-        found.active += (values > 0).sum(0)
-        found.total += values.sum(0, dtype=torch.float64)
-        found.maximum = torch.maximum(found.maximum, values.amax(0))
-        self._widen(torch.frexp(found.maximum).exponent.long())
+        statistics = self.statistics
+        statistics.rows += len(values)
+        statistics.active += (values > 0).sum(0)
+        statistics.total += values.sum(0, dtype=torch.float64)
+        statistics.maximum = torch.maximum(statistics.maximum, values.amax(0))
+        self._widen(torch.frexp(statistics.maximum).exponent.long())
         places, features = (values > 0).nonzero(as_tuple=True)
-        scaled = torch.ldexp(values[places, features], -found.exponents[features]) * NUM_BINS
+        scaled = torch.ldexp(values[places, features], -statistics.exponents[features]) * NUM_BINS
         slots = features * NUM_BINS + scaled.long()
-        found.counts += torch.bincount(slots, minlength=found.counts.numel()).view_as(found.counts)
+        statistics.counts += torch.bincount(slots, minlength=statistics.counts.numel()).view_as(statistics.counts)
 
     def _widen(self, exponents: Tensor) -> None:
         """Let the bins reach up to 2**exponents. Powers of two, so that bins are joined in pairs and none is split."""
-        found = self.found
-        is_empty = found.counts.sum(1) == 0
-        found.exponents = torch.where(is_empty, exponents, found.exponents)
-        while bool((grows := found.exponents < exponents).any()):
-            joined = torch.zeros_like(found.counts)
-            joined[:, : NUM_BINS // 2] = found.counts.view(-1, NUM_BINS // 2, 2).sum(2)
-            found.counts = torch.where(grows[:, None], joined, found.counts)
-            found.exponents = found.exponents + grows.long()
+        statistics = self.statistics
+        is_empty = statistics.counts.sum(1) == 0
+        statistics.exponents = torch.where(is_empty, exponents, statistics.exponents)
+        while bool((grows := statistics.exponents < exponents).any()):
+            joined = torch.zeros_like(statistics.counts)
+            joined[:, : NUM_BINS // 2] = statistics.counts.view(-1, NUM_BINS // 2, 2).sum(2)
+            statistics.counts = torch.where(grows[:, None], joined, statistics.counts)
+            statistics.exponents = statistics.exponents + grows.long()
 
     def _keep_strongest(self, values: Tensor, chunk: _Chunk) -> None:
-        found, size = self.found, len(self.found.top)
+        statistics, size = self.statistics, len(self.statistics.top)
         strongest = [part.max(0) for part in values.split(chunk.rows_per_document)]
         local = torch.stack([place for _, place in strongest]) + chunk.first_rows[:, None]
-        top = torch.cat([found.top, torch.stack([value for value, _ in strongest])])
+        top = torch.cat([statistics.top, torch.stack([value for value, _ in strongest])])
         keys = torch.cat([self.keys, chunk.prefixes[local]])
         kept = top.argsort(dim=0, descending=True, stable=True)
         kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
-        all_rows = torch.cat([found.top_rows, local + chunk.start])
-        windows = found.windows.gather(0, kept.clamp(max=size - 1)[..., None].expand_as(found.windows))
+        all_rows = torch.cat([statistics.top_rows, local + chunk.start])
+        windows = statistics.windows.gather(0, kept.clamp(max=size - 1)[..., None].expand_as(statistics.windows))
         places, features = (kept >= size).nonzero(as_tuple=True)
         came = local[kept[places, features] - size, features]
         windows[places, features] = chunk.around(values, came, features, self.offsets)
-        found.top = top.gather(0, kept)
-        found.top_rows = all_rows.gather(0, kept).masked_fill(found.top <= 0, -1)
-        found.windows = windows.masked_fill(found.top[..., None] <= 0, torch.nan)
+        statistics.top = top.gather(0, kept)
+        statistics.top_rows = all_rows.gather(0, kept).masked_fill(statistics.top <= 0, -1)
+        statistics.windows = windows.masked_fill(statistics.top[..., None] <= 0, torch.nan)
         self.keys = keys.gather(0, kept)
 
 
@@ -335,22 +335,22 @@ def describe_features(
             f"{dictionary.sources} x {dictionary.d}; give the activations that it was trained on, or others like them"
         )
     chosen = check_features(dictionary, features)
-    found = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
+    statistics = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None = None
     if lens is not None:
         ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device), -1], tokens)
-    described = list(_describe(found, chosen, store, ends))
+    described = list(_describe(statistics, chosen, store, ends))
     mentioned = [index for feature in described for context in feature.contexts for index in context.ids]
     mentioned += [index for feature in described for index, _ in (*feature.promoted, *feature.suppressed)]
     unique = list(dict.fromkeys(mentioned))
     texts = {i: f"<{i}>" for i in unique} if tokenizer is None else show_tokens(tokenizer, unique)
     summary = {
-        "rows": found.rows,
+        "rows": statistics.rows,
         "documents": store.num_documents,
         "dictionary_features": dictionary.features,
         "features_shown": len(chosen),
-        "active_per_row": float(found.active.sum()) / max(1, found.rows),
-        "silent": int((found.active == 0).sum()),
+        "active_per_row": float(statistics.active.sum()) / max(1, statistics.rows),
+        "silent": int((statistics.active == 0).sum()),
         "contexts": CONTEXT_CONVENTION,
         "logit_lens": CONVENTION if lens is not None else "",
     }
@@ -374,20 +374,20 @@ def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Te
 
 
 def _describe(
-    found: FeatureStatistics,
+    statistics: FeatureStatistics,
     chosen: Tensor,
     store: ActivationStore,
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
 ) -> Iterator[Feature]:
-    active, totals, maxima = found.active.tolist(), found.total.tolist(), found.maximum.tolist()
-    exponents, counts = found.exponents.tolist(), found.counts.tolist()
-    contexts = _contexts(found, store)
+    active, totals, maxima = statistics.active.tolist(), statistics.total.tolist(), statistics.maximum.tolist()
+    exponents, counts = statistics.exponents.tolist(), statistics.counts.tolist()
+    contexts = _contexts(statistics, store)
     for i, number in enumerate(chosen.tolist()):
         last = max((place for place, count in enumerate(counts[i]) if count), default=-1)
         yield Feature(
             number=number,
             active=active[i],
-            density=active[i] / max(1, found.rows),
+            density=active[i] / max(1, statistics.rows),
             mean=totals[i] / active[i] if active[i] else 0.0,
             maximum=maxima[i],
             bin_width=math.ldexp(1.0, exponents[i]) / NUM_BINS,
@@ -398,13 +398,13 @@ def _describe(
         )
 
 
-def _contexts(found: FeatureStatistics, store: ActivationStore) -> list[tuple[Context, ...]]:
+def _contexts(statistics: FeatureStatistics, store: ActivationStore) -> list[tuple[Context, ...]]:
     """Of each feature, in the order of the columns."""
-    rows = found.top_rows.T.cpu()  # [S, K]
+    rows = statistics.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
     documents = store.documents(flat).view_as(rows).tolist()
     positions = store.positions(flat).view_as(rows).tolist()
-    values, windows = found.top.T.tolist(), found.windows.transpose(0, 1).tolist()
+    values, windows = statistics.top.T.tolist(), statistics.windows.transpose(0, 1).tolist()
     texts: dict[int, list[int]] = {}
     result = []
     for i, column in enumerate(values):
@@ -414,7 +414,7 @@ def _contexts(found: FeatureStatistics, store: ActivationStore) -> list[tuple[Co
                 break
             if document not in texts:
                 texts[document] = store.document_tokens(document)
-            made.append(_cut(value, document, position, texts[document], window, found.before))
+            made.append(_cut(value, document, position, texts[document], window, statistics.before))
         result.append(tuple(made))
     return result
 

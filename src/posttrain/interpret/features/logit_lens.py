@@ -60,13 +60,13 @@ class Lens:
         """For each direction the ``count`` tokens with the highest logits, falling, and with the lowest, rising."""
         size = max(1, _MAX_LOGITS // len(self.unembedding))
         count = min(count, len(self.unembedding))
-        found: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
+        ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
         for part in directions.to(self.gain.device).split(size):
             logits = self.logits(part)
-            for lists, largest in zip(found, (True, False), strict=True):
+            for lists, largest in zip(ends, (True, False), strict=True):
                 values, tokens = (x.tolist() for x in logits.topk(count, largest=largest))
                 lists += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
-        return found
+        return ends
 
 
 Likely = tuple[int, float]  # a token's id and its logit
@@ -115,7 +115,7 @@ def _load_both_ends(section: ModelSection, source: str) -> Any | None:
                 return None
             shorten_config(config, 1)
             with _quiet_loading():
-                model, found = AutoModelForCausalLM.from_pretrained(
+                model, loading_info = AutoModelForCausalLM.from_pretrained(
                     source,
                     config=config,
                     dtype=getattr(torch, section.dtype),
@@ -125,7 +125,7 @@ def _load_both_ends(section: ModelSection, source: str) -> Any | None:
                 )
     except UsageError:
         return None  # loading all of it says what is wrong
-    return None if found["missing_keys"] else model
+    return None if loading_info["missing_keys"] else model
 
 
 @contextmanager
@@ -165,13 +165,13 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 
 def show_tokens(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
     """The text of each token by itself; where it is part of a character, or nothing, the tokenizer's name for it."""
-    found = {}
+    texts = {}
     for index in dict.fromkeys(ids):
         text = str(tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if not text or "\ufffd" in text:
             text = str(tokenizer.convert_ids_to_tokens(index) or f"<{index}>")
-        found[index] = text
-    return found
+        texts[index] = text
+    return texts
 
 
 @torch.no_grad()

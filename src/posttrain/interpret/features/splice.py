@@ -36,13 +36,13 @@ class Recovered:
 
     def numbers(self) -> dict[str, float]:
         """With the shares recovered, for a file."""
-        found = {name: float(getattr(self, name)) for name in self.__slots__}
+        metrics = {name: float(getattr(self, name)) for name in self.__slots__}
         for base in ("zero", "mean"):
-            lost = found[f"ce_{base}"] - self.ce
-            found[f"ce_recovered_{base}"] = (found[f"ce_{base}"] - self.ce_spliced) / lost if lost else float("nan")
-            kl = found[f"kl_{base}"]
-            found[f"kl_recovered_{base}"] = 1 - self.kl_spliced / kl if kl else float("nan")
-        return found
+            lost = metrics[f"ce_{base}"] - self.ce
+            metrics[f"ce_recovered_{base}"] = (metrics[f"ce_{base}"] - self.ce_spliced) / lost if lost else float("nan")
+            kl = metrics[f"kl_{base}"]
+            metrics[f"kl_recovered_{base}"] = 1 - self.kl_spliced / kl if kl else float("nan")
+        return metrics
 
 
 @torch.no_grad()

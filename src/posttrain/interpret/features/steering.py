@@ -64,7 +64,7 @@ class Steering:
         if change.values and dictionary.sources > 1:
             raise UsageError("a crosscoder reads two models at once, so its features can be added but not taken out")
         strengths = {feature: x for feature, x in change.strengths.items() if x != 0}
-        steered, clamped = (check_features(dictionary, list(given)) for given in (strengths, change.values))
+        steered, clamped = (check_features(dictionary, list(features)) for features in (strengths, change.values))
         rows = (dictionary.W_dec.detach()[:, -1].float() / dictionary.input_scale[-1]).cpu()
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
         self.added = torch.tensor(list(strengths.values())) @ unit if strengths else None

@@ -207,21 +207,21 @@ class Forward:
             "use_cache": False,
         }
         decoder = causal_lm(self.model).get_decoder()
-        found: list[Tensor] = []
+        hidden_states: list[Tensor] = []
         predicting = None
         if predicts:
             # Logits are the model's own, which may scale or cap what the LM head gives.
-            hook = decoder.register_forward_hook(lambda _, __, output: found.append(output.last_hidden_state))
+            hook = decoder.register_forward_hook(lambda _, __, output: hidden_states.append(output.last_hidden_state))
             try:
                 logits = self.model(**inputs).logits
             finally:
                 hook.remove()
             predicting = logits[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
         else:
-            found.append(decoder(**inputs).last_hidden_state)
+            hidden_states.append(decoder(**inputs).last_hidden_state)
         reading = None
         if self.head is not None:
-            hidden = found[-1]
+            hidden = hidden_states[-1]
             at = self.reads == "at"
             reading = hidden[batch.mask] if at else hidden[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
         targets = batch.tokens[batch.mask]
@@ -242,19 +242,19 @@ class Forward:
             missing = len(states.targets) - len(candidates)
             extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
 
-        def run(part: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            found = score_logits(states.project(part), given[0], self.temperature, entropy, *given[1:])
-            return tuple(x for x in found if x is not None)
+        def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            per_token = score_logits(states.project(part), ids[0], self.temperature, entropy, *ids[1:])
+            return tuple(x for x in per_token if x is not None)
 
-        found = list(self._in_chunks(run, states, (states.targets, *extra)))
-        of_candidates = None if candidates is None else found.pop()
-        return found[0], None if entropy == "none" else found[1], of_candidates
+        per_token = list(self._in_chunks(run, states, (states.targets, *extra)))
+        of_candidates = None if candidates is None else per_token.pop()
+        return per_token[0], None if entropy == "none" else per_token[1], of_candidates
 
     def _in_chunks(
         self,
         run: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]],
         states: States,
-        given: tuple[Tensor, ...],
+        ids: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """``run`` over parts of the trained tokens, few enough that the logits of a part are small.
 
@@ -264,11 +264,11 @@ class Forward:
         assert rows is not None
         chunk = max(1, MAX_LOGIT_ELEMENTS // causal_lm(self.model).get_output_embeddings().weight.shape[0])
         if len(rows) <= chunk:
-            return run(rows, given)
+            return run(rows, ids)
         pieces: list[tuple[Tensor, ...]] = []
         for start in range(0, len(rows), chunk):
             here = slice(start, start + chunk)
-            pieces.append(checkpoint(run, rows[here], tuple(x[here] for x in given), use_reentrant=False))
+            pieces.append(checkpoint(run, rows[here], tuple(x[here] for x in ids), use_reentrant=False))
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     @torch.no_grad()
