@@ -158,8 +158,13 @@ class Document(Generic[T]):
         return Document(model, dict(content), self.place, places, set_there, is_own=False)
 
     def line_of(self, key: str) -> str:
-        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override."""
-        if key in self.overridden:
+        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override.
+
+        A section that only the command line has begun is the command line's.
+        """
+        if key in self.overridden or (
+            key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)
+        ):
             return "command line: "
         around = key
         while around and around not in self.places:
