@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+pytest_plugins = ("folder_seconds",)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "olmo2", "gpt2")
 
 

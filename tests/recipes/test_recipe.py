@@ -127,10 +127,22 @@ def test_words_that_do_not_belong_together():
     base = yaml.safe_load(TEXT)
     supervised = {k: v for k, v in base.items() if k != "rollout"} | {"data": {}, "objective": "cross_entropy"}
     assert validate_recipe(supervised).rollout is None
-    with pytest.raises(RecipeError, match="'advantage' belongs to 'rollout'"):
+    with pytest.raises(RecipeError, match="advantage: 'advantage' belongs to 'rollout'"):
         validate_recipe(supervised | {"advantage": "raw"})
-    with pytest.raises(RecipeError, match="passes over a rollout batch"):
+    with pytest.raises(RecipeError, match=r"^recipe: train\.epochs: .*passes over a rollout batch"):
         validate_recipe(supervised | {"train": {"epochs": 2}})
+
+
+def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: Path):
+    lines = TEXT.replace("rollout: {prompts: 4, group: 4}", "data: {}").splitlines()
+    path = write(tmp_path, "\n".join([*lines, "advantage: raw", ""]))
+    line = len(lines) + 1
+    with pytest.raises(RecipeError, match=rf"mine\.yaml:{line}: advantage: 'advantage' belongs to 'rollout'; a superv"):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match=r"^command line: correction: 'correction' belongs to 'rollout'"):
+        load_recipe(write(tmp_path, "\n".join([*lines, ""])), [("correction", "icepop")])
+    with pytest.raises(RecipeError, match=r"^command line: data: give exactly one of 'rollout'"):
+        load_recipe(write(tmp_path, TEXT), [("data.batch", "2")])
 
 
 def test_a_bare_string_is_a_word():

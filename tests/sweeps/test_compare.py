@@ -186,7 +186,7 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
         ),
         (BASE.replace("steps", "stesp") + "methods: {a: tiny/grpo}\n", "base: {place}:4: train.stesp: section 'train'"),
         (BASE.replace("stories", "story") + "methods: {a: tiny/grpo}\n", "base: task: there is no task named 'story'"),
-        (BASE.replace("every: 1", "every: 0") + "methods: {a: tiny/grpo}\n", "base.eval.every: 0 switches"),
+        (BASE.replace("every: 1", "every: 0") + "methods: {a: tiny/grpo}\n", "yaml:5: base.eval.every: 0 switches"),
         (f"start: tiny/stf\n{BASE}methods: {{a: tiny/grpo}}\n", "start: no recipe file or shipped recipe 'tiny/stf'"),
         ("task: stories\nobjective: grpo\n", "this is a recipe of one run; train it with: posttrain train"),
     ],
@@ -226,6 +226,15 @@ def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
 def test_a_start_leaves_no_room_for_a_new_model() -> None:
     with pytest.raises(RecipeError, match="leaves nothing for 'start' to do"):
         load(("model.init.architecture", "qwen3"))
+
+
+def test_no_compare_file_lets_a_models_own_python_run_but_the_command_line_may(tmp_path: Path) -> None:
+    text = f"{BASE}methods:\n  a: {{objective: grpo, model: {{trust_remote_code: true}}}}\n"
+    with pytest.raises(RecipeError, match=r"mine\.yaml:7: methods\.a\.model\.trust_remote_code: a file cannot allow"):
+        load_text(tmp_path, text)
+    text = f"{BASE}methods: {{a: {{objective: grpo}}}}\n"
+    plan = load_text(tmp_path, text, ("methods.a.model.trust_remote_code", "true"))
+    assert plan.methods[0].recipe.model.trust_remote_code
 
 
 def test_changes_laid_over_the_old_give_the_new() -> None:

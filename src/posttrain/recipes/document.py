@@ -44,6 +44,7 @@ INTERPRETATION = ("dictionary", "changes")
 # Sections that have a key called name, and yet are no words: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
+Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
 
 
 class Content(Section):
@@ -60,6 +61,10 @@ class Content(Section):
 
     def to_yaml(self) -> str:
         return write_yaml(self.dump())
+
+    def rules(self) -> Iterator[Rule]:
+        """What must hold between its sections, told by what stands there alone."""
+        yield from ()
 
     def fingerprint(self) -> str:
         """``fingerprint_of`` the resolved content; two runs with it are the same experiment."""
@@ -158,8 +163,13 @@ class Document(Generic[T]):
         return Document(model, dict(content), self.place, places, set_there, is_own=False)
 
     def line_of(self, key: str) -> str:
-        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override."""
-        if key in self.overridden:
+        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override.
+
+        A section that only the command line has begun is the command line's.
+        """
+        if key in self.overridden or (
+            key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)
+        ):
             return "command line: "
         around = key
         while around and around not in self.places:
@@ -174,9 +184,13 @@ class Document(Generic[T]):
         """
         refuse_remote_code(self.content, self.overridden, self.line_of)
         try:
-            return self.model.model_validate(self.content)
+            content = self.model.model_validate(self.content)
         except ValidationError as error:
             raise RecipeError("\n".join(self._explain(item) for item in error.errors())) from None
+        for broken, key, says in content.rules():
+            if broken:
+                raise RecipeError(f"{self.line_of(key)}{key}{says}")
+        return content
 
     def _explain(self, item: Any) -> str:
         path = [str(part) for part in item["loc"]]

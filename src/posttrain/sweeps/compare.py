@@ -44,11 +44,28 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.document import apply_override, interpretation_names, merge, recipe_names, study_names
+from posttrain.recipes.document import (
+    Document,
+    apply_override,
+    interpretation_names,
+    merge,
+    recipe_names,
+    study_names,
+)
 from posttrain.recipes.recipe import Recipe
 from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
 from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SourceReader, SweepFile, choose_names, label_of, read_sweep_file
+from posttrain.sweeps.sources import (
+    Source,
+    SweepFile,
+    choose_names,
+    label_of,
+    lay_over_recipe,
+    named,
+    named_recipe,
+    read_source,
+    read_sweep_file,
+)
 
 # A base need not name an objective; one of these stands in while the base is checked by itself.
 _STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
@@ -151,19 +168,21 @@ def load_comparison(
         UsageError: an override or a method of something that the file does not have.
     """
     own, common = _split_overrides(overrides)
-    content, reader = read_sweep_file(CompareFile, name_or_path, own)
-    base, base_data = _read_base(reader, content.base, common)
-    names = choose_names(list(content.methods), methods, reader.place, "method")
-    rows = [_read_row(reader, content, name, base, base_data) for name in names]
+    content, document = read_sweep_file(CompareFile, name_or_path, own)
+    base, base_data = _read_base(document, content.base, common)
+    names = choose_names(list(content.methods), methods, document.place, "method")
+    rows = [_read_row(document, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
         raise RecipeError(
-            f"{reader.place}: base.eval.every: 0 switches evaluation off; without it there is nothing to compare"
+            f"{document.line_of('base.eval.every')}base.eval.every: 0 switches evaluation off; without it there is "
+            "nothing to compare"
         )
     start = None
     if content.start is not None:
-        recipe = reader.source(content.start, "start")
+        recipe = read_source(document, content.start, "start")
         if base.model.init is not None:
-            raise RecipeError(f"{reader.place}: base.model.init makes a new model; it leaves nothing for 'start' to do")
+            where = f"{document.line_of('base.model.init')}base.model.init"
+            raise RecipeError(f"{where}: it makes a new model, which leaves nothing for 'start' to do")
         start = plan_start(Path(folder), recipe, alone=True)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
     resolved = _resolve(content, start, base, rows, len(seeds))
@@ -204,17 +223,17 @@ def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[s
 
 
 def _read_base(
-    reader: SourceReader, source: Mapping[str, Any], common: Sequence[tuple[str, str]]
+    document: Document[CompareFile], source: Mapping[str, Any], common: Sequence[tuple[str, str]]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
-    with reader.named("base"):
-        data = reader.lay_over_recipe(source)
+    with named("base"):
+        data = lay_over_recipe(document, source)
         for key, value in common:
             apply_override(data, key, value)
         has_objective = data.get("objective") is not None
         if not has_objective:
             data["objective"] = next((word for key, word in _STAND_IN.items() if key in data), "reinforce")
-        recipe = reader.recipe(data, "base", {f"base.{key}" for key, _ in common})
+        recipe = document.part(Recipe, "base", data, {f"base.{key}" for key, _ in common}).check()
         checked = recipe.dump()
         if not has_objective:
             del checked["objective"]
@@ -222,14 +241,14 @@ def _read_base(
 
 
 def _read_row(
-    reader: SourceReader, content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
+    document: Document[CompareFile], content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
 ) -> Method:
     """One row: the base with the method's recipe and overrides."""
     where, source = f"methods.{name}", content.methods[name]
-    with reader.named(f"method {name!r}"):
+    with named(f"method {name!r}"):
         data = dict(base_data)
         if "recipe" in source:
-            donor = reader.named_recipe(source)
+            donor = named_recipe(document, source)
             donor.resolve()
             if (donor.rollout is None) != (base.rollout is None):
                 kinds = ("trains on data", "samples (rollout)")
@@ -240,8 +259,8 @@ def _read_row(
             data = merge(without_method(data), method_part(donor.dump()))
         data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
         if data.get("objective") is None:
-            raise RecipeError(f"{reader.place_of(where)}{where}: give a recipe or an objective; the base has none")
-        recipe = reader.recipe(data, where).resolve()
+            raise RecipeError(f"{document.line_of(where)}{where}: give a recipe or an objective; the base has none")
+        recipe = document.part(Recipe, where, data).check().resolve()
     changes = differences(base.dump(), recipe.dump())
     if content.start is not None and "model.name" in changes:
         changes["model.name"] = ("the start", recipe.model.name)

@@ -58,7 +58,7 @@ def method_part(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``recipe_files.merge`` must lay over ``old`` to get ``new``; None takes a key away."""
+    """What ``document.merge`` must lay over ``old`` to get ``new``; None takes a key away."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)

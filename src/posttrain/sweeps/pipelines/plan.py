@@ -41,7 +41,7 @@ from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
 from posttrain.sweeps.plan import Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, choose_names, label_of, read_sweep_file
+from posttrain.sweeps.sources import Source, SweepFile, choose_names, label_of, read_source, read_sweep_file
 
 # What a policy is rewarded by where its recipe names no reward model.
 _WHOLE_REWARD: dict[str, Any] = {"name": "reward_model", "run": ""}
@@ -135,21 +135,23 @@ def load_pipeline(
         RecipeError, UnknownWord: with file, line, part and key.
         UsageError: an override or a policy of something that the file does not have.
     """
-    content, reader = read_sweep_file(PipelineFile, name_or_path, overrides)
+    content, document = read_sweep_file(PipelineFile, name_or_path, overrides)
     wanted = None if methods is None or list(methods) == ["all"] else methods
-    names = choose_names(list(content.policies), wanted, reader.place, "policy")
-    start = reader.source(content.start, "start")
-    recipes = {name: reader.source(source, f"reward_models.{name}") for name, source in content.reward_models.items()}
+    names = choose_names(list(content.policies), wanted, document.place, "policy")
+    start = read_source(document, content.start, "start")
+    recipes = {
+        name: read_source(document, source, f"reward_models.{name}") for name, source in content.reward_models.items()
+    }
     for name, recipe in recipes.items():
         if not recipe.trains_scorer:
             raise RecipeError(
-                f"{reader.place_of(f'reward_models.{name}')}reward_models.{name}: objective {recipe.objective.name!r} "
+                f"{document.line_of(f'reward_models.{name}')}reward_models.{name}: objective {recipe.objective.name!r} "
                 "trains no reward model; use bradley_terry, outcome or process"
             )
-    policies = {name: reader.source(content.policies[name], f"policies.{name}") for name in names}
+    policies = {name: read_source(document, content.policies[name], f"policies.{name}") for name in names}
     for name, recipe in (recipes | policies).items():
         group = "policies" if name in policies else "reward_models"
-        where = f"{reader.place_of(f'{group}.{name}')}{group}.{name}"
+        where = f"{document.line_of(f'{group}.{name}')}{group}.{name}"
         if recipe.model.init is not None:
             raise RecipeError(f"{where}.model.init: it begins with the weights of the start; leave this out")
         if name in policies and recipe.trains_scorer:
