@@ -14,6 +14,7 @@ from posttrain.sweeps.pipelines.plan import load_pipeline
 from posttrain.sweeps.pipelines.results import collect_pipeline
 from posttrain.sweeps.plan import Training
 from posttrain.sweeps.runner import Outcome
+from posttrain.tasks.stories import task as stories
 
 SMALL = """\
 description: A small one.
@@ -43,8 +44,10 @@ seeds: 1
 """
 
 
-def test_from_nothing_to_the_page_part_by_part(tmp_path: Path) -> None:
+def test_from_nothing_to_the_page_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts' own commands, one after another in this process; the runner has tests of its own."""
+    monkeypatch.setattr(stories, "_NUM_COUNTED", 100)  # what is usual in stories is told from few of them
+    stories.usual_results.cache_clear()
     (tmp_path / "small.yaml").write_text(SMALL)
     folder = tmp_path / "runs" / "pipeline-small"
     plan = load_pipeline(str(tmp_path / "small.yaml"), folder=folder)
@@ -70,8 +73,8 @@ def test_from_nothing_to_the_page_part_by_part(tmp_path: Path) -> None:
     assert (folder / "study.png").read_bytes()[:4] == b"\x89PNG"
     assert page.count("<details") >= 4
     assert "Policies against one another" in page
-    trained = [part for part in plan.parts if isinstance(part, Training)]
-    assert len(trained) == 5
+    assert len([part for part in plan.parts if isinstance(part, Training)]) == 5
+    stories.usual_results.cache_clear()
 
 
 @pytest.mark.slow
@@ -96,6 +99,7 @@ def test_the_command_makes_it_and_goes_on_where_it_was(tmp_path: Path, capsys: p
         (["tiny", "--methods", "gropo"], "has no policy 'gropo'. Did you mean 'grpo'?"),
         (["tiny", "--policies.grpo.train.lrr", "1"], "lrr"),
         (["tiny", "--sed", "1"], "sed"),
+        (["tiny", "--evaluate.task.splt", "test"], "evaluate.task.splt: task 'stories' has no key 'splt'"),
         (["tiny", "--run", "a/b"], "a run's name is made of letters"),
     ],
 )

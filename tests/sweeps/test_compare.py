@@ -161,6 +161,35 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
     assert pair.advantage is None
 
 
+def test_a_method_of_the_other_kind_brings_what_it_learns_from_and_all_else_is_held_equal(tmp_path: Path) -> None:
+    """A base that samples beside demonstrations, and a base of demonstrations beside a method that samples."""
+    (tmp_path / "mine.yaml").write_text(f"{BASE}methods:\n  rl: rl/grpo\n  sft: tiny/sft\n")
+    plan = load_comparison(str(tmp_path / "mine.yaml"), folder=tmp_path / "c", num_seeds=1)
+    rl, sft = (method.recipe for method in plan.methods)
+    assert rl.rollout is not None
+    assert sft.rollout is None
+    assert sft.data is not None
+    assert sft.task.options["worked"] == 0.2  # tiny/sft's own task
+    assert sft.objective.name == "cross_entropy"
+    assert sft.rewards == []
+    for key in ("model", "prompt"):
+        assert getattr(sft, key) == getattr(rl, key)
+    assert (sft.train.steps, sft.train.lr) == (rl.train.steps, rl.train.lr)
+    (measured,) = sft.eval.tasks  # on what the base is measured, not on what its own task holds out
+    assert (measured.name, measured.options["split"]) == (rl.task.name, "validation")
+    differs = {method.name: method.differs for method in plan.methods}
+    assert differs["rl"] == {}
+    assert differs["sft"]["what it learns from"] == ("its own answers", "data")
+    assert not any(key.startswith(("rollout", "data", "model", "train.lr")) for key in differs["sft"])
+    (tmp_path / "again.yaml").write_text(plan.to_yaml())
+    again = load_comparison(str(tmp_path / "again.yaml"), folder=tmp_path / "c", num_seeds=1)
+    assert [method.recipe.dump() for method in again.methods] == [method.recipe.dump() for method in plan.methods]
+    (tmp_path / "data.yaml").write_text("base: tiny/sft\nmethods: {sft: {}, rl: tiny/grpo}\n")
+    rows = load_comparison(str(tmp_path / "data.yaml"), folder=tmp_path / "d", num_seeds=1).methods
+    assert [row.recipe.rollout is not None for row in rows] == [False, True]
+    assert rows[1].recipe.rewards
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -170,7 +199,6 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
         (f"{BASE}methods: {{a b: tiny/grpo}}\n", "mine.yaml:6: methods.a b: a method's name is made of letters"),
         (f"{BASE}methods: {{a: tiny/grop}}\n", "method 'a': no recipe file or shipped recipe 'tiny/grop'. Did"),
         (f"{BASE}methods:\n  a: {{recipe: nowhere.yaml}}\n", "method 'a': nowhere.yaml: no such recipe file"),
-        (f"{BASE}methods:\n  a: tiny/sft\n", "method 'a': the recipe tiny/sft trains on data, but the base samples"),
         (f"{BASE}methods:\n  a:\n", "mine.yaml:7: methods.a: give a recipe or an objective; the base has none"),
         (
             f"{BASE}methods:\n  a: tiny/grpo\n  b:\n    objective: grpo\n    trian: {{lr: 1}}\n",

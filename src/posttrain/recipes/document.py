@@ -342,6 +342,18 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     return data, lines
 
 
+def key_parts(key: str) -> list[str]:
+    """The parts of a dotted key of the command line.
+
+    Raises:
+        RecipeError: no document has a key like that: an empty part, too many or too long ones.
+    """
+    parts = key.split(".")
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    return parts
+
+
 def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     """Set a dotted key (``train.lr``, ``rewards.0.weight``) in plain data, in place.
 
@@ -355,9 +367,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     if isinstance(parsed, str) and parsed.isascii():  # ``nan`` and ``inf``, and numbers between spaces
         with suppress(ValueError):
             parsed = float(parsed)
-    parts = key.split(".")
-    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    parts = key_parts(key)
     target: Any = data
     for i, part in enumerate(parts[:-1]):
         path = ".".join(parts[: i + 1])

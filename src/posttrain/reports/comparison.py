@@ -16,6 +16,7 @@ from posttrain.reports.charts.comparison import draw_comparison
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
+from posttrain.sweeps.methods import LEARNS_FROM
 from posttrain.untrusted import harmless
 
 
@@ -161,6 +162,12 @@ def describe_differences(comparison: Comparison) -> list[str]:
     for name, changes in comparison.differs.items():
         if changes:
             lines.append(f"{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
+    if any(line.startswith(LEARNS_FROM) for changes in comparison.differs.values() for line in changes):
+        lines.append(
+            "methods that learn from data stand beside methods that learn from their own answers: model, start, "
+            "template, optimizer steps, learning rate, evaluation and seeds are equal but for what is named above; "
+            "computing time and the number of examples are not"
+        )
     rest = [f"{name} ({comparison.sources[name]})" for name, changes in comparison.differs.items() if not changes]
     if rest:
         what = "objective, advantage, aggregation, selection and what belongs to them"

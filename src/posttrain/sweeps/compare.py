@@ -20,7 +20,9 @@ out; the base needs no objective. A method is one of
 
 * the name of a recipe: of it, only the method is taken (``METHOD_KEYS``: objective, advantage,
   aggregation, correction, KL in the reward, head, teacher, and how rollouts are selected), in place
-  of the base's; all else is literally the base's;
+  of the base's; all else is literally the base's. Where it learns from data and the base from its own
+  answers, or the other way round, it brings what it learns from (``SOURCE_KEYS``), and the table says
+  so; model, start, template, steps, rate, evaluation and seeds are held equal;
 * ``{recipe: name, ...overrides}``: the same, with overrides of any key;
 * overrides alone: the base with these changes. Nothing (``{}``) is the base as it is.
 
@@ -53,7 +55,15 @@ from posttrain.recipes.document import (
     study_names,
 )
 from posttrain.recipes.recipe import Recipe
-from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
+from posttrain.sweeps.methods import (
+    belongs_to_method,
+    changes_between,
+    differences,
+    method_part,
+    tell_sources,
+    with_source_of,
+    without_method,
+)
 from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
 from posttrain.sweeps.sources import (
     Source,
@@ -66,6 +76,7 @@ from posttrain.sweeps.sources import (
     read_source,
     read_sweep_file,
 )
+from posttrain.tasks.base import held_out_task
 
 # A base need not name an objective; one of these stands in while the base is checked by itself.
 _STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
@@ -250,18 +261,21 @@ def _read_row(
         if "recipe" in source:
             donor = named_recipe(document, source)
             donor.resolve()
+            own = donor.dump()
+            data = without_method(data)
             if (donor.rollout is None) != (base.rollout is None):
-                kinds = ("trains on data", "samples (rollout)")
-                raise RecipeError(
-                    f"the recipe {source['recipe']} {kinds[donor.rollout is not None]}, but the base "
-                    f"{kinds[base.rollout is not None]}; give the method as overrides alone"
-                )
-            data = merge(without_method(data), method_part(donor.dump()))
+                tasks = base.eval.tasks or [held_out_task(base.task)]
+                data = with_source_of(data, own)
+                data["eval"] = data["eval"] | {"tasks": [task.model_dump() for task in tasks]}
+            data = merge(data, method_part(own))
         data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
         if data.get("objective") is None:
             raise RecipeError(f"{document.line_of(where)}{where}: give a recipe or an objective; the base has none")
         recipe = document.part(Recipe, where, data).check().resolve()
     changes = differences(base.dump(), recipe.dump())
+    if (recipe.rollout is None) != (base.rollout is None):
+        kinds = {True: "data", False: "its own answers"}
+        changes = tell_sources(changes, (kinds[base.rollout is None], kinds[recipe.rollout is None]))
     if content.start is not None and "model.name" in changes:
         changes["model.name"] = ("the start", recipe.model.name)
     return Method(name, recipe, label_of(source), changes)

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator
 from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.option_types import Repetitions, Unread
-from posttrain.recipes.document import Content, Document, merge, recipe_names
+from posttrain.recipes.document import Content, Document, complete_word, key_parts, merge, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import suggest
@@ -86,10 +86,10 @@ def read_sweep_file(
 def _prepare_override(document: Document[File], key: str) -> None:
     """A source that ``key`` belongs to becomes a mapping, in place: overrides stand beside a bare name."""
     kind, holder = document.model, document.content
-    group, _, rest = key.partition(".")
+    group, *rest = key_parts(key)
     name = group
-    if group in kind.groups:
-        holder, name = holder.get(group, {}), rest.partition(".")[0]
+    if group in kind.groups and rest:
+        holder, name = holder.get(group, {}), rest[0]
         if isinstance(holder, dict) and name not in holder:
             names = list(map(str, holder))
             hint = suggest(name, names)
@@ -144,6 +144,16 @@ def lay_over_recipe(document: Document[File], source: Mapping[str, Any]) -> dict
 def named_recipe(document: Document[File], source: Mapping[str, Any]) -> Recipe:
     """The recipe that a source names, without its overrides."""
     return load_recipe(str(source["recipe"]), is_own=not is_stored(document.place))
+
+
+def check_task(document: Document[File], section: str, word: Word) -> None:
+    """Refuse the task of a section of the sweep's own that is unknown, or that has options which it does not take.
+
+    Raises:
+        RecipeError, UnknownWord: with file, line and key.
+    """
+    key = f"{section}.task"
+    complete_word(word, "task", f"{document.line_of(key)}{key}")
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
 from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, label_of, read_source, read_sweep_file
+from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
 
 Kind = Literal["overoptimization", "best_of_n"]
 # Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
@@ -148,6 +148,9 @@ def load_study(
         UsageError: an override of a part that the study does not have.
     """
     content, document = read_sweep_file(StudyFile, name_or_path, overrides)
+    for section in ("best_of_n", "labelled"):
+        if (asked := getattr(content, section)) is not None:
+            check_task(document, section, asked.task)
     shared = set(content.reward_models) & set(content.policies)
     if shared:
         name = min(shared)

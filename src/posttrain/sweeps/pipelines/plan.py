@@ -41,7 +41,7 @@ from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
 from posttrain.sweeps.plan import Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, choose_names, label_of, read_source, read_sweep_file
+from posttrain.sweeps.sources import Source, SweepFile, check_task, choose_names, label_of, read_source, read_sweep_file
 
 # What a policy is rewarded by where its recipe names no reward model.
 _WHOLE_REWARD: dict[str, Any] = {"name": "reward_model", "run": ""}
@@ -136,6 +136,7 @@ def load_pipeline(
         UsageError: an override or a policy of something that the file does not have.
     """
     content, document = read_sweep_file(PipelineFile, name_or_path, overrides)
+    check_task(document, "evaluate", content.evaluate.task)
     wanted = None if methods is None or list(methods) == ["all"] else methods
     names = choose_names(list(content.policies), wanted, document.place, "policy")
     start = read_source(document, content.start, "start")
