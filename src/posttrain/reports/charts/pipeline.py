@@ -48,6 +48,9 @@ def draw_pipeline(standings: Sequence[Standing], title: str, path: str | Path) -
     )
     show_percent(rates.xaxis)
     plane.axhline(0.0, color="#999999", lw=1, ls=(0, (3, 3)))
+    plane.plot([0.0], [0.0], color="#555555", ls="", marker="s", ms=6)
+    plane.annotate("start", (0.0, 0.0), textcoords="offset points", xytext=(7, 5), fontsize=9, color="#555555")
+    plane.margins(x=0.12, y=0.12)
     subtitle = "reward gained under the judge, in deviations of the start's answers"
     label_panel(plane, "What the distance has bought", subtitle, "√KL from the start (KL in nats per answer)")
     return save_picture(figure, path)

@@ -30,7 +30,7 @@ from posttrain.sweeps.study_results import Answer, Answers, StudyFound, StudyRep
 NUM_SAMPLES = 4
 # What is told of a policy: measure -> (column, whether it is a share).
 MEASURES: Mapping[str, tuple[str, bool]] = {
-    "win_rate": ("wins over the start, by the judge", True),
+    "win_rate": ("wins, by the judge", True),
     "win_rate_similar": ("of answers equally long", True),
     "win_rate_proxy": ("by the proxy", True),
     "reward_judge": ("reward gained, judge", False),
