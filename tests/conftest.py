@@ -75,6 +75,18 @@ def small_tokenizer() -> Any:
     return train_tokenizer(iter(texts), 300)
 
 
+@pytest.fixture(scope="module")
+def quick_stories() -> Iterator[None]:
+    """What is usual in stories is told from few of them: counting thousands takes longer than a small run."""
+    from posttrain.tasks.stories import task as stories
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stories, "_NUM_COUNTED", 100)
+        stories.usual_results.cache_clear()
+        yield
+    stories.usual_results.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def consent_kept() -> Iterator[None]:
     """What one test allows to be imported (``consent``) is not allowed in the next."""

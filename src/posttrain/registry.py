@@ -32,15 +32,15 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token reinforce sapo",
         "posttrain.algorithms.objectives.actor_critic": "ppo",
         "posttrain.algorithms.objectives.preference": (
-            "apo_down apo_zero cpo dpo exo hinge ipo nca orpo robust_dpo rpo simpo"
+            "apo_down apo_zero cpo dpo exo hinge ipo kto nca orpo robust_dpo rpo simpo"
         ),
-        "posttrain.algorithms.objectives.preference_unpaired": "kto",
         "posttrain.algorithms.objectives.reward": "bradley_terry outcome process",
         "posttrain.algorithms.objectives.distillation": "distillation on_policy_distillation sdpo",
     },
     "advantage": {
-        "posttrain.algorithms.advantages": "batch_normalized centered leave_one_out mean_scaled normalized raw",
-        "posttrain.algorithms.advantages_per_token": "gae return_to_go",
+        "posttrain.algorithms.advantages": (
+            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go"
+        ),
     },
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},

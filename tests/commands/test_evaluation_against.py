@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.tasks.stories import task as stories
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_stories() -> Iterator[None]:
-    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stories, "_NUM_COUNTED", 100)
-        stories.usual_results.cache_clear()
-        yield
-    stories.usual_results.cache_clear()
 
 
 @pytest.fixture(scope="module")
