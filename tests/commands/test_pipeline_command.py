@@ -14,7 +14,6 @@ from posttrain.sweeps.pipelines.plan import load_pipeline
 from posttrain.sweeps.pipelines.results import collect_pipeline
 from posttrain.sweeps.plan import Training
 from posttrain.sweeps.runner import Outcome
-from posttrain.tasks.stories import task as stories
 
 SMALL = """\
 description: A small one.
@@ -44,10 +43,9 @@ seeds: 1
 """
 
 
-def test_from_nothing_to_the_page_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick_stories")
+def test_from_nothing_to_the_page_part_by_part(tmp_path: Path) -> None:
     """The parts' own commands, one after another in this process; the runner has tests of its own."""
-    monkeypatch.setattr(stories, "_NUM_COUNTED", 100)  # what is usual in stories is told from few of them
-    stories.usual_results.cache_clear()
     (tmp_path / "small.yaml").write_text(SMALL)
     folder = tmp_path / "runs" / "pipeline-small"
     plan = load_pipeline(str(tmp_path / "small.yaml"), folder=folder)
@@ -74,7 +72,6 @@ def test_from_nothing_to_the_page_part_by_part(tmp_path: Path, monkeypatch: pyte
     assert page.count("<details") >= 4
     assert "Policies against one another" in page
     assert len([part for part in plan.parts if isinstance(part, Training)]) == 5
-    stories.usual_results.cache_clear()
 
 
 @pytest.mark.slow
