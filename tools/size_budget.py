@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50120
+MAX_PACKAGE_LINES = 50260
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2040,
@@ -25,8 +25,8 @@ ROOMS: dict[str, int] = {
     "algorithms": 1840,
     "graders": 4390,
     "rewards": 390,
-    "render": 980,
-    "tasks": 4730,
+    "render": 1100,
+    "tasks": 4750,
     "store": 2090,
     "models": 2160,
     "engines": 3020,

@@ -62,7 +62,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.alternatives": "any_answer",
         "posttrain.graders.scored": "scored",
     },
-    "template": {"posttrain.render.words": "boxed chat dialogue document plain r1_zero xml_reasoning"},
+    "template": {"posttrain.render.words": "as_is boxed chat dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
         "posttrain.tasks.verifiable.gsm8k": "gsm8k",

@@ -49,8 +49,26 @@ def test_conversations(tmp_path: Path) -> None:
     ]
     first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
     assert first.messages == second.messages == (Message("system", "Be brief."), Message("user", "1+1?"))
-    assert (first.answer, first.solution) == ("2", None)
-    assert (second.answer, second.solution) == (None, "Two.")
+    assert (first.answer, first.demonstration) == ("2", None)
+    assert (second.answer, second.solution, second.demonstration) == (None, None, "Two.")
+
+
+def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+1?", "response": "One and one: \\boxed{2}", "answer": 2},
+        {"prompt": "1+1?", "response": "Two."},
+        {"prompt": "1+1?", "response": "<think>hm</think>Two."},
+    ]
+    path = write(tmp_path / "x.jsonl", rows)
+    examples = jsonl(path=path, split="test", strip_thinking=True).examples
+    assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
+        ("2", None, "One and one: \\boxed{2}"),
+        (None, None, "Two."),
+        (None, None, "Two."),
+    ]
+    renamed = write(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
+    (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
+    assert example.demonstration == "Two."
 
 
 def test_data_without_answers(tmp_path: Path) -> None:
@@ -86,6 +104,8 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
         ({"messages": [], "answer": "2"}, "must be a list of messages"),
         ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
         ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
+        ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response': give one"),
+        ({"prompt": "q", "response": " "}, "'response' is empty"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:

@@ -59,13 +59,13 @@ class ExamplesOnDemand(Sequence[Example]):
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """How many examples say the same as an earlier one: prompt, answer, solution and given answers.
+    """How many examples say the same as an earlier one: prompt, answer, solution, demonstration and given answers.
 
     0 for examples that are made on demand.
     """
     if isinstance(examples, ExamplesOnDemand):
         return 0
-    return len(examples) - len({(e.messages, e.answer, e.solution, e.responses) for e in examples})
+    return len(examples) - len({(e.messages, e.answer, e.solution, e.demonstration, e.responses) for e in examples})
 
 
 def build_task(word: Word, where: str = "task") -> Task:

@@ -1,4 +1,4 @@
-"""Your own rows: any file of prompts with answers, solutions or whole conversations."""
+"""Your own rows: any file of prompts with answers, solutions, responses or whole conversations."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def jsonl(
     messages_key: str = "messages",
     answer_key: str = "answer",
     solution_key: str = "solution",
+    response_key: str = "response",
     meta_keys: list[str] | None = None,
     grader: str = "numeric",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
@@ -33,9 +34,10 @@ def jsonl(
 ) -> Task:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
 
-    A row has a prompt (text) or messages (a list of role and content), an answer (text or a number), and
-    maybe a solution. A conversation that ends with the assistant's message is a demonstration: that
-    message is the solution, and such a row needs no answer.
+    A row has a prompt (text) or messages (a list of role and content), and an answer (text or a number) with maybe a
+    solution, or a response. A response is a whole text to imitate, and so is the assistant's message at the end of
+    messages; such a row needs no answer. How the response is written is the template's affair: ``r1_zero`` puts its
+    reasoning and its answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands.
 
     Args:
         path: the file.
@@ -44,13 +46,14 @@ def jsonl(
             ``test`` is the whole file.
         prompt_key, messages_key: where the prompt stands; a row with both uses the messages.
         answer_key: where the gold answer stands; ``""`` if the data have none.
-        solution_key: where the worked solution stands; rows may lack it.
+        solution_key: where the worked solution, without the answer, stands; rows may lack it.
+        response_key: where the whole response stands; rows may lack it.
         meta_keys: further keys that every row has, kept as they are: what results are broken down by (``subject``), and
             what the grader asks for (``choices``).
         grader: what says whether an answer is right (``posttrain explain grader``).
         validation_share: share of the rows that is held out.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the solutions; a row whose thinking never closes, or
-            that holds nothing else, is dropped and counted.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never
+            closes, or that holds nothing else, is dropped and counted.
 
     Raises:
         DataError: a missing or malformed file or row, with its line.
@@ -58,12 +61,14 @@ def jsonl(
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
     find("grader", grader, "task.grader")
-    keys = (prompt_key, messages_key, answer_key, solution_key)
+    keys = (prompt_key, messages_key, answer_key, solution_key, response_key)
 
     def read(row: Row) -> Example:
         example = read_example(row, split, *keys)
-        if example.solution is not None:
-            example = replace(example, solution=answer_text(example.solution, strip_thinking=strip_thinking))
+        for part in ("solution", "demonstration"):
+            text = getattr(example, part)
+            if text is not None:
+                example = replace(example, **{part: answer_text(text, strip_thinking=strip_thinking)})
         return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
     found = collect(read_file(path), read, path)
@@ -72,7 +77,7 @@ def jsonl(
 
 
 def read_example(
-    row: Row, split: str, prompt_key: str, messages_key: str, answer_key: str, solution_key: str
+    row: Row, split: str, prompt_key: str, messages_key: str, answer_key: str, solution_key: str, response_key: str
 ) -> Example:
     """One row as an example.
 
@@ -84,22 +89,27 @@ def read_example(
     else:
         messages = (Message("user", row.text(prompt_key)),)
     solution = row.text(solution_key) if row.has(solution_key) else None
-    demonstrates = messages[-1].role == "assistant"
-    if demonstrates:
+    parts = {} if solution is None else {repr(solution_key): solution}
+    if row.has(response_key):
+        parts[repr(response_key)] = row.text(response_key)
+    if messages[-1].role == "assistant":
         if len(messages) == 1:
             raise row.fail(f"{messages_key!r} holds nothing but the assistant's message; a prompt must come before it")
-        if solution is not None:
-            raise row.fail(f"both {solution_key!r} and an assistant's message at the end of {messages_key!r}: give one")
-        solution, messages = messages[-1].content, messages[:-1]
+        parts[f"an assistant's message at the end of {messages_key!r}"] = messages[-1].content
+        messages = messages[:-1]
+    if len(parts) > 1:
+        raise row.fail(f"both {' and '.join(parts)}: give one")
+    demonstration = next((text for text in parts.values() if text is not solution), None)
     answer = None
-    if answer_key and not (demonstrates and not row.has(answer_key)):
+    if answer_key and (demonstration is None or row.has(answer_key)):
         if answer_key not in row.data:
             raise row.fail(
                 f"the key {answer_key!r} is missing. There are: {', '.join(row.data)}. Name the right one as "
-                'task.answer_key, or set it to "" if the data have no answers'
+                'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
             )
         answer = row.answer(answer_key)
-    return Example(id=f"jsonl/{split}/{row.line}", messages=messages, answer=answer, solution=solution)
+    example_id = f"jsonl/{split}/{row.line}"
+    return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration)
 
 
 def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
