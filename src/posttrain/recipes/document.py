@@ -44,6 +44,8 @@ INTERPRETATION = ("dictionary", "changes")
 # Sections that have a key called name, and yet are no words: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
+# How long a training is: whoever says one of them means no other that stood there.
+LENGTHS = ("steps", "passes")
 
 
 class Content(Section):
@@ -137,6 +139,11 @@ class Document(Generic[T]):
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
         """With dotted keys of the command line set; see ``apply_override``."""
         content = copy.deepcopy(self.content)
+        named = {key for key, _ in overrides}
+        for key in sorted(named):
+            other = f"{key.removesuffix('.passes')}.steps"
+            if key.endswith(".passes") and other in named:
+                raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
         for key, value in overrides:
             if key == "extends" and self.model.extensible:
                 raise RecipeError(
@@ -356,6 +363,8 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
         target[_index(target, part, path) if isinstance(target, list) else part] = child
         target = child
+    if isinstance(target, dict):
+        _displace(target, {parts[-1]: parsed})
     target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
 
 
@@ -376,6 +385,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
     """
     merged = dict(below)
+    _displace(merged, above)
     for key, value in above.items():
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
@@ -388,6 +398,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
         else:
             merged[key] = value
     return merged
+
+
+def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take a length out of ``below`` where another is said ``above``."""
+    said = [key for key in LENGTHS if above.get(key) is not None]
+    for key in LENGTHS:
+        if said and key not in said:
+            below.pop(key, None)
 
 
 def flatten(data: Any, prefix: str = "") -> dict[str, Any]:

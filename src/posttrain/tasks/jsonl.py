@@ -8,16 +8,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.registry import find, register, suggest
+from posttrain.registry import find, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import collect
 from posttrain.tasks.reading import Row, read_file
+from posttrain.tasks.sized import reader
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
 
 
-@register("task", held_out="validation")
+@reader(held_out="validation")
 def jsonl(
     *,
     path: str,
@@ -65,10 +66,10 @@ def jsonl(
 
     def read(row: Row) -> Example:
         example = read_example(row, split, *keys)
-        for part in ("solution", "demonstration"):
-            text = getattr(example, part)
-            if text is not None:
-                example = replace(example, **{part: answer_text(text, strip_thinking=strip_thinking)})
+        if example.solution is not None:
+            example = replace(example, solution=answer_text(example.solution, strip_thinking=strip_thinking))
+        if example.demonstration is not None:
+            example = replace(example, demonstration=answer_text(example.demonstration, strip_thinking=strip_thinking))
         return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
     found = collect(read_file(path), read, path)

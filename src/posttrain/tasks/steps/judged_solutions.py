@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped
 from posttrain.tasks.preferences.rows import read_verdict, require
 from posttrain.tasks.reading import Row, read_file
+from posttrain.tasks.sized import reader
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message, Response
@@ -21,7 +21,7 @@ from posttrain.types import Example, Message, Response
 META_KEYS = ("level", "subject", "type")
 
 
-@register("task", held_out="validation")
+@reader(held_out="validation")
 def judged_solutions(
     *,
     path: str,

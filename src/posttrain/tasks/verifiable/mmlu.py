@@ -10,9 +10,10 @@ from pydantic import Field
 
 from posttrain.errors import DataError, UsageError
 from posttrain.graders.choice import LETTERS
-from posttrain.registry import register, suggest
+from posttrain.registry import suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.sized import reader
 from posttrain.types import Example, Message
 
 MAX_SHOTS = 5  # as many as the development split has of each subject
@@ -45,7 +46,7 @@ AREAS: dict[str, tuple[str, ...]] = {
 _AREA_OF = {subject: area for area, subjects in AREAS.items() for subject in subjects}
 
 
-@register("task", held_out="validation")
+@reader(held_out="validation")
 def mmlu(
     *,
     split: Literal["validation", "test"] = "test",
