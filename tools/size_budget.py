@@ -17,16 +17,16 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50420
+MAX_PACKAGE_LINES = 50480
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2040,
+    "ground": 2070,
     "recipes": 920,
     "algorithms": 1840,
     "graders": 4390,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4810,
+    "tasks": 4850,
     "store": 2090,
     "models": 2160,
     "engines": 3020,

@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.file_kinds import kind_of_file
-from posttrain.option_types import shorten
+from posttrain.option_types import explain_type, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
@@ -193,8 +193,7 @@ class Document(Generic[T]):
         if item["type"] == "missing":
             return f"{where}{what} needs this key"
         if item["type"] != "extra_forbidden":
-            message = item["msg"].removeprefix("Value error, ")
-            return f"{where}{message}; got {shorten(item['input'])}"
+            return f"{where}{explain_type(item['msg'], item['input'])}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked

@@ -83,8 +83,12 @@ def held_out_task(word: Word) -> Word:
 
 
 def _without_size(word: Word) -> dict[str, Any]:
-    """The options of a task; of one that reads rows without those that say how many rows there are to train on."""
-    reads_rows = registry.find("task", word.name).traits.get("reads_rows")
+    """The options of a task; of one that reads rows without those that say how many there are to train on.
+
+    A task that makes its examples says by its size how many there are, and has it always.
+    """
+    size = registry.find("task", word.name).options_model().model_fields.get("size")
+    reads_rows = size is not None and size.default is None
     return {key: value for key, value in word.options.items() if not (reads_rows and key in ("size", "seed"))}
 
 

@@ -8,17 +8,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.registry import find, suggest
+from posttrain.registry import find, register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import collect
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def jsonl(
     *,
     path: str,

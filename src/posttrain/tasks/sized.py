@@ -12,7 +12,6 @@ from pydantic import Field
 
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
-from posttrain.registry import register
 from posttrain.tasks.base import Task
 
 Reader = Callable[..., Task]
@@ -23,26 +22,23 @@ _ABOUT = """
     seed: another seed, other examples."""
 
 
-def reader(**traits: Any) -> Callable[[Reader], Reader]:
-    """Register a task that reads rows under its own name, with the options ``size`` and ``seed`` beside its own."""
+def with_size(read: Reader) -> Reader:
+    """A task that reads rows, with the options ``size`` and ``seed`` beside its own; stands below ``register``."""
 
-    def add(read: Reader) -> Reader:
-        @wraps(read)
-        def sized(*, size: int | None = None, seed: int = 0, **options: Any) -> Task:
-            return choose_size(read(**options), size, seed)
+    @wraps(read)
+    def sized(*, size: int | None = None, seed: int = 0, **options: Any) -> Task:
+        return choose_size(read(**options), size, seed)
 
-        own = inspect.signature(read, eval_str=True)
-        options = (("size", Annotated[int, Field(ge=1)] | None, None), ("seed", Seed, 0))
-        further = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, kind, default in options
-        ]
-        sized.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])  # type: ignore[attr-defined]
-        about, raises, rest = (inspect.getdoc(read) or "").partition("\n\nRaises:")
-        sized.__doc__ = f"{about}{_ABOUT}{raises}{rest}"
-        return register("task", reads_rows=True, **traits)(sized)
-
-    return add
+    own = inspect.signature(read, eval_str=True)
+    options = (("size", Annotated[int, Field(ge=1)] | None, None), ("seed", Seed, 0))
+    further = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, kind, default in options
+    ]
+    sized.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])  # type: ignore[attr-defined]
+    about, raises, rest = (inspect.getdoc(read) or "").partition("\n\nRaises:")
+    sized.__doc__ = f"{about}{_ABOUT}{raises}{rest}"
+    return sized
 
 
 def choose_size(task: Task, size: int | None, seed: int) -> Task:

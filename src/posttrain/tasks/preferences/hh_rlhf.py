@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.errors import DataError, UsageError
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped, collect
 from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split, opening_hash, prompt_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Response
@@ -22,7 +23,8 @@ Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sam
 SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
 
 
-@reader(held_out="validation", learns_from_test="test_share")
+@register("task", held_out="validation", learns_from_test="test_share")
+@with_size
 def hh_rlhf(
     *,
     split: Split = "train",

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.errors import UsageError
-from posttrain.registry import suggest
+from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
 from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
 from posttrain.types import Example, Message, Response
@@ -28,7 +28,8 @@ LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
 Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def preferences(
     *,
     path: str,

@@ -8,11 +8,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped
 from posttrain.tasks.preferences.rows import read_verdict, require
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message, Response
@@ -21,7 +22,8 @@ from posttrain.types import Example, Message, Response
 META_KEYS = ("level", "subject", "type")
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def judged_solutions(
     *,
     path: str,

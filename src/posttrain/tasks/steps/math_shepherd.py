@@ -7,10 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.steps.gsm8k_solutions import strip_calculations
 from posttrain.tasks.steps.labelled_steps import first_error, stepwise
@@ -21,7 +22,8 @@ _SIGNS = {"+": 1, "-": 0}
 _FIRST_STEP = "Step 1:"
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def math_shepherd(
     *,
     split: Split = "train",

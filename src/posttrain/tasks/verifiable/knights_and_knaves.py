@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from posttrain.errors import DataError
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
@@ -20,7 +21,8 @@ INSTRUCTION = 'Answer with one line for each of them, such as "(1) NAME is a kni
 People = Annotated[int, Field(ge=MIN_PEOPLE, le=MAX_PEOPLE)]
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def knights_and_knaves(
     *,
     split: Split = "train",

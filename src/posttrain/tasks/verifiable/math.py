@@ -10,9 +10,10 @@ from pydantic import Field
 
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.math.extraction import read_boxes
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
@@ -20,7 +21,8 @@ from posttrain.types import Example, Message
 _ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def math(
     *,
     split: Split = "train",

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed
 from posttrain.option_types import shorten
+from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.verifiable import math
 from posttrain.types import Example, Message
 
@@ -30,7 +31,8 @@ _META = {
 _MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
     """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
 
@@ -54,7 +56,8 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
     return _read_suite("math500", _rows(path, hub, "test"), path or f"hub:{hub}", read)
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def aime24(
     *,
     split: Literal["test"] = "test",
@@ -79,7 +82,8 @@ def aime24(
     return _problems("aime24", path, hub, hub_split, grader="numeric")
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def aime25(
     *,
     split: Literal["test"] = "test",
@@ -100,7 +104,8 @@ def aime25(
     return _problems("aime25", path, hub, hub_split, grader="numeric")
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def amc(
     *,
     split: Literal["test"] = "test",
@@ -126,7 +131,8 @@ def amc(
     return _problems("amc", path, hub, hub_split)
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def minerva_math(
     *,
     split: Literal["test"] = "test",
@@ -154,7 +160,8 @@ def minerva_math(
     return _problems("minerva_math", path, hub, hub_split)
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def olympiad_bench(
     *,
     split: Literal["test"] = "test",
@@ -183,7 +190,8 @@ def olympiad_bench(
     return _problems("olympiad_bench", path, hub, hub_split)
 
 
-@reader(held_out="test")
+@register("task", held_out="test")
+@with_size
 def svamp(
     *,
     split: Literal["test"] = "test",

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from posttrain.errors import DataError, UsageError
 from posttrain.graders.choice import LETTERS
-from posttrain.registry import suggest
+from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import reader
+from posttrain.tasks.sized import with_size
 from posttrain.types import Example, Message
 
 MAX_SHOTS = 5  # as many as the development split has of each subject
@@ -46,7 +46,8 @@ AREAS: dict[str, tuple[str, ...]] = {
 _AREA_OF = {subject: area for area, subjects in AREAS.items() for subject in subjects}
 
 
-@reader(held_out="validation")
+@register("task", held_out="validation")
+@with_size
 def mmlu(
     *,
     split: Literal["validation", "test"] = "test",
