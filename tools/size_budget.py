@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50480
+MAX_PACKAGE_LINES = 50530
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2070,
@@ -26,7 +26,7 @@ ROOMS: dict[str, int] = {
     "graders": 4390,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4850,
+    "tasks": 4890,
     "store": 2090,
     "models": 2160,
     "engines": 3020,

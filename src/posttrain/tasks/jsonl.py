@@ -8,14 +8,26 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from posttrain.errors import UsageError
+from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
+from posttrain.render.extraction import split_response
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import collect
+from posttrain.tasks.collect import Collected, collect
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
+
+# What is said of a response that a grader did not find right.
+OUTCOMES: dict[Outcome, str] = {
+    "wrong": "a wrong answer",
+    "no_answer": "no answer in the response",
+    "ungraded": "nothing to grade against",
+    "timeout": "the grader took too long",
+    "crash": "the grader died on it",
+}
 
 
 @register("task", held_out="validation")
@@ -33,6 +45,7 @@ def jsonl(
     grader: str = "numeric",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
     strip_thinking: bool = False,
+    correct_only: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
 
@@ -56,10 +69,13 @@ def jsonl(
         validation_share: share of the rows that is held out.
         strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never
             closes, or that holds nothing else, is dropped and counted.
+        correct_only: keep only the demonstrations that the grader finds right by the row's gold answer; how many went,
+            and why, is counted.
 
     Raises:
         DataError: a missing or malformed file or row, with its line.
         UnknownWord: no such grader.
+        UsageError: ``correct_only``, and no row has a response with a gold answer.
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
     find("grader", grader, "task.grader")
@@ -74,7 +90,8 @@ def jsonl(
         return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
     found = collect(read_file(path), read, path)
-    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
+    examples = keep_correct(found, grader, path) if correct_only else found.examples
+    chosen = choose_split(examples, split, validation_share, path, opening_hash)
     return Task("jsonl", split, chosen, dict(found.dropped))
 
 
@@ -112,6 +129,32 @@ def read_example(
         answer = row.answer(answer_key)
     example_id = f"jsonl/{split}/{row.line}"
     return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration)
+
+
+def keep_correct(found: Collected, grader: str, place: str) -> list[Example]:
+    """The examples whose demonstration is right; the others are counted in ``found`` by what the grader said.
+
+    Raises:
+        UsageError: no demonstration with a gold answer, so that nothing could be graded.
+        DataError: none of them is right.
+    """
+    graded = [e for e in found.examples if e.demonstration is not None and e.answer is not None]
+    if not graded:
+        raise UsageError(
+            f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
+            "task.response_key and task.answer_key"
+        )
+    submissions = [
+        Submission(e.demonstration or "", split_response(e.demonstration or "")[1], e.answer, e.meta) for e in graded
+    ]
+    outcomes = [verdict.outcome for verdict in grade(grader, submissions)]
+    found.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
+    left_over = len(found.examples) - len(graded)
+    if left_over:
+        found.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
+    found.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
+    found.require_examples(place)
+    return found.examples
 
 
 def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
