@@ -17,25 +17,25 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50120
+MAX_PACKAGE_LINES = 50530
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2040,
-    "recipes": 900,
-    "algorithms": 1810,
+    "ground": 2070,
+    "recipes": 920,
+    "algorithms": 1840,
     "graders": 4390,
     "rewards": 390,
-    "render": 980,
-    "tasks": 4670,
+    "render": 1100,
+    "tasks": 4890,
     "store": 2090,
     "models": 2160,
     "engines": 3020,
     "evals": 2830,
     "reward_models": 1460,
-    "train": 2920,
+    "train": 2940,
     "interpret": 6590,
     "runs": 2550,
-    "sweeps": 2540,
+    "sweeps": 2560,
     "reports": 2870,
     "commands": 5940,
 }

@@ -23,7 +23,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
-from posttrain.option_types import Options, shorten
+from posttrain.option_types import Options, explain_type, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
 HOMES: dict[str, dict[str, str]] = {
@@ -62,7 +62,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.alternatives": "any_answer",
         "posttrain.graders.scored": "scored",
     },
-    "template": {"posttrain.render.words": "boxed chat dialogue document plain r1_zero xml_reasoning"},
+    "template": {"posttrain.render.words": "as_is boxed chat dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
         "posttrain.tasks.verifiable.gsm8k": "gsm8k",
@@ -334,5 +334,5 @@ def explain_validation(
         elif item["type"] == "missing":
             lines.append(f"{place}: {label} needs this key")
         else:
-            lines.append(f"{place}: {item['msg']}; got {shorten(item['input'])}")
+            lines.append(f"{place}: {explain_type(item['msg'], item['input'])}")
     return "\n".join(lines)

@@ -148,6 +148,8 @@ def print_example(console: Console, example: Example) -> None:
         _print_part(console, message.role, message.content)
     if example.solution is not None:
         _print_part(console, "solution", example.solution)
+    if example.demonstration is not None:
+        _print_part(console, "response", example.demonstration)
     if example.answer is not None:
         _print_part(console, f"answer (grader {example.grader})", example.answer)
     for response in example.responses:

@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.file_kinds import kind_of_file
-from posttrain.option_types import shorten
+from posttrain.option_types import explain_type, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
@@ -45,6 +45,8 @@ INTERPRETATION = ("dictionary", "changes")
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
 Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
+# How long a training is: whoever says one of them means no other that stood there.
+LENGTHS = ("steps", "passes")
 
 
 class Content(Section):
@@ -142,6 +144,11 @@ class Document(Generic[T]):
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
         """With dotted keys of the command line set; see ``apply_override``."""
         content = copy.deepcopy(self.content)
+        named = {key for key, _ in overrides}
+        for key in sorted(named):
+            other = f"{key.removesuffix('.passes')}.steps"
+            if key.endswith(".passes") and other in named:
+                raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
         for key, value in overrides:
             if key == "extends" and self.model.extensible:
                 raise RecipeError(
@@ -200,8 +207,7 @@ class Document(Generic[T]):
         if item["type"] == "missing":
             return f"{where}{what} needs this key"
         if item["type"] != "extra_forbidden":
-            message = item["msg"].removeprefix("Value error, ")
-            return f"{where}{message}; got {shorten(item['input'])}"
+            return f"{where}{explain_type(item['msg'], item['input'])}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
@@ -380,6 +386,8 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
         target[_index(target, part, path) if isinstance(target, list) else part] = child
         target = child
+    if isinstance(target, dict):
+        _displace(target, {parts[-1]: parsed})
     target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
 
 
@@ -400,6 +408,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
     ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
     """
     merged = dict(below)
+    _displace(merged, above)
     for key, value in above.items():
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
@@ -412,6 +421,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
         else:
             merged[key] = value
     return merged
+
+
+def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take a length out of ``below`` where another is said ``above``."""
+    said = [key for key in LENGTHS if above.get(key) is not None]
+    for key in LENGTHS:
+        if said and key not in said:
+            below.pop(key, None)
 
 
 def flatten(data: Any, prefix: str = "") -> dict[str, Any]:

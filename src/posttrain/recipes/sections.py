@@ -230,12 +230,16 @@ class DataSection(Section):
 class TrainSection(Section):
     """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
 
+    ``passes`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through; it
+    comes to a number of steps, rounded up, when the data are read. Whichever is said last takes the other's place.
+
     ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``, which the update after the last would have.
     ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
     a third more time for an update.
     """
 
-    steps: int = Field(default=100, ge=1)
+    steps: int | None = Field(default=100, ge=1)
+    passes: float | None = Field(default=None, gt=0, le=100_000)
     lr: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -249,6 +253,21 @@ class TrainSection(Section):
     seed: Seed = 0
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or value.get("passes") is None:
+            return value
+        if value.get("steps") is not None:
+            raise ValueError("'steps' and 'passes' both say how long the training is; give exactly one of them")
+        return {**value, "steps": None}
+
+    @model_validator(mode="after")
+    def _some_length(self) -> Self:
+        if self.steps is None and self.passes is None:
+            raise ValueError("nothing says how long the training is; give 'steps' or 'passes'")
+        return self
 
 
 class EvalSection(Section):

@@ -92,7 +92,7 @@ def launch(
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
-        status = new_status(recipe.train.steps, directory.read_status() if resume else None)
+        status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
         record = _Record(directory, status, observer)
         try:
             with record:
@@ -121,7 +121,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     with stop_on_signals() as should_stop:
         result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
     if result.reason == "interrupted":
-        what = f"stopped after step {result.step} of {recipe.train.steps}, which is saved"
+        what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
 
@@ -320,8 +320,9 @@ class _Record:
         if event == "start":
             self.started = True
             at = facts.get("resumed_from")
-            self._update(step=at or 0)
-            self.directory.log("started" if at is None else f"resumed after step {at}")
+            self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
+            length = f": {facts['length']}" if facts.get("length") else ""
+            self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
             if facts.get("num_repeated"):

@@ -66,7 +66,7 @@ def describe_training(recipe: Recipe) -> str:
     told = f"{recipe.objective.name}, {train.steps} steps at {train.lr:g}"
     if recipe.rollout is not None:
         updates = train.epochs * train.minibatches
-        batches = max(1, -(-train.steps // updates))
+        batches = max(1, -(-(train.steps or 0) // updates))
         each = f"{recipe.rollout.prompts} prompts × {recipe.rollout.group} answers"
         return f"{told}; {each}" + (f", {batches} times" if batches > 1 else ", drawn once from the start")
     assert recipe.data is not None

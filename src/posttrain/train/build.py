@@ -376,4 +376,4 @@ def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:
     if recipe.model.init is None:
         return None
     examples = islice(iter(task.examples), recipe.model.init.tokenizer.num_documents)
-    return (" ".join([*(m.content for m in e.messages), e.solution or ""]).strip() for e in examples)
+    return (" ".join([*(m.content for m in e.messages), e.demonstration or e.solution or ""]).strip() for e in examples)

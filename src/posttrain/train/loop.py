@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -57,6 +57,7 @@ class Loop:
     metrics: MetricsLog
     rollouts: RolloutStore
     observer: Observer
+    steps: int
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -82,15 +83,31 @@ class Loop:
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
             self.owes_evaluation = bool(found.state.get("owes_evaluation"))
+            self._compare_length(found.state.get("steps"))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
 
+    def _compare_length(self, began: int | None) -> None:
+        """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
+
+        Raises:
+            UsageError: they come to fewer than were made.
+        """
+        passes = self.recipe.train.passes
+        if passes is None:
+            return
+        comes_to = f"train.passes {passes:g} comes to {self.steps} steps over the data as they are"
+        if self.step > self.steps:
+            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more passes")
+        if began not in (None, self.steps):
+            self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
+
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
-        """Train until ``train.steps`` or until asked to stop; a checkpoint is saved either way."""
-        steps = self.recipe.train.steps
+        """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
+        steps = self.steps
         saved = self.step
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
@@ -133,7 +150,7 @@ class Loop:
 
     def _is_saved(self) -> bool:
         """Whether the recipe asks for a checkpoint at this step (being stopped may add others)."""
-        return self._due(self.recipe.train.save_every) or self.step == self.recipe.train.steps
+        return self._due(self.recipe.train.save_every) or self.step == self.steps
 
     def update(self) -> None:
         """One optimizer step with its records."""
@@ -148,7 +165,7 @@ class Loop:
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
-        is_due = self._due(self.recipe.eval.every) or step == self.recipe.train.steps
+        is_due = self._due(self.recipe.eval.every) or step == self.steps
         self.owes_evaluation = self.parts.evaluator is not None and is_due
         self.source_state = self.parts.source.state()
         self.consistent = True
@@ -156,7 +173,7 @@ class Loop:
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""
-        options, batch = self.recipe.train, draw.batch
+        options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
@@ -216,6 +233,7 @@ class Loop:
                 **self.parts.origins,
                 "best": self.best,
                 "evaluations": self.evaluations,
+                "steps": self.steps,
                 "source": self.source_state,
                 **owed,
             },
@@ -264,14 +282,19 @@ def train(
     metrics = TrackedMetrics(files.metrics, trackers)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
-        loop = Loop(recipe, files, parts, metrics, rollouts, observer)
+        steps, length = recipe.train.steps, None
+        if recipe.train.passes is not None:
+            steps, length = parts.source.length_of(recipe.train.passes)
+        assert steps is not None, "a recipe says steps or passes"
+        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps)
         if resume:
             loop.resume()
         observer(
             "start",
             {
                 "recipe": recipe,
-                "steps": recipe.train.steps,
+                "steps": steps,
+                "length": length,
                 "resumed_from": loop.step if resume else None,
                 "num_examples": parts.source.num_examples,
                 "dropped": parts.source.dropped,

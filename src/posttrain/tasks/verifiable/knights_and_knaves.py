@@ -11,6 +11,7 @@ from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
@@ -21,6 +22,7 @@ People = Annotated[int, Field(ge=MIN_PEOPLE, le=MAX_PEOPLE)]
 
 
 @register("task", held_out="validation")
+@with_size
 def knights_and_knaves(
     *,
     split: Split = "train",

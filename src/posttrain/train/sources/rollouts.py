@@ -26,7 +26,7 @@ from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit
-from posttrain.train.sources import TrainBatch
+from posttrain.train.sources import TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -107,6 +107,14 @@ class RolloutSource:
             if draw.timing:
                 draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
+
+    def length_of(self, passes: float) -> tuple[int, str]:
+        """How many steps sample every prompt ``passes`` times, rounded up, and a line that says so."""
+        batches = num_batches(passes, self.num_examples, self.options.prompts)
+        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
+        what = "steps" if self.updates == 1 else "rollout batches"
+        each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
+        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """The rollout batch that updates after ``step`` still train on, as tensors to save."""
