@@ -183,8 +183,10 @@ def test_resume_without_a_name_takes_the_newest_run_of_the_same_recipe(tmp_path:
 
     assert resumed() == "tiny-grpo-2"
     assert resumed(seed=5) == "tiny-grpo-3"
-    with pytest.raises(UsageError, match="of these, none has the same recipe: tiny-grpo, tiny-grpo-2, tiny-grpo-3"):
+    with pytest.raises(UsageError, match=r"/tiny-grpo-3 is the newest run of this name") as refused:
         resumed(seed=6)
+    assert "train.seed: 5 in the run, 6 now" in str(refused.value)
+    assert f"by its own recipe: posttrain runs resume tiny-grpo-3 --runs-dir {tmp_path}\n" in str(refused.value)
 
 
 def test_nothing_to_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:

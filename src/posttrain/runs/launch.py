@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,10 +247,30 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
     base = name_of_recipe(recipe_name)
     candidates = [n for n in known if n == base or (n.startswith(f"{base}-") and n[len(base) + 1 :].isdigit())]
     fitting = [n for n in candidates if _could_go_on(RunDirectory(root / n), recipe)]
+    if not fitting and candidates:
+        newest = RunDirectory(root / _newest_of(root, candidates))
+        raise UsageError(
+            f"--resume: {newest.folder} is the newest run of this name, and its recipe is another. "
+            f"{_differences(newest, recipe)}\nContinue it by its own recipe: {resume_command(newest.folder)}\n"
+            "Or give the keys that it was started with; to start a new run, leave out --resume"
+        )
     if not fitting:
-        why = f"of these, none has the same recipe: {', '.join(candidates)}" if candidates else f"no {base!r} there"
-        raise UsageError(f"--resume: nothing to continue in {root}: {why}. Name the run with --run NAME")
-    return root / max(fitting, key=lambda n: (RunDirectory(root / n).recipe_path.stat().st_mtime, n))
+        raise UsageError(
+            f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
+            "Name the run with --run NAME; to start a new run, leave out --resume"
+        )
+    return root / _newest_of(root, fitting)
+
+
+def _newest_of(root: Path, names: Sequence[str]) -> str:
+    return max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
+
+
+def _differences(directory: RunDirectory, recipe: Recipe) -> str:
+    try:
+        return describe_changes(directory.changed_keys(recipe))
+    except DataError as error:
+        return str(error)
 
 
 def _could_go_on(directory: RunDirectory, recipe: Recipe) -> bool:
