@@ -98,6 +98,9 @@ start here:
 """
 
 
+FORMATS = ("table", "json", "csv", "md")
+# Commands whose tables can be had in other forms; the actions of ``runs`` say it for themselves.
+WITH_TABLES = ("compare", "study", "evaluate", "quantize", "recipes", "explain", "data", "activations")
 WITHOUT_PLACES = ("recipes", "explain", "data", "sae")  # they open no runs, or their actions say where
 
 
@@ -113,6 +116,8 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     places = Parser(add_help=False)
     add_runs_dir(places)
     add_consent(places)
+    form = Parser(add_help=False)
+    form.add_argument("--format", choices=FORMATS, default="table", help="of the tables (default: table)")
     parser: argparse.ArgumentParser = Parser(
         prog="posttrain",
         description=DESCRIPTION,
@@ -130,7 +135,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             help=help_line,
             description=f"{help_line[0].upper()}{help_line[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common, *([] if name in WITHOUT_PLACES else [places])],
+            parents=[common, *([] if name in WITHOUT_PLACES else [places]), *([form] if name in WITH_TABLES else [])],
             allow_abbrev=False,
         )
         if wanted not in (None, name):
@@ -142,7 +147,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         if name == "sae":
             actions = module.add_options(made, common, places)
         elif name == "runs":
-            module.add_options(made, common)
+            module.add_options(made, common, form)
         else:
             module.add_options(made)
     return parser, dict(commands.choices) | actions
@@ -396,7 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = namespace.command
         refuse_absent_models(namespace)
         module, function = BODIES[command if command in BODIES else f"{command} {namespace.action}"]
-        return int(getattr(importlib.import_module(module), function)(namespace))
+        if getattr(namespace, "format", "table") == "table":
+            return int(getattr(importlib.import_module(module), function)(namespace))
+        with importlib.import_module("posttrain.commands.console").tables_as(namespace.format):
+            return int(getattr(importlib.import_module(module), function)(namespace))
     except PosttrainError as error:
         if show_traceback:
             raise
