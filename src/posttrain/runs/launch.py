@@ -91,6 +91,8 @@ def launch(
     with lock_run(folder):
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)
+        if not resume and name is None:
+            notices += _name_notices(folder, name_of_recipe(recipe_name))
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps, directory.read_status() if resume else None)
         record = _Record(directory, status, observer)
@@ -205,6 +207,31 @@ def _next_free(root: Path, base: str) -> Path:
             count += 1
 
 
+def _name_notices(folder: Path, base: str) -> list[str]:
+    """Where a run of this name is there: that this one is another, and how to go on with that one."""
+    taken = [name for name in _family(run_names(folder.parent), base) if name != folder.name]
+    if not taken:
+        return []
+    newest = folder.parent / _newest_of(folder.parent, taken)
+    try:
+        status = RunDirectory(newest).read_status()
+    except DataError:
+        status = None
+    state = f"{status.state} at step {status.step} of {status.steps}" if status else "without a status"
+    if is_live(newest):
+        then = "a process works in it"
+    elif status is not None and status.state == "finished":
+        then = "--run NAME gives a name of your own"
+    else:
+        then = f"to go on with it instead, stop this one and type: {resume_command(newest)}"
+    return [f"{newest} is there already, {state}; this is a new run, {folder}. {then[0].upper()}{then[1:]}"]
+
+
+def _family(known: Sequence[str], base: str) -> list[str]:
+    """The runs that a recipe's name was given to: ``base``, ``base-2``, ..."""
+    return [name for name in known if name == base or (name.startswith(f"{base}-") and name[len(base) + 1 :].isdigit())]
+
+
 def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -> None:
     folder = directory.folder
     if not folder.is_dir():
@@ -245,7 +272,7 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
             )
         return root / name
     base = name_of_recipe(recipe_name)
-    candidates = [n for n in known if n == base or (n.startswith(f"{base}-") and n[len(base) + 1 :].isdigit())]
+    candidates = _family(known, base)
     fitting = [n for n in candidates if _could_go_on(RunDirectory(root / n), recipe)]
     if not fitting and candidates:
         newest = RunDirectory(root / _newest_of(root, candidates))
