@@ -171,10 +171,11 @@ def is_adapter(source: str) -> bool:
 def base_of(adapter: str) -> str:
     """What an adapter folder names as its base.
 
-    The embedded model is found again where another installation of this package wrote its path.
+    The embedded model is found again where another installation of this package wrote its path. A relative path is
+    read from here, else from the folders above the adapter: ``runs/sft`` is beside the ``runs`` that the adapter is in.
 
     Raises:
-        UsageError: it names none, or one that is not there.
+        UsageError: it names none, or one that is not there; with the adapter and the key.
     """
     place = Path(adapter) / ADAPTER_CONFIG
     base = read_object(place).get("base_model_name_or_path")
@@ -182,7 +183,16 @@ def base_of(adapter: str) -> str:
         raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
-    return resolve_model_name(base)
+    if Path(base).is_absolute() or ".." in Path(base).parts or kind_of_file(base) != "nothing":
+        above = None
+    else:
+        above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
+    if above is None and looks_local(base) and kind_of_file(Path(base).expanduser()) == "nothing":
+        raise UsageError(
+            f"model.name: {place}: this adapter stands on {shorten(base)}, which is not there, neither from here nor "
+            "from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
+        )
+    return resolve_model_name(base if above is None else str(above))
 
 
 def explain_loading(name: str, source: str, error: Exception) -> str:
