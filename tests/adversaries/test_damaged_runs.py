@@ -106,7 +106,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
 ]
 COMMANDS = [
     ["runs"],
-    ["runs", "--json"],
+    ["runs", "--format", "json"],
     ["runs", "--families"],
     ["runs", "--sort", "accuracy"],
     ["runs", "--state", "finished"],
@@ -120,7 +120,7 @@ def check_listed(root: Path, reason: str, capsys: pytest.CaptureFixture[str]) ->
     for command in COMMANDS:
         assert main(command) == 0, command
         capsys.readouterr()
-    assert main(["runs", "--json"]) == 0
+    assert main(["runs", "--format", "json"]) == 0
     by_name = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert by_name["good"]["state"] == "finished"
     assert by_name["bad"]["state"] == "damaged"
@@ -318,7 +318,7 @@ def test_an_own_database_that_was_analyzed_and_vacuumed_is_read(root: Path) -> N
 def test_a_damaged_comparison_is_listed(root: Path, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "compared").mkdir()
     (root / "compared" / "compare.yaml").write_text(plan)
-    assert main(["runs", "--json"]) == 0
+    assert main(["runs", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [item["state"] for item in found["comparisons"]] == ["damaged"]
     assert len(found["runs"]) == 2

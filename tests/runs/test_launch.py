@@ -183,8 +183,10 @@ def test_resume_without_a_name_takes_the_newest_run_of_the_same_recipe(tmp_path:
 
     assert resumed() == "tiny-grpo-2"
     assert resumed(seed=5) == "tiny-grpo-3"
-    with pytest.raises(UsageError, match="of these, none has the same recipe: tiny-grpo, tiny-grpo-2, tiny-grpo-3"):
+    with pytest.raises(UsageError, match=r"/tiny-grpo-3 is the newest run of this name") as refused:
         resumed(seed=6)
+    assert "train.seed: 5 in the run, 6 now" in str(refused.value)
+    assert f"by its own recipe: posttrain runs resume tiny-grpo-3 --runs-dir {tmp_path}\n" in str(refused.value)
 
 
 def test_nothing_to_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -418,3 +420,28 @@ def test_outside_of_the_main_thread_no_handlers_are_set() -> None:
 def test_launching_needs_no_torch_until_it_trains() -> None:
     program = "import sys, posttrain.runs.launch, posttrain.runs.listing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_name_that_is_taken_is_said_first(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    def start(loop: FakeLoop, **options: Any) -> list[str]:
+        said: list[tuple[str, Any]] = []
+        launch(
+            make_recipe(),
+            root=tmp_path,
+            recipe_name="tiny/grpo",
+            train=loop,
+            observer=lambda event, facts: said.append((event, facts.get("message"))),
+            **options,
+        )
+        return [message for event, message in said[:1] if event == "notice"]
+
+    assert start(FakeLoop(stop_after=4)) == []
+    first = start(FakeLoop())[0]
+    assert f"{tmp_path}/tiny-grpo is there already, interrupted at step 4 of 10" in first
+    assert f"a new run, {tmp_path}/tiny-grpo-2. To go on with it instead" in first
+    assert f"posttrain runs resume tiny-grpo --runs-dir {tmp_path}" in first
+    (tmp_path / "tiny-grpo-2" / "recipe.yaml").touch()
+    third = start(FakeLoop())[0]
+    assert f"{tmp_path}/tiny-grpo-2 is there already, finished at step 10 of 10" in third
+    assert "--run NAME gives a name of your own" in third
+    assert start(FakeLoop(), name="mine") == []

@@ -65,8 +65,8 @@ def _choose_measure(model: str | None) -> tuple[Callable[[str], int], str]:
 
 def _print_tasks(console: Console) -> None:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column("task", no_wrap=True)
+    table.add_column("what it is")
     for name, entry in registry.entries("task").items():
         table.add_row(Text(name, style="bold"), Text(summary(entry.doc)))
     console.print(table)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, full_width, open_console
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
@@ -22,7 +21,6 @@ from posttrain.sweeps.runner import Outcome, run_sweep
 from posttrain.sweeps.study_results import StudyFound
 
 DEFAULT_RUNS = "runs"
-MAX_COLUMNS = 400
 # (outcome, command line) -> the report's path, and what prints the results
 Report = Callable[[Outcome, str], tuple[Path, Callable[[Console], None]]]
 
@@ -150,8 +148,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         is_method = index < len(comparison.rows)
         table.add_row(*(Text(text) for text in line), style="" if is_method else "dim")
     console.print()
-    needed = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
-    console.print(table, width=max(needed, console.width), crop=False, soft_wrap=True)  # nothing is cut off
+    table.width = full_width(console, table)
+    console.print(table, crop=False, soft_wrap=True)  # nothing is cut off
     console.print()
     for note in [*make_notes(comparison), *describe_differences(comparison)]:
         console.print(Text(note, style="dim"))

@@ -58,7 +58,10 @@ class RewardWord(Word):
 
 
 def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | Mapping) else value
+    """A list of words from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    return [value] if isinstance(value, Mapping) else value
 
 
 Words = Annotated[list[Word], BeforeValidator(as_list)]

@@ -121,6 +121,9 @@ def run_comparison(arguments: argparse.Namespace) -> int:
                 "--compare takes two models on one task, under one template each; name --task, and compare the folders "
                 "of a table with one another afterwards"
             )
+        if not arguments.quiet and not plan.asked.tasks:
+            options = ", ".join(f"{key} {value}" for key, value in plan.cells[0].task_word.options.items())
+            console.print(Text(f"both on {plan.cells[0].name} ({options}); --task names another"), soft_wrap=True)
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, write_json
 from posttrain.commands.progress import SHOWN, show_duration
-from posttrain.commands.runs.show import print_json, show_bytes
+from posttrain.commands.runs.show import show_bytes
 from posttrain.errors import UsageError
 from posttrain.runs.directory import find_run
 from posttrain.runs.paths import comparison_names, every_run_name, fits
@@ -31,9 +31,7 @@ def run_compare_runs(arguments: argparse.Namespace) -> int:
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
     found = put_side_by_side(find_runs(arguments.runs_dir, names))
-    if arguments.json:
-        print_json(to_data(found, names))
-    else:
+    if not write_json(to_data(found, names)):
         print_side_by_side(open_console(), found, names)
     return 0
 
