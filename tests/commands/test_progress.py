@@ -18,6 +18,7 @@ from posttrain.commands.progress import (
     show_evaluation,
     sparkline,
 )
+from posttrain.store.headline import ACCURACY
 
 
 class Clock:
@@ -103,7 +104,7 @@ def test_evaluation_line_has_the_interval() -> None:
         "format": 1.0,
         "num_tokens": 31.6,
     }
-    line = show_evaluation({"step": 20, "name": "stories/validation", "results": results})
+    line = show_evaluation({"step": 20, "name": "stories/validation", "headline": ACCURACY, "results": results})
     assert line == (
         "held-out stories/validation after 20 steps: 50.0% right [43.9%, 56.1%] · format 100% · length 32 (n = 256)"
     )

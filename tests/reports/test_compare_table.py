@@ -81,7 +81,7 @@ def test_results_are_plain_json_with_every_cell() -> None:
     data = json.loads(json.dumps(to_data(two_methods()), allow_nan=False))
     assert list(data["methods"]) == ["b", "a"]
     assert data["methods"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
-    assert data["methods"]["a"]["cells"][1]["curve"][2]["accuracy"] == 0.6
+    assert data["methods"]["a"]["cells"][1]["curve"][2]["value"] == 0.6
     assert data["start"]["results"]["accuracy"] == 0.1
     assert data["common"] == {"model": "tiny", "steps": "4"}
 

@@ -35,7 +35,6 @@ from posttrain.evals.files import (
     read_finished,
     refuse_other,
     settings_replaced,
-    told_results,
     weights_mark,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
@@ -366,7 +365,7 @@ def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
             "model": found.label,
             "evaluation": found.evaluation,
             "template": found.template,
-            "results": told_results(found.results),
+            "results": found.results,
         }
         for cell, found in zip(plan.cells, finished, strict=True)
     ]

@@ -44,7 +44,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.document import apply_override, interpretation_names, merge, recipe_names, study_names
+from posttrain.recipes.document import apply_overrides, interpretation_names, merge, recipe_names, study_names
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
@@ -210,8 +210,7 @@ def _read_base(
     """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
     with reader.named("base"):
         data = reader.lay_over_recipe(source)
-        for key, value in common:
-            apply_override(data, key, value)
+        apply_overrides(data, common)
         has_objective = data.get("objective") is not None
         if not has_objective:
             data["objective"] = next((word for key, word in _STAND_IN.items() if key in data), "reinforce")
