@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50120
+MAX_PACKAGE_LINES = 50620
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2040,
-    "recipes": 880,
+    "recipes": 920,
     "algorithms": 1840,
     "graders": 4390,
     "rewards": 390,
     "render": 980,
     "tasks": 4730,
-    "store": 2090,
+    "store": 2280,
     "models": 2160,
     "engines": 3020,
-    "evals": 2830,
+    "evals": 2840,
     "reward_models": 1460,
-    "train": 2920,
+    "train": 2970,
     "interpret": 6590,
-    "runs": 2550,
-    "sweeps": 2550,
-    "reports": 2870,
-    "commands": 5940,
+    "runs": 2590,
+    "sweeps": 2590,
+    "reports": 2960,
+    "commands": 5950,
 }
 
 

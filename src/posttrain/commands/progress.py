@@ -95,7 +95,9 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     results, headline = payload["results"], payload["headline"]
     parts = [f"held-out {payload['name']} after {payload['step']} steps:"]
     parts += [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
-    for key, label, form in (("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")):
+    further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
+    further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
+    for key, label, form in further:
         if results.get(key) is not None:
             parts.append(f"· {label} {results[key]:{form}}")
     if "n" in results:
