@@ -150,7 +150,7 @@ def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     view("plan", {"num_parts": 13, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
     view("begin", {"part": part, "resumed": True})
     view("progress", {"lines": ["a at step 1/2", "b samples and scores"]})
-    view("end", {"part": part, "seconds": 65.0, "accuracy": None, "remaining": None})
+    view("end", {"part": part, "seconds": 65.0, "told": "", "remaining": None})
     view("failure", {"part": part, "message": "too hot", "log": "a.log"})
     view("dropped", {"part": part, "message": "not begun"})
     assert capsys.readouterr().out.splitlines() == [

@@ -17,6 +17,7 @@ from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, stop_on_signals
+from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
 
 MakeRecipe = Callable[..., Recipe]
@@ -55,7 +56,7 @@ class FakeLoop:
                 raise self.fail
         (files.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
         observer("checkpoint", {"step": step, "path": "there", "best": False})
-        observer("evaluation", {"step": step, "name": "held out", "results": {"accuracy": 0.5}})
+        observer("evaluation", {"step": step, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.5}})
         reason = "finished" if step == recipe.train.steps else "interrupted"
         observer("finish", {"step": step, "reason": reason})
         return Result(step, reason)
@@ -90,7 +91,8 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert events == ["start", *["step"] * 10, "checkpoint", "evaluation", "finish"]
     status = status_of(result.folder)
     assert (status.state, status.step, status.steps) == ("finished", 10, 10)
-    assert (status.accuracy, status.evaluation, status.pid) == (0.5, "held out", os.getpid())
+    assert (status.headline, status.held_out) == (ACCURACY, {"accuracy": 0.5})
+    assert (status.evaluation, status.pid) == ("held out", os.getpid())
     directory = RunDirectory(result.folder)
     assert directory.changed_keys(make_recipe()) == {}
     assert directory.read_environment()["recipe"] == "tiny/grpo"

@@ -91,14 +91,13 @@ def show_duration(seconds: float) -> str:
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
-    """One line for an evaluation: accuracy with its 95 % interval, format, length."""
-    results = payload["results"]
+    """One line for an evaluation: the run's headline with its 95 % interval, format, length."""
+    results, headline = payload["results"], payload["headline"]
     parts = [f"held-out {payload['name']} after {payload['step']} steps:"]
-    if "accuracy" in results:
-        parts.append(f"{results['accuracy']:.1%} right")
-        if "accuracy_low" in results:
-            parts.append(f"[{results['accuracy_low']:.1%}, {results['accuracy_high']:.1%}]")
-    for key, label, form in (("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")):
+    parts += [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
+    further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
+    further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
+    for key, label, form in further:
         if results.get(key) is not None:
             parts.append(f"· {label} {results[key]:{form}}")
     if "n" in results:

@@ -100,9 +100,9 @@ class SweepProgress:
             self._say(f"{line}; {self.num_ended} are finished already" if self.num_ended else line, "dim")
         elif event == "begin":
             self._say(f"{name}: {'goes on' if facts['resumed'] else 'started'}", "dim")
-        elif event == "evaluation" and facts["accuracy"] is not None:
+        elif event == "evaluation" and facts["told"]:
             step = f"step {facts['step']}/{facts['part'].recipe.train.steps}"
-            self._say(f"{name}: {step}, {facts['accuracy']:.1%} right{_left(facts['remaining'])}")
+            self._say(f"{name}: {step}, {facts['told']}{_left(facts['remaining'])}")
         elif event == "progress":
             self._say("; ".join(facts["lines"]), "dim")
         elif event == "end":
@@ -115,8 +115,8 @@ class SweepProgress:
             self._say(f"waiting for {facts['num_working']} {self.parts_are} to save what they have", "yellow")
 
     def _end_line(self, facts: dict[str, Any]) -> str:
-        accuracy = "" if facts["accuracy"] is None else f", {facts['accuracy']:.1%} right"
-        line = f"finished in {show_duration(facts['seconds'])}{accuracy}"
+        told = f", {facts['told']}" if facts["told"] else ""
+        line = f"finished in {show_duration(facts['seconds'])}{told}"
         if facts["part"].alone:
             return line
         self.num_ended += 1

@@ -35,7 +35,6 @@ from posttrain.evals.files import (
     read_finished,
     refuse_other,
     settings_replaced,
-    told_results,
     weights_mark,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
@@ -376,7 +375,7 @@ def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
             "model": done.label,
             "evaluation": done.evaluation,
             "template": done.template,
-            "results": told_results(done.results),
+            "results": done.results,
         }
         for cell, done in zip(plan.cells, finished, strict=True)
     ]

@@ -149,12 +149,11 @@ class Document(Generic[T]):
             other = f"{key.removesuffix('.passes')}.steps"
             if key.endswith(".passes") and other in named:
                 raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
-        for key, value in overrides:
-            if key == "extends" and self.model.extensible:
-                raise RecipeError(
-                    "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
-                )
-            apply_override(content, key, value)
+        if self.model.extensible and "extends" in named:
+            raise RecipeError(
+                "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
+            )
+        apply_overrides(content, overrides)
         return replace(self, content=content, overridden={*self.overridden, *(key for key, _ in overrides)})
 
     def part(
@@ -360,6 +359,36 @@ def key_parts(key: str) -> list[str]:
     return parts
 
 
+def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+    """Set dotted keys in plain data, in place, one after the other; another task takes its evaluation along.
+
+    Raises:
+        RecipeError: see ``apply_override``.
+    """
+    task = copy.deepcopy(data.get("task"))
+    for key, value in overrides:
+        apply_override(data, key, value)
+    if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
+        _drop_evaluation_of(task, data)
+
+
+def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
+    """Where another task is trained on than ``before``, take away the tasks of an evaluation that were named for that.
+
+    Evaluation is then of the task trained on, as where no tasks are named.
+    """
+    task, evaluation = data.get("task"), data.get("eval")
+    if before is None or task is None or _word_name(task) == _word_name(before) or not isinstance(evaluation, Mapping):
+        return
+    words = evaluation.get("tasks") or []
+    if any(_word_name(word) != _word_name(task) for word in (words if isinstance(words, list) else [words])):
+        data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
+
+
+def _word_name(word: Any) -> Any:
+    return word.get("name") if isinstance(word, Mapping) else word
+
+
 def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     """Set a dotted key (``train.lr``, ``rewards.0.weight``) in plain data, in place.
 
@@ -405,7 +434,8 @@ def _shown(key: str) -> str:
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
     """Plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
 
-    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
+    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
+    another task and no ``eval.tasks`` inherit none.
     """
     merged = dict(below)
     _displace(merged, above)
@@ -420,6 +450,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
             merged.pop(key, None)
         else:
             merged[key] = value
+    own = above.get("eval")
+    if not inside and not (isinstance(own, Mapping) and "tasks" in own):
+        _drop_evaluation_of(below.get("task"), merged)
     return merged
 
 

@@ -43,6 +43,7 @@ WORD_KINDS = {
     "optimizer": "optimizer",
 }
 
+DRIFT_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
 # Documents that are no recipe of one run, by the keys that tell them: what they are, and the command that takes them.
 _OTHERS = {
     ("methods", "base"): ("compares several methods", "compare"),
@@ -156,6 +157,10 @@ class Recipe(Content):
             )
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
+        if self.eval.drift_prompts is None:
+            judged = any((registry.traits_of("reward", word.name) or {}).get("model_option") for word in self.rewards)
+            is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
+            self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
         if self.rollout is not None:
             if self.rollout.select is None:
                 self.rollout.select = Word(name="best_and_worst" if level == "pair" else "every")

@@ -278,7 +278,11 @@ class EvalSection(Section):
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
     ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
-    which the objective sees the policy, to measure entropy and the KL from the model that the run started with.
+    which the objective sees the policy, to measure entropy and the KL from the model that the run started with; by
+    default with 64 where a reward model pays, and with none elsewhere.
+    ``best``: the held-out result that the run is told and ranked by, and of which ``checkpoints/best`` are the weights;
+    by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
+    ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -286,4 +290,6 @@ class EvalSection(Section):
     n: int = Field(default=256, ge=1)
     max_tokens: Tokens | None = None
     temperature: float = Field(default=0.0, ge=0)
-    drift_prompts: int = Field(default=0, ge=0)
+    drift_prompts: int | None = Field(default=None, ge=0)
+    best: str | None = None
+    loss: bool | None = None

@@ -377,9 +377,12 @@ class _Record:
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":
-            accuracy = facts["results"].get("accuracy")
-            self._update(accuracy=accuracy, evaluation=facts["name"])
-            self.directory.log(f"step {facts['step']}: {facts['name']}: accuracy {accuracy}")
+            headline, results = facts["headline"], facts["results"]
+            told = "evaluated"
+            if headline is not None and headline.metric in results:  # a further task may lack what the first one has
+                self._update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
+                told = f"{headline.metric} {results[headline.metric]}"
+            self.directory.log(f"step {facts['step']}: {facts['name']}: {told}")
         elif event == "checkpoint":
             best = ", the best so far" if facts.get("best") else ""
             self.directory.log(f"step {facts['step']}: saved {facts['path']}{best}")

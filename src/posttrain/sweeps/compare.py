@@ -48,7 +48,7 @@ from pydantic import Field
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.document import (
     Document,
-    apply_override,
+    apply_overrides,
     interpretation_names,
     merge,
     recipe_names,
@@ -239,8 +239,7 @@ def _read_base(
     """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
     with named("base"):
         data = lay_over_recipe(document, source)
-        for key, value in common:
-            apply_override(data, key, value)
+        apply_overrides(data, common)
         has_objective = data.get("objective") is not None
         if not has_objective:
             data["objective"] = next((word for key, word in _STAND_IN.items() if key in data), "reinforce")

@@ -114,9 +114,9 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
-        held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
+        held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
         sampler = Sampler(engine, tokenizer, grader, context)
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
         model=model,

@@ -27,6 +27,7 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
+from posttrain.store.headline import Headline, choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
@@ -189,25 +190,34 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved.
+        """Evaluate on every held-out task; remembers the step with the best mean of the run's headline.
 
-        Records are written when all of it is done, so that a failure leaves no part of them behind.
+        Records are written when all of it is done, so that a failure leaves no part of them behind. Nothing is the
+        best where there is no headline; a later step is where it equals an earlier one.
+
+        Raises:
+            UsageError: no evaluation has the result that the recipe names (``eval.best``).
         """
         assert self.parts.evaluator is not None
         done = self.parts.evaluator(self.step)
-        self.consistent = False
+        evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
+        self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
+            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
             self.metrics.append(self.step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-        self.evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
-        accuracy = sum(results["accuracy"] for results in self.evaluations.values()) / len(self.evaluations)
-        if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
-            self.best = {"step": float(self.step), "accuracy": accuracy}
+        if self.step > 0 and headline is not None:
+            self._remember_best(headline, headline.mean(evaluations.values()))
         self.owes_evaluation, self.consistent = False, True
         for evaluation in done:
-            about: dict[str, Any] = {"step": self.step, "name": evaluation.name}
+            about: dict[str, Any] = {"step": self.step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
+
+    def _remember_best(self, headline: Headline, value: float | None) -> None:
+        before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
+        if value is not None and (before is None or headline.goodness(value) >= headline.goodness(before)):
+            self.best = {"step": float(self.step), headline.metric: value}
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""

@@ -82,8 +82,9 @@ class Archive:
         both = put_side_by_side([self.folder(run) for run in runs])
         rows = [[key, *(_show(value) for value in values)] for key, values in both.recipe.items()]
         for name, results in both.last.items():
-            cells = ["–" if r is None else f"{r['accuracy']:.1%}" for r in results]
-            rows.append([f"accuracy, {name}", *cells])
+            cells = ["–" if r is None else h.show(r[h.metric]) for r, h in zip(results, both.headlines, strict=True)]
+            metrics = ", ".join(dict.fromkeys(headline.metric for headline in both.headlines))
+            rows.append([f"{metrics}, {name}", *cells])
         return draw_table([f"{both.num_equal_keys} keys are equal", *runs], rows)
 
     def evaluations(self, run: str) -> list[str]:

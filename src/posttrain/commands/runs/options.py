@@ -84,7 +84,8 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
         "--sort",
         default="created",
         metavar="KEY",
-        help="created, updated, name, state, step, accuracy, size, or a metric of the last step (default: created)",
+        help="created, updated, name, state, step, accuracy, headline, size, or a metric of the last step "
+        "(default: created)",
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument(

@@ -16,7 +16,7 @@ from rich.tree import Tree
 from posttrain.commands.console import MAX_COLUMNS, Text, open_console, wants_json, write_json
 from posttrain.commands.progress import BARS, show_evaluation, sparkline
 from posttrain.errors import UsageError
-from posttrain.runs.directory import find_run, list_names, run_names
+from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.filtering import Filter, check_states, sort_runs
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
@@ -30,6 +30,7 @@ from posttrain.runs.listing import (
 )
 from posttrain.runs.paths import comparison_names, every_run_name
 from posttrain.runs.removal import unfinished_deletions
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 
 STYLES = {
@@ -166,7 +167,7 @@ def print_runs(
             "step": Text(f"{run.step}/{run.steps}"),
             "model": Text(base_model(run, links, models)),
             "objective": Text(run.objective),
-            "held-out": Text("–" if run.accuracy is None else f"{run.accuracy:.1%}"),
+            "held-out": Text(run.told or "–"),
             "size": Text(show_bytes(run.disk_bytes)),
             "from": Text(parents[run.name]),
             "tags": Text(" ".join(run.tags), style="magenta"),
@@ -236,10 +237,10 @@ def _tree_label(run: RunSummary | None, name: str) -> Text:
     text = Text(name, style="bold")
     if run is None:
         return text.append("  (not in this list)", style="dim")
-    accuracy = "" if run.accuracy is None else f"  {run.accuracy:.1%}"
+    told = f"  {run.told}" if run.told else ""
     text.append(f"  {run.objective}", style="not bold")
     text.append(f"  {run.state}", style=f"not bold {STYLES[run.state]}")
-    return text.append(f"{accuracy}  {show_bytes(run.disk_bytes)}", style="not bold")
+    return text.append(f"{told}  {show_bytes(run.disk_bytes)}", style="not bold")
 
 
 def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
@@ -307,9 +308,11 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         series = [row.metrics[name] for row in rows if name in row.metrics]
         if series:
             console.print(Text(f"{name:>12}  {series[0]:9.3f} {sparkline(series) or BARS[0]} {series[-1]:.3f}"))
+    headline = ACCURACY if facts["problem"] else RunDirectory(folder).headline()
     for item in facts["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
-        console.print(Text(show_evaluation({"name": item["name"], "step": item["step"], "results": results})))
+        about = {"name": item["name"], "step": item["step"], "headline": headline}
+        console.print(Text(show_evaluation(about | {"results": results})))
     for remark in facts["remarks"]:
         console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
     console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)

@@ -290,16 +290,18 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Tensor |
 def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> dict[str, float]:
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
-    ``num_tokens_right`` and ``num_tokens_wrong`` are mean lengths of correct and other answers,
-    absent when there are none. ``grading_failures``: the share whose grading had to be stopped, if there are any.
+    ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
+    so are ``num_tokens_right`` and ``num_tokens_wrong``, mean lengths of right and other answers among these.
+    ``grading_failures``: the share whose grading had to be stopped, if there are any.
     """
     rollouts = [r for group in groups for r in group]
     lengths = [len(r.completion.ids) for r in rollouts]
-    right = [len(r.completion.ids) for r in rollouts if r.parts["correct"] == 1.0]
-    wrong = [len(r.completion.ids) for r in rollouts if r.parts["correct"] != 1.0]
+    graded = [r for r in rollouts if r.outcome != "ungraded"]
+    right = [len(r.completion.ids) for r in graded if r.parts["correct"] == 1.0]
+    wrong = [len(r.completion.ids) for r in graded if r.parts["correct"] != 1.0]
     facts = {
         "reward": statistics.fmean(r.reward for r in rollouts),
-        "accuracy": len(right) / len(rollouts),
+        **({"accuracy": len(right) / len(graded)} if graded else {}),
         "format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts),
         "num_tokens": statistics.fmean(lengths),
         "truncated": statistics.fmean(float(r.completion.finish == "length") for r in rollouts),
