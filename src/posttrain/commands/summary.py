@@ -162,7 +162,7 @@ def template_of(recipe: Recipe) -> Any:
     return registry.find("template", word.name, "prompt.template").bind(word.options, "prompt.template")()
 
 
-def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool) -> Answer:
+def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:
     """A recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     return Answer(
         label=label,

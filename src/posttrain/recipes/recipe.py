@@ -158,7 +158,8 @@ class Recipe(Content):
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
         if self.eval.drift_prompts is None:
-            judged = any((registry.traits_of("reward", word.name) or {}).get("model_option") for word in self.rewards)
+            known = [(word.name, f"rewards.{i}") for i, word in enumerate(self.rewards) if is_declared(word.name)]
+            judged = any("model_option" in registry.find("reward", *word).traits for word in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
             self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
         if self.rollout is not None:

@@ -99,7 +99,6 @@ class Report:
 
     title: str
     lead: str
-    headline: Headline = ACCURACY
     stages: Sequence[Stage] = ()
     stages_note: str = ""
     chapters: Sequence[Chapter] = ()
@@ -107,6 +106,7 @@ class Report:
     transcripts_note: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
+    headline: Headline = ACCURACY
 
 
 def render_report(report: Report) -> str:
