@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50530
+MAX_PACKAGE_LINES = 50630
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2070,
@@ -26,15 +26,15 @@ ROOMS: dict[str, int] = {
     "graders": 4390,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4890,
+    "tasks": 4990,
     "store": 2090,
     "models": 2160,
     "engines": 3020,
     "evals": 2830,
     "reward_models": 1460,
-    "train": 2940,
+    "train": 2950,
     "interpret": 6590,
-    "runs": 2550,
+    "runs": 2560,
     "sweeps": 2560,
     "reports": 2870,
     "commands": 5940,

@@ -12,8 +12,8 @@ from posttrain.graders.answers import last_boxed
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.verifiable import math
 from posttrain.types import Example, Message
 
@@ -32,7 +32,7 @@ _MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
     """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
 
@@ -57,7 +57,7 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def aime24(
     *,
     split: Literal["test"] = "test",
@@ -83,7 +83,7 @@ def aime24(
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def aime25(
     *,
     split: Literal["test"] = "test",
@@ -105,7 +105,7 @@ def aime25(
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def amc(
     *,
     split: Literal["test"] = "test",
@@ -132,7 +132,7 @@ def amc(
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def minerva_math(
     *,
     split: Literal["test"] = "test",
@@ -161,7 +161,7 @@ def minerva_math(
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def olympiad_bench(
     *,
     split: Literal["test"] = "test",
@@ -191,7 +191,7 @@ def olympiad_bench(
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def svamp(
     *,
     split: Literal["test"] = "test",
