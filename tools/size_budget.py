@@ -17,24 +17,24 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 52180
+MAX_PACKAGE_LINES = 52290
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2140,
+    "ground": 2150,
     "recipes": 1000,
     "algorithms": 1810,
     "graders": 4390,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4820,
+    "tasks": 4920,
     "store": 2300,
     "models": 2230,
     "engines": 3020,
     "evals": 2860,
     "reward_models": 1460,
-    "train": 3010,
+    "train": 3020,
     "interpret": 6590,
-    "runs": 2660,
+    "runs": 2670,
     "sweeps": 3240,
     "reports": 3040,
     "commands": 6180,

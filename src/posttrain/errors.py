@@ -8,6 +8,7 @@
     │   ├── UnknownWord               a name that no registry knows (with a suggestion)
     │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
     │   ├── DataError                 an input file: file, line, what stands there
+    │   │   └── DataNotThere          it is not there, or the hub cannot be reached
     │   ├── MissingExtra              an optional dependency, with the command that installs it
     │   └── RunConflict               a run directory that belongs to another recipe or process
     └── RunFailure                    exit code 1; the work itself failed
@@ -84,6 +85,10 @@ class DataError(UsageError):
         super().__init__(f"{place}: {what}")
         self.path = str(path)
         self.line = line
+
+
+class DataNotThere(DataError):
+    """An input file, or a data set of the hub, that is not there or cannot be reached."""
 
 
 class MissingExtra(UsageError):

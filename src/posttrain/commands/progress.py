@@ -199,6 +199,8 @@ class Progress:
 def start_text(payload: dict[str, Any]) -> str:
     """What begins: steps, examples, what was dropped and why, what stands there twice."""
     text = payload.get("length") or f"{payload['steps']} steps on {payload['num_examples']:,} examples"
+    if payload.get("origin"):
+        text += f", from {payload['origin']}"
     dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
     if dropped:
         text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())

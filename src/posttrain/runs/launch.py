@@ -370,6 +370,8 @@ class _Record:
             self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
             length = f": {facts['length']}" if facts.get("length") else ""
             self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            if facts.get("origin"):
+                self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
             if facts.get("num_repeated"):

@@ -21,6 +21,7 @@ class Task:
     ``examples`` may be made on demand; the same index always gives the same example. ``dropped``
     counts rows that were left out, by reason. ``worked`` says whether a text shows written
     working, where the task can tell (evaluation then reports the share of such answers).
+    ``origin``: the file, where the environment said where it is.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Task:
     examples: Sequence[Example]
     dropped: dict[str, int] = field(default_factory=dict)
     worked: Callable[[str], bool] | None = None
+    origin: str | None = None
 
 
 class ExamplesOnDemand(Sequence[Example]):

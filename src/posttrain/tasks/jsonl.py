@@ -14,8 +14,8 @@ from posttrain.registry import find, register, suggest
 from posttrain.render.extraction import split_response
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, collect
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
@@ -31,7 +31,7 @@ OUTCOMES: dict[Outcome, str] = {
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def jsonl(
     *,
     path: str,
@@ -55,16 +55,15 @@ def jsonl(
     reasoning and its answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands.
 
     Args:
-        path: the file.
+        path: the file, or ``hf:NAME`` for a data set of the hub (``hf:NAME:CONFIG@SPLIT``; ``#1000`` behind it streams
+            its first rows and downloads no more).
         split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
-            that a conversation and one that goes on from it stand on the same side, and ``train`` is the rest;
-            ``test`` is the whole file.
+            that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
         prompt_key, messages_key: where the prompt stands; a row with both uses the messages.
         answer_key: where the gold answer stands; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands; rows may lack it.
-        meta_keys: further keys that every row has, kept as they are: what results are broken down by (``subject``), and
-            what the grader asks for (``choices``).
+        meta_keys: further keys that every row has, kept: for breakdowns (``subject``), or for the grader (``choices``).
         grader: what says whether an answer is right (``posttrain explain grader``).
         validation_share: share of the rows that is held out.
         strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never

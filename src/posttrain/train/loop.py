@@ -308,6 +308,7 @@ def train(
                 "resumed_from": loop.step if resume else None,
                 "num_examples": parts.source.num_examples,
                 "dropped": parts.source.dropped,
+                "origin": parts.source.origin,
                 "num_repeated": parts.source.num_repeated,
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),

@@ -10,8 +10,8 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import collect
 from posttrain.tasks.preferences.rows import read_pair, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example
 
@@ -19,7 +19,7 @@ SCORES = ("score_chosen", "score_rejected")
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def ultrafeedback(
     *,
     split: Split = "train",

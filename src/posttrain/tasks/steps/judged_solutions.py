@@ -12,8 +12,8 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped
 from posttrain.tasks.preferences.rows import read_verdict, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message, Response
@@ -23,7 +23,7 @@ META_KEYS = ("level", "subject", "type")
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def judged_solutions(
     *,
     path: str,

@@ -12,8 +12,8 @@ from pydantic import Field
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, classes_of, first_error, rating_classes, stepwise
 from posttrain.tasks.steps.prm800k_layouts import Candidate, Solution, read_solutions
@@ -23,7 +23,7 @@ StepPath = Sequence[Candidate]
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def prm800k(
     *,
     split: Split = "train",

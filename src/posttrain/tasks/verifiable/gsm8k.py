@@ -9,8 +9,8 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
@@ -18,7 +18,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def gsm8k(
     *,
     split: Split = "train",

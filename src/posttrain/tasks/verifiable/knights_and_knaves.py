@@ -10,8 +10,8 @@ from pydantic import Field
 from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
@@ -22,7 +22,7 @@ People = Annotated[int, Field(ge=MIN_PEOPLE, le=MAX_PEOPLE)]
 
 
 @register("task", held_out="validation")
-@with_size
+@reads_rows
 def knights_and_knaves(
     *,
     split: Split = "train",

@@ -15,8 +15,8 @@ from posttrain.graders.answers import last_boxed
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.sized import with_size
 from posttrain.tasks.verifiable import math
 from posttrain.types import Example, Message
 
@@ -35,7 +35,7 @@ _MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
     """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
 
@@ -60,7 +60,7 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
 
 
 @register("task", held_out="test")
-@with_size
+@reads_rows
 def svamp(
     *,
     split: Literal["test"] = "test",
@@ -123,7 +123,7 @@ def _suite(
 
     suite.__name__ = suite.__qualname__ = name
     suite.__doc__ = f"{says}{_OPTIONS}" + (f"\nSource: {source}\n" if source else "")
-    return register("task", held_out="test")(with_size(suite))
+    return register("task", held_out="test")(reads_rows(suite))
 
 
 _AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.

@@ -53,6 +53,7 @@ class SupervisedSource:
         self.train_all = recipe.data.train_on == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.origin = task.origin
         self.units: list[tuple[Row, ...]] = []
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"

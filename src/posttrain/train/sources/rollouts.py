@@ -68,6 +68,7 @@ class RolloutSource:
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.origin = task.origin
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:
