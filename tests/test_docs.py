@@ -72,7 +72,7 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
         return
     namespace = cli.parse(words[1:])
     if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
-        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused").cells
+        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused", over=namespace.over).cells
     elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
         resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
         assert resolved.objective.name

@@ -54,13 +54,18 @@ File = TypeVar("File", bound=SweepFile)
 
 
 def read_sweep_file(
-    kind: type[File], name_or_path: str, overrides: Sequence[tuple[str, str]] = ()
+    kind: type[File],
+    name_or_path: str,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    content_of_command: Mapping[str, Any] | None = None,
 ) -> tuple[File, SourceReader]:
     """The file of a sweep, and what turns its sources into recipes.
 
     Args:
         name_or_path: a file, or a shipped one with or without the name of its shelf.
         overrides: dotted keys of the file with values.
+        content_of_command: what stands in the file, where the command line says it all and there is none.
 
     Raises:
         RecipeError: with file, line and key.
@@ -68,8 +73,11 @@ def read_sweep_file(
     """
     if f"{kind.shelf}{name_or_path}" in recipe_names() and not Path(name_or_path).is_file():
         name_or_path = f"{kind.shelf}{name_or_path}"
-    place, text = recipe_text(name_or_path)
-    data, lines = parse_yaml(text, place)
+    if content_of_command is None:
+        place, text = recipe_text(name_or_path)
+        data, lines = parse_yaml(text, place)
+    else:
+        place, data, lines = "command line", dict(content_of_command), {}
     kind.check_kind(data, place)
     for key, value in overrides:
         _override(kind, data, key, value, place)
