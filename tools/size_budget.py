@@ -17,10 +17,10 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 51000
+MAX_PACKAGE_LINES = 50900
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2090,
+    "ground": 2120,
     "recipes": 880,
     "algorithms": 1840,
     "graders": 4390,
@@ -28,16 +28,16 @@ ROOMS: dict[str, int] = {
     "render": 980,
     "tasks": 4730,
     "store": 2120,
-    "models": 2220,
+    "models": 2240,
     "engines": 3020,
     "evals": 2860,
     "reward_models": 1460,
     "train": 2920,
     "interpret": 6590,
-    "runs": 2610,
-    "sweeps": 2550,
-    "reports": 2870,
-    "commands": 6700,
+    "runs": 2620,
+    "sweeps": 2590,
+    "reports": 2880,
+    "commands": 6400,
 }
 
 
