@@ -13,6 +13,7 @@ import pytest
 from posttrain import cli
 from posttrain.commands.explain import KINDS
 from posttrain.commands.recipes import recipes_called
+from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
@@ -188,3 +189,12 @@ def test_no_registry_is_named() -> None:
     for name in ("constraints.txt", "Makefile", "pyproject.toml", ".ci/run"):
         text = (ROOT / name).read_text()
         assert re.search(r"https?://|--index-url|--extra-index-url|--find-links", text) is None, name
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout")
+@pytest.mark.parametrize(
+    "made",
+    ["runs/tiny-grpo/metrics.jsonl", f"{EVALUATIONS}/a/results.json", "activations/tiny/0.bin", "data-stories.png"],
+)
+def test_what_the_commands_of_the_readme_make_is_ignored(made: str) -> None:
+    assert subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, check=False).returncode == 0
