@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 52290
+MAX_PACKAGE_LINES = 52590
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2150,
@@ -35,9 +35,9 @@ ROOMS: dict[str, int] = {
     "train": 3020,
     "interpret": 6590,
     "runs": 2670,
-    "sweeps": 3240,
-    "reports": 3040,
-    "commands": 6180,
+    "sweeps": 3270,
+    "reports": 3050,
+    "commands": 6440,
 }
 
 

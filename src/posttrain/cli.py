@@ -56,6 +56,7 @@ BODIES = {
     "explain": ("posttrain.commands.recipes", "run_explain"),
     "data": ("posttrain.commands.data", "run_data"),
     "runs": ("posttrain.commands.runs.show", "run_runs"),
+    "completion": ("posttrain.commands.options.completion", "run_completion"),
     "activations": ("posttrain.commands.interpret.activations", "run_activations"),
     "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
     "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
@@ -103,7 +104,7 @@ start here:
 FORMATS = ("table", "json", "csv", "md")
 # Commands whose tables can be had in other forms; the actions of ``runs`` say it for themselves.
 WITH_TABLES = ("compare", "study", "evaluate", "quantize", "recipes", "explain", "data", "activations")
-WITHOUT_PLACES = ("recipes", "explain", "data", "sae")  # they open no runs, or their actions say where
+WITHOUT_PLACES = ("recipes", "explain", "data", "sae", "completion")  # they open no runs, or their actions say where
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -278,6 +279,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
         "sparse autoencoders: train one, read its features, see what training changed",
         "posttrain.commands.interpret.sae",
     ),
+    "completion": (
+        "print what makes a shell complete commands, recipes, runs and keys",
+        "posttrain.commands.options.completion",
+    ),
 }
 
 
@@ -389,6 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["__complete"]:  # asked by the script of a shell
+        completion = importlib.import_module("posttrain.commands.options.completion")
+        return int(completion.answer(arguments[1:], lambda command: build_parser(command)[1]))
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()

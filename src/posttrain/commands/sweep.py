@@ -9,11 +9,12 @@ import argparse
 from functools import partial
 from typing import Any
 
-from posttrain.commands.options.argument_types import names, positive, repetitions
+from posttrain.commands.options.argument_types import names, positive, repetitions, shown
 
 COMPARE_EPILOG = """\
 the same command again goes on where it stopped; finished runs are kept:
   posttrain compare compare/ppo-grpo-dpo --seeds 3
+  posttrain compare tiny/grpo --over train.lr=1e-4,3e-4,1e-3 --seeds 3
   posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
 """
 STUDY_EPILOG = """\
@@ -38,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group, parts, seeds = ("policies", "parts", "how often all is done")
     if kind == "compare":
         group, parts, seeds = ("methods", "runs", "runs of each method")
+        help_line = "a row for each value of one key, on a recipe of one run: train.lr=1e-4,3e-4"
+        parser.add_argument("--over", type=read_over, metavar="KEY=A,B", help=help_line)
     if kind != "study":
         help_line = "only these rows" if kind == "compare" else "only these policies"
         parser.add_argument("--methods", type=names, metavar="A,B", help=f"{help_line} (default: all of the recipe)")
@@ -48,6 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; run nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
+
+
+def read_over(text: str) -> tuple[str, list[str]]:
+    """``train.lr=1e-4,3e-4``: the key and its values."""
+    key, _, values = text.partition("=")
+    if not key.strip() or len(names(values)) < 2:
+        raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
+    return key.strip().removeprefix("--"), names(values)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -62,6 +73,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         folder=folder_of(arguments),
         methods=arguments.methods,
         num_seeds=arguments.seeds,
+        over=arguments.over,
     )
     seeds = f"seeds 0 to {plan.num_seeds - 1}"
     about = [f"{plan.folder}: {len(plan.cells)} runs of {plan.base.train.steps} steps, {seeds}"]

@@ -66,6 +66,8 @@ def describe_parts(plan: Plan) -> list[str]:
 def folder_of(arguments: argparse.Namespace) -> Path:
     """Where the sweep is: called as asked for, else by its recipe's name, with the command's before it."""
     name = name_of_recipe(arguments.recipe) if arguments.run is None else check_run_name(arguments.run)
+    if arguments.run is None and getattr(arguments, "over", None) is not None:
+        name = f"{name}-over-{arguments.over[0]}"
     is_whole = arguments.run is not None or name.startswith(arguments.command)
     return Path(arguments.runs_dir) / (name if is_whole else f"{arguments.command}-{name}")
 
@@ -75,6 +77,9 @@ def command_of(arguments: argparse.Namespace) -> str:
     words = ["posttrain", arguments.command, arguments.recipe]
     if getattr(arguments, "methods", None) is not None:
         words += ["--methods", ",".join(arguments.methods)]
+    if getattr(arguments, "over", None) is not None:
+        key, values = arguments.over
+        words += ["--over", f"{key}={','.join(values)}"]
     for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs), ("--run", arguments.run)):
         words += [option, str(value)] if value is not None else []
     if arguments.runs_dir != DEFAULT_RUNS:

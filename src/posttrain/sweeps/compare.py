@@ -38,6 +38,7 @@ the file with everything resolved; it makes the same cells again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ from pydantic import Field
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.document import (
     Document,
+    apply_override,
     apply_overrides,
     interpretation_names,
     merge,
@@ -78,6 +80,7 @@ from posttrain.sweeps.sources import (
 )
 from posttrain.tasks.base import held_out_task
 
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 # A base need not name an objective; one of these stands in while the base is checked by itself.
 _STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
 
@@ -163,23 +166,25 @@ def load_comparison(
     folder: str | Path,
     methods: Sequence[str] | None = None,
     num_seeds: int | None = None,
+    over: tuple[str, Sequence[str]] | None = None,
 ) -> ComparisonPlan:
     """Read a compare file and check every cell.
 
     Args:
-        name_or_path: a file, or a shipped one with or without ``compare/``.
+        name_or_path: a file, or a shipped one with or without ``compare/``; with ``over``, a recipe of one run.
         overrides: dotted keys with values: of the compare file (``methods.dapo.objective.clip_high``)
             or else of the base (``train.lr``).
         folder: the comparison's directory; nothing is written here.
-        methods: names of the rows wanted; by default all.
-        num_seeds: instead of the file's.
+        methods, num_seeds: names of the rows wanted (None: all), and how many seeds (None: as the file says).
+        over: a key and the values that it takes in turn: a row for each, which differs from the recipe in that alone.
 
     Raises:
         RecipeError, UnknownWord: with file, line, method and key.
         UsageError: an override or a method of something that the file does not have.
     """
     own, common = _split_overrides(overrides)
-    content, document = read_sweep_file(CompareFile, name_or_path, own)
+    made_up = None if over is None else rows_over(name_or_path, *over)
+    content, document = read_sweep_file(CompareFile, name_or_path, own, content_of_command=made_up)
     base, base_data = _read_base(document, content.base, common)
     names = choose_names(list(content.methods), methods, document.place, "method")
     rows = [_read_row(document, content, name, base, base_data) for name in names]
@@ -216,6 +221,25 @@ def load_comparison(
         start_source=label_of(content.start) if content.start is not None else base.model.name,
         methods=rows,
     )
+
+
+def rows_over(recipe: str, key: str, values: Sequence[str]) -> dict[str, Any]:
+    """What a compare file would say of one recipe with one key at several values: ``lr-1e-4``, ``lr-3e-4``.
+
+    Raises:
+        UsageError: the seed, which every row has several of, or values that cannot be told apart.
+        RecipeError: a key that cannot be.
+    """
+    if key == "train.seed":
+        raise UsageError("--over train.seed: every row is trained with several seeds; --seeds says how many")
+    rows: dict[str, Any] = {}
+    for value in values:
+        name = f"{key.rpartition('.')[2]}-{_NO_NAME.sub('-', value).strip('-') or 'empty'}"
+        if name in rows:
+            raise UsageError(f"--over {key}: two values would both be called {name}; leave one out")
+        rows[name] = {}
+        apply_override(rows[name], key, value)
+    return {"description": f"{recipe} over {key}.", "base": {"recipe": recipe}, "methods": rows}
 
 
 def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -53,13 +53,18 @@ File = TypeVar("File", bound=SweepFile)
 
 
 def read_sweep_file(
-    kind: type[File], name_or_path: str, overrides: Sequence[tuple[str, str]] = ()
+    kind: type[File],
+    name_or_path: str,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    content_of_command: Mapping[str, Any] | None = None,
 ) -> tuple[File, Document[File]]:
     """The file of a sweep, checked, and the document that says where its sources stand.
 
     Args:
         name_or_path: a file, or a shipped one with or without the name of its shelf.
         overrides: dotted keys of the file with values.
+        content_of_command: what stands in the file, where the command line says it all and there is none.
 
     Raises:
         RecipeError: with file, line and key.
@@ -67,7 +72,10 @@ def read_sweep_file(
     """
     if f"{kind.shelf}{name_or_path}" in recipe_names() and not Path(name_or_path).is_file():
         name_or_path = f"{kind.shelf}{name_or_path}"
-    document = Document.load(kind, name_or_path)
+    if content_of_command is None:
+        document = Document.load(kind, name_or_path)
+    else:
+        document = Document(kind, dict(content_of_command), "command line")
     kind.check_kind(document.content, document.place)
     for key, _ in overrides:
         _prepare_override(document, key)
