@@ -25,7 +25,7 @@ demo: $(CORE)    ## watch a small model learn to reason, on this machine, in min
 	$(BIN)/posttrain demo
 
 test: $(DEV)     ## the fast test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --folder-seconds build/test_seconds.json
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow

@@ -17,6 +17,7 @@ import platform
 import statistics
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,8 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def grpo(rounds: int, steps: int, prompt_tokens: int | None) -> dict[str, Any]:
+def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = False) -> dict[str, Any]:
     """One GRPO step: generate, grade, update."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     recipe, parts = our_parts(
         {
             "model": {"name": "tiny"},
@@ -107,6 +105,12 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None) -> dict[str, Any]:
         source.prompts = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
         source.kept = source.kept[: len(source.prompts)]
     source.sampling = type(source.sampling)(max_tokens=NEW_TOKENS, stop_ids=frozenset())
+
+    facts = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
+    if ours_alone:
+        return report("grpo", our_steps(recipe, parts, 1, rounds * steps), [], facts)
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
 
     loaded = load_model(ModelSection(name="tiny"), seed=0)
     tokenizer = loaded.tokenizer
@@ -143,15 +147,11 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None) -> dict[str, Any]:
             trainer.train()
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
-    lengths = [len(p) for p in source.prompts]
-    return report("grpo", ours, theirs, {"prompt_tokens_mean": statistics.fmean(lengths)})
+    return report("grpo", ours, theirs, facts)
 
 
-def sft(rounds: int, steps: int) -> dict[str, Any]:
+def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     """One SFT step on ragged rows."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     rows = 16
     recipe, parts = our_parts(
         {
@@ -163,10 +163,17 @@ def sft(rounds: int, steps: int) -> dict[str, Any]:
             "train": {"steps": 10_000, "lr": 1e-6},
         }
     )
+    ids = [row.ids for unit in parts.source.units for row in unit]
+    lengths = [len(row) for row in ids]
+    facts = {"tokens_per_row_mean": statistics.fmean(lengths), "tokens_per_row_stdev": statistics.stdev(lengths)}
+    if ours_alone:
+        return report("sft", our_steps(recipe, parts, 1, rounds * steps), [], facts)
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     loaded = load_model(ModelSection(name="tiny"), seed=0)
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
-    dataset = Dataset.from_dict({"input_ids": [ids for ids, _ in parts.source.rows]})
-    lengths = [len(ids) for ids, _ in parts.source.rows]
+    dataset = Dataset.from_dict({"input_ids": ids})
     ours: list[float] = []
     theirs: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -185,9 +192,7 @@ def sft(rounds: int, steps: int) -> dict[str, Any]:
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
     tokens = rows * statistics.fmean(lengths)
-    facts = {
-        "tokens_per_row_mean": statistics.fmean(lengths),
-        "tokens_per_row_stdev": statistics.stdev(lengths),
+    facts |= {
         "our_tokens_per_second": tokens / statistics.median(ours),
         "trl_tokens_per_second": tokens / statistics.median(theirs),
     }
@@ -195,17 +200,15 @@ def sft(rounds: int, steps: int) -> dict[str, Any]:
 
 
 def report(name: str, ours: list[float], theirs: list[float], facts: dict[str, float]) -> dict[str, Any]:
-    import transformers
-    import trl
-
+    peer = {"trl_seconds": statistics.median(theirs)} if theirs else {}
     result = {
         "part": name,
         "our_seconds": statistics.median(ours),
-        "trl_seconds": statistics.median(theirs),
-        "ratio": statistics.median(theirs) / statistics.median(ours),
+        **peer,
+        **({"ratio": statistics.median(theirs) / statistics.median(ours)} if theirs else {}),
         "num_steps": len(ours),
         "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__},
+        "versions": {name: version(name) for name in ("torch", "transformers", *(("trl",) if theirs else ()))},
         "machine": platform.processor() or platform.machine(),
         **facts,
     }
@@ -220,14 +223,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=None)
+    parser.add_argument("--ours", action="store_true", help="time our side alone, without TRL; writes no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     results = []
     if args.part in ("grpo", "all"):
-        results.append(grpo(args.rounds, args.steps, args.prompt_tokens))
+        results.append(grpo(args.rounds, args.steps, args.prompt_tokens, args.ours))
     if args.part in ("sft", "all"):
-        results.append(sft(args.rounds, args.steps))
+        results.append(sft(args.rounds, args.steps, args.ours))
+    if args.ours:
+        return
     RESULTS.mkdir(exist_ok=True)
     for result in results:
         (RESULTS / f"training_{result['part']}.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+pytest_plugins = ("folder_seconds",)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "olmo2", "gpt2")
 
 
@@ -72,6 +73,18 @@ def small_tokenizer() -> Any:
 
     texts = ["Eva starts with 19 shells. She finds 12 at the beach.", "Tom has 7 apples and eats 2 of them."] * 20
     return train_tokenizer(iter(texts), 300)
+
+
+@pytest.fixture(scope="module")
+def quick_stories() -> Iterator[None]:
+    """What is usual in stories is told from few of them: counting thousands takes longer than a small run."""
+    from posttrain.tasks.stories import task as stories
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stories, "_NUM_COUNTED", 100)
+        stories.usual_results.cache_clear()
+        yield
+    stories.usual_results.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -135,6 +135,12 @@ def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in ("grpo-gsm8k", "grpo-math", "sft-math", "tiny/grpo", "tiny/sft"):
         assert name in out
+    lines = out.splitlines()
+    assert lines.count("policy gradients: posttrain train NAME") == 1
+    (line,) = (line for line in lines if line.startswith("rl/dr-grpo "))
+    assert "Dr. GRPO (Liu et al. 2025): no division" in line
+    assert lines.index("policy gradients: posttrain train NAME") < lines.index(line)
+    assert lines.index(line) < lines.index("preferences: posttrain train NAME")
     assert main(["recipes", "show", "grpo-gsm8k"]) == 0
     assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import pytest
 from posttrain import cli
 from posttrain.commands.explain import KINDS
 from posttrain.commands.recipes import recipes_called
+from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
@@ -72,7 +73,7 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
         return
     namespace = cli.parse(words[1:])
     if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
-        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused").cells
+        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused", over=namespace.over).cells
     elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
         resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
         assert resolved.objective.name
@@ -100,7 +101,8 @@ def test_the_worked_example_of_contributing_works(tmp_path: Path) -> None:
     (tmp_path / "surprised.yaml").write_text(recipe, encoding="utf-8")
     mine = comparison.replace("rl/surprised", str(tmp_path / "surprised.yaml"))
     (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
-    objective, stream, reward, grader = (text for page, text in blocks("python") if page == "CONTRIBUTING.md")
+    written = [text for page, text in blocks("python") if page == "CONTRIBUTING.md" and "@register" in text]
+    objective, stream, reward, grader = written[:4]
     # A process of its own: the toy words must not join the registry that other tests enumerate.
     code = f"""
 import torch
@@ -188,3 +190,12 @@ def test_no_registry_is_named() -> None:
     for name in ("constraints.txt", "Makefile", "pyproject.toml", ".ci/run"):
         text = (ROOT / name).read_text()
         assert re.search(r"https?://|--index-url|--extra-index-url|--find-links", text) is None, name
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout")
+@pytest.mark.parametrize(
+    "made",
+    ["runs/tiny-grpo/metrics.jsonl", f"{EVALUATIONS}/a/results.json", "activations/tiny/0.bin", "data-stories.png"],
+)
+def test_what_the_commands_of_the_readme_make_is_ignored(made: str) -> None:
+    assert subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, check=False).returncode == 0

@@ -31,6 +31,10 @@ NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for pa
 FAMILIES = {
     "tiny": "qwen3",
     "Qwen/Qwen3-0.6B": "qwen3",
+    "Qwen/Qwen3-0.6B-Base": "qwen3",
+    "Qwen/Qwen3-1.7B": "qwen3",
+    "Qwen/Qwen3-4B": "qwen3",
+    "allenai/OLMo-2-0425-1B": "olmo2",
     "Qwen/Qwen3-14B": "qwen3",
     "Qwen/Qwen2.5-Math-1.5B": "qwen2",
     "openai-community/gpt2": "gpt2",
@@ -168,6 +172,20 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             }
             for a, b in sums
             for slip in (0, 1)
+        ],
+        "jsonl": [{"prompt": f"{a} + {b}?", "response": f"{a} + {b} = {a + b}."} for a, b in sums],
+        "judged_solutions": [
+            {"question": f"{a} + {b}?", "response": f"It is {a + b + slip}.", "is_correct": slip == 0}
+            for a, b in sums
+            for slip in (0, 1)
+        ],
+        "math_shepherd": [
+            {
+                "input": f"{a} + {b}? Step 1: Add. ки\nStep 2: The answer is: {a + b} ки",
+                "label": f"{a} + {b}? Step 1: Add. +\nStep 2: The answer is: {a + b} -",
+                "task": "MATH",
+            }
+            for a, b in sums
         ],
         "preferences": [{"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": f"{a * b}!"} for a, b in sums[1:]],
     }

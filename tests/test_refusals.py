@@ -21,6 +21,7 @@ import yaml
 from safetensors.torch import load_file
 
 from posttrain.cli import main
+from posttrain.errors import install_command
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
@@ -222,7 +223,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(
         monkeypatch.setitem(sys.modules, name, None)
     error = command.fails(2, "train", "rl.yaml", "--task", task)
     assert message in error
-    assert "Install it with: pip install 'posttrain[tasks]'" in error
+    assert f"Install it with: {install_command('tasks')}" in error
     assert contents("runs") == {}
 
 

@@ -86,15 +86,32 @@ def test_every_registered_word_is_documented_with_typed_options():
 PACKAGE = Path(registry.__file__).parent
 
 
+def is_register(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("register", "registry.register")
+
+
 def written_words() -> Iterator[tuple[str, str, str]]:
-    """(kind, word, module) of every function of the package under ``@register``, as its file says it."""
+    """(kind, word, module) of every function of the package under ``@register``, as its file says it.
+
+    Also of a table: a function that registers what it makes, ``register(kind)(made)``, is called with each word.
+    """
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(("posttrain", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-                if isinstance(call, ast.Call) and ast.unparse(call.func) in ("register", "registry.register"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        makers = {}
+        for node in nodes:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for call in node.decorator_list:
+                if is_register(call):
                     name = next((k.value for k in call.keywords if k.arg == "name"), ast.Constant(node.name))
                     yield ast.literal_eval(call.args[0]), ast.literal_eval(name), module
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and is_register(call.func):
+                    makers[node.name] = ast.literal_eval(call.func.args[0])
+        for call in nodes:
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in makers:
+                yield makers[call.func.id], ast.literal_eval(call.args[0]), module
 
 
 def test_the_registry_knows_the_module_of_every_word():

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50260
+MAX_PACKAGE_LINES = 52970
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2040,
-    "recipes": 880,
-    "algorithms": 1840,
+    "ground": 2150,
+    "recipes": 1000,
+    "algorithms": 1810,
     "graders": 4390,
     "rewards": 390,
-    "render": 980,
-    "tasks": 4730,
-    "store": 2090,
-    "models": 2160,
+    "render": 1100,
+    "tasks": 4920,
+    "store": 2300,
+    "models": 2230,
     "engines": 3020,
-    "evals": 2830,
+    "evals": 2860,
     "reward_models": 1460,
-    "train": 2920,
-    "interpret": 6730,
-    "runs": 2550,
-    "sweeps": 2550,
-    "reports": 2870,
-    "commands": 5940,
+    "train": 3020,
+    "interpret": 6940,
+    "runs": 2670,
+    "sweeps": 3270,
+    "reports": 3050,
+    "commands": 6455,
 }
 
 

@@ -45,6 +45,7 @@ BODIES = {
     "train": ("posttrain.commands.train", "run_train"),
     "compare": ("posttrain.commands.sweep", "run_compare"),
     "study": ("posttrain.commands.sweep", "run_study"),
+    "pipeline": ("posttrain.commands.sweep", "run_pipeline"),
     "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
     "generate": ("posttrain.commands.generate", "run_generate"),
     "chat": ("posttrain.commands.chat.command", "run_chat"),
@@ -55,6 +56,7 @@ BODIES = {
     "explain": ("posttrain.commands.recipes", "run_explain"),
     "data": ("posttrain.commands.data", "run_data"),
     "runs": ("posttrain.commands.runs.show", "run_runs"),
+    "completion": ("posttrain.commands.options.completion", "run_completion"),
     "activations": ("posttrain.commands.interpret.activations", "run_activations"),
     "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
     "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
@@ -65,8 +67,9 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
     "compare": None,
     "study": None,
+    "pipeline": None,
     "evaluate": ("task", "template", "engine"),
-    "generate": ("template",),
+    "generate": ("task", "template"),
     "chat": ("template",),
     "quantize": ("task", "template"),
     "data": ("task",),
@@ -74,6 +77,15 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "sae train": None,
     "sae features": (),
     "sae diff": None,
+}
+# Options that name models or runs whose weights are read: what is not there is refused before a library is imported.
+MODELS = {
+    "evaluate": ("models", "against", "best_of", "judge"),
+    "generate": ("model",),
+    "chat": ("models",),
+    "studio": ("models",),
+    "quantize": ("model",),
+    "activations": ("model", "paired"),
 }
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -89,7 +101,10 @@ start here:
 """
 
 
-WITHOUT_PLACES = ("recipes", "explain", "data", "sae")  # they open no runs, or their actions say where
+FORMATS = ("table", "json", "csv", "md")
+# Commands whose tables can be had in other forms; the actions of ``runs`` say it for themselves.
+WITH_TABLES = ("compare", "study", "evaluate", "quantize", "recipes", "explain", "data", "activations")
+WITHOUT_PLACES = ("recipes", "explain", "data", "sae", "completion")  # they open no runs, or their actions say where
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -104,6 +119,8 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     places = Parser(add_help=False)
     add_runs_dir(places)
     add_consent(places)
+    form = Parser(add_help=False)
+    form.add_argument("--format", choices=FORMATS, default="table", help="of the tables (default: table)")
     parser: argparse.ArgumentParser = Parser(
         prog="posttrain",
         description=DESCRIPTION,
@@ -121,7 +138,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             help=help_line,
             description=f"{help_line[0].upper()}{help_line[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common] if name in WITHOUT_PLACES else [common, places],
+            parents=[common, *([] if name in WITHOUT_PLACES else [places]), *([form] if name in WITH_TABLES else [])],
             allow_abbrev=False,
         )
         if wanted not in (None, name):
@@ -133,7 +150,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         if name == "sae":
             actions = module.add_options(made, common, places)
         elif name == "runs":
-            module.add_options(made, common)
+            module.add_options(made, common, form)
         else:
             module.add_options(made)
     return parser, dict(commands.choices) | actions
@@ -170,14 +187,15 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "posttrain generate MODEL_OR_RUN [PROMPT] [options] [--template.key value ...]"
+    parser.usage = "posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]"
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: a story that is made up)")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)")
+    parser.add_argument("--task", help="whose example is asked (default: the run's, and stories for tiny)")
     parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
     parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling and of the story (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling, and which example (default: 0)")
     steering = importlib.import_module("posttrain.commands.interpret.steering")
     steering.add_steering_options(parser)
 
@@ -242,6 +260,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     "train": ("train by a recipe", _add_train_options),
     "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweep"),
     "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweep"),
+    "pipeline": ("the whole of RLHF: demonstrations, reward models, policies, contests", "posttrain.commands.sweep"),
     "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.command"),
     "generate": ("sample answers from a model or a run", _add_generate_options),
     "chat": ("talk to a model, or to several at once", _add_chat_options),
@@ -259,6 +278,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     "sae": (
         "sparse autoencoders: train one, read its features, see what training changed",
         "posttrain.commands.interpret.sae",
+    ),
+    "completion": (
+        "print what makes a shell complete commands, recipes, runs and keys",
+        "posttrain.commands.options.completion",
     ),
 }
 
@@ -351,6 +374,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return namespace
 
 
+def refuse_absent_models(namespace: argparse.Namespace) -> None:
+    """Refuse the first model or run that is nowhere.
+
+    Raises:
+        UsageError: with its name.
+    """
+    for option in MODELS.get(namespace.command, ()):
+        named = getattr(namespace, option)
+        for name in [named] if isinstance(named, str) else named or ():
+            importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     guard_output()
@@ -359,6 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["__complete"]:  # asked by the script of a shell
+        completion = importlib.import_module("posttrain.commands.options.completion")
+        return int(completion.answer(arguments[1:], lambda command: build_parser(command)[1]))
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()
@@ -372,8 +410,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             trust_remote_code=getattr(namespace, "trust_remote_code", False),
         )
         command = namespace.command
+        refuse_absent_models(namespace)
         module, function = BODIES[command if command in BODIES else f"{command} {namespace.action}"]
-        return int(getattr(importlib.import_module(module), function)(namespace))
+        if getattr(namespace, "format", "table") == "table":
+            return int(getattr(importlib.import_module(module), function)(namespace))
+        with importlib.import_module("posttrain.commands.console").tables_as(namespace.format):
+            return int(getattr(importlib.import_module(module), function)(namespace))
     except PosttrainError as error:
         if show_traceback:
             raise
@@ -391,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
         remedy = (
             "; continue with the same command"
-            if {"compare", "study", "evaluate", "activations", "diff"} & set(arguments)
+            if {"compare", "study", "pipeline", "evaluate", "activations", "diff"} & set(arguments)
             else remedy
         )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)

@@ -23,7 +23,7 @@ from posttrain.errors import RecipeError, UnallowedCode
 ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
 REMOTE_CODE = "trust_remote_code"
 STORED_RECIPE = "recipe.yaml"
-_PLANS = ("compare.yaml", "study.yaml")
+_PLANS = ("compare.yaml", "study.yaml", "pipeline.yaml")
 # What stands beside a recipe in a run, and beside a plan in a comparison.
 _RECORDS = ("status.json", "env.json", "checkpoints", "cells")
 _NAME = re.compile(r"(?<![\w./])[^\W\d][\w.]*:[^\W\d]\w*(?![\w:])")

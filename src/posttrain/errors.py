@@ -8,6 +8,7 @@
     │   ├── UnknownWord               a name that no registry knows (with a suggestion)
     │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
     │   ├── DataError                 an input file: file, line, what stands there
+    │   │   └── DataNotThere          it is not there, or the hub cannot be reached
     │   ├── MissingExtra              an optional dependency, with the command that installs it
     │   └── RunConflict               a run directory that belongs to another recipe or process
     └── RunFailure                    exit code 1; the work itself failed
@@ -23,7 +24,11 @@ kept for our own bugs; bad input never ends in a traceback.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
@@ -82,6 +87,10 @@ class DataError(UsageError):
         self.line = line
 
 
+class DataNotThere(DataError):
+    """An input file, or a data set of the hub, that is not there or cannot be reached."""
+
+
 class MissingExtra(UsageError):
     """An optional dependency is not installed.
 
@@ -94,8 +103,34 @@ class MissingExtra(UsageError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'posttrain[{extra}]'"
+            f"Install it with: {install_command(extra)}"
         )
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation: from its checkout, or from where it was installed.
+
+    ``pip`` is that of this Python, named by its path where another one would answer to ``pip``.
+    """
+    found = shutil.which("pip")
+    own = found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+    pip = "pip" if own else f"{sys.executable} -m pip"
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file() and (checkout / "src" / "posttrain") == Path(__file__).parent:
+        place = "." if checkout == Path.cwd() else str(checkout)
+        return f"{pip} install -e '{place}[{extra}]'"
+    return f"{pip} install 'posttrain[{extra}]{_origin()}'"
+
+
+def _origin() -> str:
+    """`` @ URL`` of an installation that came from a folder, a file or a repository (PEP 610), else empty."""
+    try:
+        stated = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return ""
+    url, vcs = stated.get("url", ""), stated.get("vcs_info") or {}
+    commit = f"@{vcs['commit_id']}" if vcs.get("commit_id") else ""
+    return f" @ {vcs['vcs']}+{url}{commit}" if vcs.get("vcs") else f" @ {url}" if url else ""
 
 
 class RunConflict(UsageError):

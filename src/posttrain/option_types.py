@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -11,6 +12,8 @@ from posttrain.strict_yaml import OldTruth
 
 LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
+_WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Word\b")
+_SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 
 
 class AnySize:
@@ -118,6 +121,30 @@ def _types(annotation: Any) -> set[Any]:
         return {Unread}
     inner = [_types(item) for item in get_args(annotation)]
     return ({annotation} if isinstance(annotation, type) or annotation is Any else set()).union(*inner)
+
+
+def explain_type(message: str, value: Any) -> str:
+    """A message of pydantic's about a value, with what stands there: a value, or of something larger its kind and size.
+
+    What a rule about a whole section says stands alone: the section is in the file.
+    """
+    if message.startswith("Value error, "):
+        rule = message.removeprefix("Value error, ")
+        return rule if isinstance(value, dict) else f"{rule}; got {describe_value(value)}"
+    message = _SECTION.sub(
+        "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
+    )
+    return f"{message}; got {describe_value(value)}"
+
+
+def describe_value(value: Any) -> str:
+    """``value`` as Python writes it, shortened; a mapping by its keys and a long list by its length."""
+    if isinstance(value, dict):
+        keys = ", ".join(repr(key) for key in value)
+        return f"a section with the keys {keys}"[:_SHOWN_CHARS] if value else "an empty section"
+    if isinstance(value, list) and len(repr(value)) > _SHOWN_CHARS:
+        return f"a list of {len(value)} values"
+    return shorten(value)
 
 
 def shorten(value: Any) -> str:

@@ -23,7 +23,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
-from posttrain.option_types import Options, shorten
+from posttrain.option_types import Options, explain_type, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
 HOMES: dict[str, dict[str, str]] = {
@@ -32,15 +32,15 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token reinforce sapo",
         "posttrain.algorithms.objectives.actor_critic": "ppo",
         "posttrain.algorithms.objectives.preference": (
-            "apo_down apo_zero cpo dpo exo hinge ipo nca orpo robust_dpo rpo simpo"
+            "apo_down apo_zero cpo dpo exo hinge ipo kto nca orpo robust_dpo rpo simpo"
         ),
-        "posttrain.algorithms.objectives.preference_unpaired": "kto",
         "posttrain.algorithms.objectives.reward": "bradley_terry outcome process",
         "posttrain.algorithms.objectives.distillation": "distillation on_policy_distillation sdpo",
     },
     "advantage": {
-        "posttrain.algorithms.advantages": "batch_normalized centered leave_one_out mean_scaled normalized raw",
-        "posttrain.algorithms.advantages_per_token": "gae return_to_go",
+        "posttrain.algorithms.advantages": (
+            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go"
+        ),
     },
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
@@ -62,7 +62,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.alternatives": "any_answer",
         "posttrain.graders.scored": "scored",
     },
-    "template": {"posttrain.render.words": "boxed chat dialogue document plain r1_zero xml_reasoning"},
+    "template": {"posttrain.render.words": "as_is boxed chat dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
         "posttrain.tasks.verifiable.gsm8k": "gsm8k",
@@ -334,5 +334,5 @@ def explain_validation(
         elif item["type"] == "missing":
             lines.append(f"{place}: {label} needs this key")
         else:
-            lines.append(f"{place}: {item['msg']}; got {shorten(item['input'])}")
+            lines.append(f"{place}: {explain_type(item['msg'], item['input'])}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -26,7 +28,9 @@ def make_run(folder: Path) -> Path:
     start = {"versions": {"posttrain": "0.1.0"}, "hardware": {"cpus": 2, "gpus": []}, "git": {}}
     content = {"recipe": "tiny/grpo", "created": "2026-01-01T00:00:00+00:00", "starts": [start]}
     (folder / "env.json").write_text(json.dumps(content))
-    RunDirectory(folder).write_status(RunStatus("finished", 4, 4, 1, "here", 5.0, None, 0.5, "stories/validation"))
+    RunDirectory(folder).write_status(
+        RunStatus("finished", 4, 4, 1, "here", 5.0, None, ACCURACY, {"accuracy": 0.5}, "stories/validation")
+    )
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(1, {"loss": 0.5})
     log.close()
@@ -49,7 +53,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def status(**changes: object) -> bytes:
-    good = {"state": "finished", "step": 4, "steps": 4, "pid": 1, "host": "h", "updated": 5.0, "accuracy": 0.5}
+    good = {"state": "finished", "step": 4, "steps": 4, "pid": 1, "host": "h", "updated": 5.0}
+    good |= {"headline": asdict(ACCURACY), "held_out": {"accuracy": 0.5}}
     return json.dumps(good | changes).encode()
 
 
@@ -71,8 +76,14 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("status.json", status(step=True), "step is 'True'"),
     ("status.json", status(state="splendid"), "state is 'splendid'"),
     ("status.json", status(state=[]), "state is '[]'"),
-    ("status.json", status(accuracy="high"), "accuracy is 'high'"),
-    ("status.json", status(accuracy=float("nan")), "nan where a number is expected"),
+    ("status.json", status(held_out={"accuracy": "high"}), "held_out is "),
+    ("status.json", status(held_out=0.5), "held_out is '0.5'"),
+    ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
+    ("status.json", status(headline="accuracy"), "headline is 'accuracy'"),
+    ("status.json", status(headline={"metric": "accuracy"}), "headline is no mapping of beside, higher_is_better"),
+    ("status.json", status(headline=asdict(ACCURACY) | {"unit": "furlongs"}), "headline is damaged"),
+    ("status.json", status(headline=asdict(ACCURACY) | {"beside": ["nothing"]}), "headline is damaged"),
+    ("status.json", status(headline=asdict(ACCURACY) | {"label": "x" * 81}), "headline is damaged"),
     ("status.json", status(updated=float("inf")), "inf where a number is expected"),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
@@ -106,7 +117,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
 ]
 COMMANDS = [
     ["runs"],
-    ["runs", "--json"],
+    ["runs", "--format", "json"],
     ["runs", "--families"],
     ["runs", "--sort", "accuracy"],
     ["runs", "--state", "finished"],
@@ -120,7 +131,7 @@ def check_listed(root: Path, reason: str, capsys: pytest.CaptureFixture[str]) ->
     for command in COMMANDS:
         assert main(command) == 0, command
         capsys.readouterr()
-    assert main(["runs", "--json"]) == 0
+    assert main(["runs", "--format", "json"]) == 0
     by_name = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert by_name["good"]["state"] == "finished"
     assert by_name["bad"]["state"] == "damaged"
@@ -318,7 +329,7 @@ def test_an_own_database_that_was_analyzed_and_vacuumed_is_read(root: Path) -> N
 def test_a_damaged_comparison_is_listed(root: Path, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "compared").mkdir()
     (root / "compared" / "compare.yaml").write_text(plan)
-    assert main(["runs", "--json"]) == 0
+    assert main(["runs", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [item["state"] for item in found["comparisons"]] == ["damaged"]
     assert len(found["runs"]) == 2

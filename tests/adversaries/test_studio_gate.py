@@ -438,11 +438,17 @@ def test_only_runs_that_are_offered_are_opened_whatever_is_asked(port: int, root
 @pytest.mark.parametrize("name", ["elsewhere/secret", "gpt2", "../x", "runs/known", "", None, 7, ["tiny"], {"a": 1}])
 def test_only_models_that_are_offered_are_loaded_whatever_is_asked(port: int, name: Any) -> None:
     answer = functions(port)["answer"]["id"]
+
+    def is_refused() -> bool:
+        """By Gradio, which knows its menus, or by our own check, whose message is shown on the page."""
+        success, told = ask_page(port, answer, values)
+        return "mean log-probability" not in told and (not success or "this page offers no" in told)
+
     values = [None, "Hello", name, "(nobody)", "(nobody)", "nothing", "", 0.7, 1.0, 0, 2, 0, "(nobody)", "", "left"]
-    assert not ask_page(port, answer, values)[0]
+    assert is_refused()
     values[2], values[12] = "tiny", name  # and as a dictionary to steer by
     values[13] = "1=2"
-    assert not ask_page(port, answer, values)[0]
+    assert is_refused()
     values[12:14] = "(nobody)", ""
     success, told = ask_page(port, answer, values)
     assert success

@@ -158,7 +158,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     lists = [
         ["runs"],
         ["runs", "--families"],
-        ["runs", "--json"],
+        ["runs", "--format", "json"],
         ["runs", "--cells"],
         ["runs", "--runs-dir", "broken"],
     ]
@@ -166,7 +166,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
         show(line)
     assert SEEN in show(["runs"])
     for name in ("evil", named, "runs/evil", "compare", "study", "broken/damaged"):
-        seen = [show(["runs", "show", name]), show(["runs", "show", "--json", name])]
+        seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
         for action in (["tag"], ["note"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
@@ -176,7 +176,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
         show(["train", "honest.yaml", "--run", name])
         show(["activations", "tiny", "--layer", "2", "--rollouts", name])
     assert SEEN in show(["runs", "compare", "honest", "evil", named])
-    show(["runs", "compare", "--json", "honest", "evil"])
+    show(["runs", "compare", "--format", "json", "honest", "evil"])
     show(["studio", "--runs-dir", "broken", "no/such/model"])
 
 

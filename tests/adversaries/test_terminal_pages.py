@@ -20,6 +20,7 @@ from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, re
 from posttrain.reports.study import render_study
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
+from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
 from posttrain.sweeps.study_results import StudyReport
 
@@ -53,8 +54,10 @@ def make_pages(text: str) -> dict[str, str]:
     chapter = Chapter(text, text, [panel], text, facts)
     answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
     stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
-    transcripts = [Transcript(text, text, [answer])]
-    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts)
+    free = Answer(text, text, None, text, 1, reward=0.5)
+    transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
+    headline = Headline("accuracy", unit="share", label=text, of=text)
+    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts, headline)
     return {
         "comparison": render_comparison(comparison, b"png"),
         "study": render_study(study, b"png"),

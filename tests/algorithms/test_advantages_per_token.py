@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.algorithms.advantages_per_token import gae, return_to_go, whitened
+from posttrain.algorithms.advantages import gae, return_to_go, whitened
 from posttrain.algorithms.objectives.actor_critic import ppo
 from posttrain.algorithms.objectives.policy_gradient import reinforce
 from posttrain.types import Batch, Outputs

@@ -9,7 +9,7 @@ import torch
 from preference_cases import make_rows, random_rows, sigmoid
 
 from posttrain.algorithms.aggregation import unit_mean
-from posttrain.algorithms.objectives.preference_unpaired import kto
+from posttrain.algorithms.objectives.preference import kto
 from posttrain.registry import entries
 from posttrain.types import Batch, Outputs
 

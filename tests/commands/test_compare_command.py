@@ -104,8 +104,8 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view = SweepProgress(Console(highlight=False, width=200), False, "runs")
     view("plan", {"num_parts": 6, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
     view("begin", {"part": cell, "resumed": True})
-    view("evaluation", {"part": cell, "step": 1, "accuracy": 0.25, "remaining": 130.0})
-    view("end", {"part": cell, "seconds": 65.0, "accuracy": 0.5, "remaining": None})
+    view("evaluation", {"part": cell, "step": 1, "told": "25.0% right", "remaining": 130.0})
+    view("end", {"part": cell, "seconds": 65.0, "told": "50.0% right", "remaining": None})
     view("failure", {"part": cell, "message": "too hot", "log": "a.log"})
     assert capsys.readouterr().out.splitlines() == [
         "6 runs, 2 at a time, 1 threads each; 2 are finished already",

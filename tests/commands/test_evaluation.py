@@ -143,7 +143,8 @@ def test_a_task_without_gold_has_no_accuracy(tmp_path: Path, capsys: pytest.Capt
     assert main(["evaluate", "tiny", *arguments, *engine]) == 0
     assert "nothing was graded, as the items have no gold answer" in capsys.readouterr().out
     results = read(tmp_path / "out" / "results.json")["results"]
-    assert (results["num_graded"], results["accuracy"], results["accuracy_low"]) == (0.0, None, None)
+    assert results["num_graded"] == 0.0
+    assert {"accuracy", "accuracy_low"} & results.keys() == set()
 
 
 class Interrupting(ScriptedEngine):

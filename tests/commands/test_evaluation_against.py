@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.tasks.stories import task as stories
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_stories() -> Iterator[None]:
-    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stories, "_NUM_COUNTED", 100)
-        stories.usual_results.cache_clear()
-        yield
-    stories.usual_results.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +58,27 @@ def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str
     page = (folder / "summary.md").read_text()
     assert "KL(tiny ‖ sft), nats per answer" in page
     assert items[0]["question"] in page
+
+
+def test_further_judges_are_told_beside_the_first_of_the_same_answers(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [*SMALL[:-1], "--train.seed", "5", "--quiet"]
+    assert main(["train", "tiny/rm", "--runs-dir", str(runs), "--run", "other-rm", "--train.lr", "3e-3", *other]) == 0
+    asked = ["sft", "--against", "tiny", "--judge", "rm,other-rm", "--out", str(tmp_path / "both")]
+    assert against(runs, *asked) == 0
+    assert "sft wins, by other-rm" in capsys.readouterr().out
+    content, items = read(tmp_path / "both")
+    for number, name in enumerate(("rm", "other-rm")):
+        alone = tmp_path / name
+        assert against(runs, "sft", "--against", "tiny", "--judge", name, "--out", str(alone), "--quiet") == 0
+        results, own = read(alone)
+        told = content["others"]["other-rm"] if number else content["results"]
+        assert told["win_rate"] == results["results"]["win_rate"]
+        scores = [answer["scores"][name] if number else answer["score"] for item in items for answer in item["a"]]
+        assert scores == [answer["score"] for item in own for answer in item["a"]]
+    assert against(runs, "sft", "--against", "tiny", "--judge", "rm,rm") == 2
+    assert "--judge: the same reward model is named twice" in capsys.readouterr().err
 
 
 def test_a_model_against_itself_ties_and_has_no_kl(runs: Path, tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.commands.evaluate.models import differences_table
+from posttrain.engines.models import ModelSource
 from posttrain.evals.items import Item, ItemSample
 from posttrain.evals.paired import compare_items
+from posttrain.evals.plan import EvaluationRequest, choose_common_task, choose_drawing, make_plan
 from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import load_recipe
 
 ANSWER = ItemSample("1", "1", "right", 10, "stop", 1.0, True, {"correct": 1.0})
 
@@ -97,7 +100,7 @@ def test_what_cannot_be_compared(
         (["a", "tiny"], "a is the folder of an evaluation, tiny is not"),
         (["a", "unfinished"], "unfinished/results.json: no evaluation was finished here"),
         (["a", "short", "few"], "not 3"),
-        (["tiny", "nowhere/at/all", "--task", "stories"], "there is no folder 'nowhere/at/all'"),
+        (["tiny", "nowhere/at/all", "--task", "stories"], "'nowhere/at/all': no such run or folder"),
     ):
         assert main(["evaluate", "--compare", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -107,3 +110,19 @@ def test_two_models_need_one_task(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["evaluate", "--compare", "tiny", str(TINY), "--task", "stories", "--template", "plain,boxed"]
     assert main(arguments) == 2
     assert "--compare takes two models on one task, under one template each" in capsys.readouterr().err
+
+
+def test_runs_of_one_task_are_compared_on_that_of_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    policy, demonstrations = load_recipe("tiny/grpo"), load_recipe("tiny/sft")
+    runs = [
+        ModelSource(name, name, str(TINY), Path(name), recipe)
+        for name, recipe in (("sft", demonstrations), ("grpo", policy))
+    ]
+    asked = EvaluationRequest(runs, choose_drawing(n=5), alike=True)
+    cells = make_plan(asked).cells
+    assert [cell.source.label for cell in cells] == ["sft", "grpo"]
+    assert [cell.task_word.options["seed"] for cell in cells] == [2, 2]
+    assert cells[0].data == cells[1].data
+    apart = make_plan(replace(asked, alike=False)).cells
+    assert [cell.task_word.options["seed"] for cell in apart] == [1, 2]
+    assert choose_common_task([ModelSource("x", "x", "x")]) == [None]

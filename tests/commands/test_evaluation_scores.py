@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,10 @@ from posttrain.cli import main
 from posttrain.errors import UsageError
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
-from posttrain.tasks.stories import task as stories
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
 EVERY_STEP = ["--train.save_every", "1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_stories() -> Iterator[None]:
-    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stories, "_NUM_COUNTED", 100)
-        stories.usual_results.cache_clear()
-        yield
-    stories.usual_results.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from posttrain.commands.progress import (
     show_evaluation,
     sparkline,
 )
+from posttrain.store.headline import ACCURACY, REWARD
 
 
 class Clock:
@@ -103,10 +104,24 @@ def test_evaluation_line_has_the_interval() -> None:
         "format": 1.0,
         "num_tokens": 31.6,
     }
-    line = show_evaluation({"step": 20, "name": "stories/validation", "results": results})
+    line = show_evaluation({"step": 20, "name": "stories/validation", "headline": ACCURACY, "results": results})
     assert line == (
         "held-out stories/validation after 20 steps: 50.0% right [43.9%, 56.1%] · format 100% · length 32 (n = 256)"
     )
+
+
+def test_an_evaluation_without_gold_answers_is_told_by_what_is_optimized() -> None:
+    results = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862, "kl_from_start": 2.31}
+    results |= {"format": 1.0}
+    line = show_evaluation({"step": 20, "name": "hh/test", "headline": REWARD, "results": results})
+    assert line == (
+        "held-out hh/test after 20 steps: reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"
+    )
+    line = show_evaluation({"step": 20, "name": "hh/test", "headline": None, "results": {"num_tokens": 9.0}})
+    assert line == "held-out hh/test after 20 steps: · length 9"
+    both = {"accuracy": 0.5, "loss": 1.25}
+    line = show_evaluation({"step": 1, "name": "sums/test", "headline": ACCURACY, "results": both})
+    assert line == "held-out sums/test after 1 steps: 50.0% right · loss 1.250"
 
 
 def test_plain_progress_prints_about_twenty_lines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def test_only_the_first_block_differs_so_its_output_recovers_everything(compared
 def test_the_page_says_what_was_found_and_needs_nothing_from_outside(compared: dict[str, Any], root: Path) -> None:
     page = (root / "one" / "report.html").read_text()
     assert page == render_diff(compared)  # the page follows from diff.json alone
+    assert re.search(r'<span class="tok[^>]*>·\w', page)  # a space in front of a token is to be seen
+    assert not re.search(r'<span class="tok[^>]*> ', page)
     assert "What did training change?" in page
     assert "http://" not in page
     assert "https://" not in page

@@ -88,6 +88,20 @@ def test_generation_answers_the_prompt_that_is_given(capsys: pytest.CaptureFixtu
     assert "wrong" not in shown  # nobody knows the right answer
 
 
+def test_generation_asks_an_example_of_the_task_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text('{"prompt": "What is 2 + 5?", "answer": "7"}\n')
+    task = ["--task", "jsonl", "--task.path", "sums.jsonl"]
+    assert main(["generate", "tiny", *task, "--max-tokens", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("What is 2 + 5?\n")
+    assert "wrong, it is 7" in shown
+    assert main(["generate", "tiny", "Hello", *task]) == 2
+    assert "PROMPT and --task: give one of them" in capsys.readouterr().err
+
+
 def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "1", "--eval.every", "0"]
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import socket
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls, SpokenToken
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
 from posttrain.commands.chat.studio_html import (
     draw_conversation,
     draw_curves,
+    draw_problem,
     draw_reply,
     draw_rollouts,
     draw_table,
 )
-from posttrain.commands.chat.studio_records import TRAINING, Archive
+from posttrain.commands.chat.studio_records import TRAINING, Archive, Offers
 from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
@@ -144,9 +149,52 @@ def test_each_visitor_gets_a_session_of_his_own() -> None:
     assert copy.deepcopy(used) == Session()
 
 
+def test_menus_offer_what_is_there_now(runs: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(runs, root)
+    offers = Offers(Archive(root), ["given"], ["folder/of/a/dictionary"])
+    assert offers.speakers() == ["given", "sft", "rl", "tiny"]
+    assert (offers.judges(), offers.dictionaries()) == ([], ["folder/of/a/dictionary"])
+    shutil.copytree(root / "rl", root / "newer")
+    for file in ("recipe.yaml", "metrics.jsonl"):
+        os.utime(root / "newer" / file)
+    assert offers.speakers() == ["given", "newer", "sft", "rl", "tiny"]
+    assert offers.archive.newest_with_rollouts() == "newer"
+    recipe = root / "newer" / "recipe.yaml"
+    recipe.write_text("model: [")
+    assert "newer" not in [*offers.speakers(), *offers.judges()]
+
+
+def test_the_beginning_that_the_template_gives_is_shown(stage: Stage) -> None:
+    session = Session()
+    page = answer(stage, session, ["one"], max_tokens=3)[-1][0]
+    assert session.speakers[0].conversation.sampler.grader.template.opening == "<think>"
+    assert '<span class="soft opening">&lt;think&gt;</span><span class="tok"' in page
+    assert "opening" not in draw_reply([], "nothing")
+
+
+def test_what_goes_wrong_is_text_on_the_page() -> None:
+    assert 'role="alert">' in draw_problem(EVIL)
+    assert EVIL not in draw_problem(EVIL)
+
+
+def test_a_port_is_refused_in_one_message_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gradio")
+    for port in ("99999", "0", "abc", "-1"):
+        assert main(["studio", f"--port={port}"]) == 2
+        assert capsys.readouterr().err == f"posttrain: --port '{port}': a whole number from 1 to 65535 is needed\n"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["studio", "tiny", "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"posttrain: --host 127.0.0.1, port {port}: cannot be served (Address already in use)")
+    assert said.count("\n") == 1
+
+
 def test_curves_and_differences_of_runs(runs: Path) -> None:
     archive = Archive(runs)
-    assert archive.names() == ["rl", "sft"]
+    assert archive.names() == ["sft", "rl"]  # what was written last
+    assert archive.newest_with_rollouts() == "rl"
     assert {"reward", "loss"} <= set(archive.metrics(["rl", "sft"]))
     page = archive.draw_curves(["rl", "sft"], ["loss", "reward"])
     assert page.count("<figure") == 2

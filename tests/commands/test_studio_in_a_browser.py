@@ -20,9 +20,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("studio")
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
     """A served studio over one short run."""
-    root = tmp_path_factory.mktemp("studio")
     train = ["train", "tiny/grpo", "--train.steps", "2", "--rollout.prompts", "2", "--eval.every", "0"]
     run = [sys.executable, "-m", "posttrain.cli"]
     subprocess.run([*run, *train, "--model.name", "tiny", "--run", "rl", "--quiet"], cwd=root, check=True, timeout=300)
@@ -75,17 +79,50 @@ def test_what_is_typed_is_shown_as_it_is(page: object) -> None:
     page.click("#clear")
 
 
-def test_curves_and_rollouts_of_a_run(page: object) -> None:
+def test_the_opening_is_shown_and_a_problem_covers_nothing(page: object) -> None:
+    page.fill("#question textarea", QUESTION)
+    page.click("#send")
+    page.wait_for_selector("#talk-left .facts", timeout=60_000)
+    assert "<think>" in page.inner_text("#talk-left")
+    page.click("text=steered by features of a dictionary")
+    page.fill("#steering textarea, #steering input", "12=8")
+    page.fill("#question textarea", "How many cups?")
+    page.click("#send")
+    page.wait_for_selector("#problem .problem", timeout=60_000)
+    assert "name the dictionary" in page.inner_text("#problem")
+    assert QUESTION in page.inner_text("#talk-left")
+    assert page.input_value("#question textarea") == "How many cups?"
+    assert page.locator(".toast-body").count() == 0
+    page.fill("#steering textarea, #steering input", "")
+    page.click("#clear")
+    page.wait_for_selector("#problem .problem", state="detached")
+
+
+def test_curves_and_rollouts_of_the_newest_run_are_there_at_once(page: object) -> None:
     page.get_by_role("tab", name="Runs").click()
-    page.click("#runs input")
-    page.get_by_role("option", name="rl").click()
-    page.keyboard.press("Escape")
     page.wait_for_selector("#curves svg")
     page.get_by_role("tab", name="Rollouts").click()
-    page.click("#rollout-run input")
-    page.get_by_role("option", name="rl").click()
     page.wait_for_selector("#rollouts .group")
     assert page.locator("#rollouts .group").count() == 2
     page.fill("#rollout-low input, #rollout-low textarea", "99")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=no rollout fits")
+    page.fill("#rollout-low input, #rollout-low textarea", "much")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=reward at least: a number is needed, not 'much'")
+
+
+def test_a_run_that_comes_later_is_in_the_menus(page: object, root: Path) -> None:
+    shutil.copytree(root / "runs" / "rl", root / "runs" / "later")
+    page.get_by_role("tab", name="Runs").click()
+    page.click("#runs input")
+    page.get_by_role("option", name="later").click()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#differences table")
+    page.get_by_role("tab", name="Chat").click()
+    page.click("#left input")
+    page.get_by_role("option", name="later").click()
+    page.fill("#question textarea", QUESTION)
+    page.click("#send")
+    page.wait_for_selector("#talk-left .facts", timeout=60_000)
+    assert page.inner_text("#problem").strip() == ""

@@ -120,6 +120,9 @@ def test_a_dry_run_prints_a_file_that_makes_the_same_study(tmp_path: Path, capsy
         (["compare/ppo-grpo-dpo"], "run it with: posttrain compare"),
         (["overoptimization", "--sed", "1"], "a study has no key 'sed'"),
         (["overoptimization", "--policies.grpo.train.lrr", "1"], "lrr"),
+        (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
+        (["prm-vs-orm", "--labelled.task.splt", "train"], "labelled.task.splt: task 'stories' has no key"),
+        (["overoptimization", f"--policies.{'x' * 3000}.a", "1"], "xxx...: there is no such key"),
         (["overoptimization", "--run", "a/b"], "a run's name is made of letters"),
         (["overoptimisation"], "Did you mean"),
     ],
@@ -147,7 +150,7 @@ def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     view("plan", {"num_parts": 13, "num_finished": 2, "num_jobs": 2, "num_threads": 1})
     view("begin", {"part": part, "resumed": True})
     view("progress", {"lines": ["a at step 1/2", "b samples and scores"]})
-    view("end", {"part": part, "seconds": 65.0, "accuracy": None, "remaining": None})
+    view("end", {"part": part, "seconds": 65.0, "told": "", "remaining": None})
     view("failure", {"part": part, "message": "too hot", "log": "a.log"})
     view("dropped", {"part": part, "message": "not begun"})
     assert capsys.readouterr().out.splitlines() == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,5 @@ def test_a_recorded_answer_is_judged_by_its_parts() -> None:
     )  # fmt: skip
     answer = answer_of("base", row, extract)
     assert (answer.is_right, answer.extracted, answer.num_tokens, answer.is_cut) == (False, "7", 9, True)
+    free = answer_of("base", replace(row, outcome="ungraded", reward=0.25), extract, True)
+    assert (free.is_right, free.verdict) == (None, "reward 0.250")

@@ -18,7 +18,6 @@ from posttrain.evals.files import (
     refuse_other,
     resume_mark,
     settings_replaced,
-    told_results,
     weights_mark,
 )
 from posttrain.types import Completion, Example, Message, Rollout
@@ -103,13 +102,6 @@ def test_the_mark_of_weights_follows_the_files(tmp_path: Path) -> None:
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
     assert weights_mark(str(tmp_path)) != first
     assert fingerprint({"a": 1, "b": (2,)}) == fingerprint({"b": [2], "a": 1})
-
-
-def test_accuracy_is_told_where_there_is_one() -> None:
-    graded = {"n": 2.0, "num_graded": 2.0, "accuracy": 0.0, "accuracy_low": 0.0, "format": 1.0}
-    assert told_results(graded) == graded
-    nothing = told_results(graded | {"num_graded": 0.0})
-    assert (nothing["accuracy"], nothing["accuracy_low"], nothing["format"]) == (None, None, 1.0)
 
 
 def test_the_place_of_a_server_does_not_decide_about_answers(tmp_path: Path) -> None:

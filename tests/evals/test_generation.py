@@ -227,6 +227,6 @@ def test_nothing_to_grade_against_is_said(tokenizer, grader) -> None:
     evaluation, _ = drawn(tokenizer, grader, Task("free", "test", examples), CHOICES)
     results = evaluation.results
     assert (results["n"], results["num_graded"]) == (3.0, 0.0)
-    assert (results["accuracy"], results["accuracy_low"], results["accuracy_high"]) == (0.0, 0.0, 1.0)
+    assert {"accuracy", "accuracy_low", "accuracy_high"} & results.keys() == set()
     assert results["parse_failures"] == 0.0
     assert results["format"] == 1.0

@@ -75,8 +75,23 @@ def test_items_without_gold_do_not_count_in_accuracy() -> None:
     assert (results["n"], results["num_graded"], results["accuracy"]) == (4.0, 2.0, 0.5)
     assert (results["accuracy_low"], results["accuracy_high"]) == wilson_interval(1, 2)
     nothing = summarize([*make_items(["uu", "uu"]), Item("made/2", 2, "long", None)], samples=2, ks=(1, 2))
-    assert (nothing["num_graded"], nothing["accuracy"], nothing["accuracy_high"]) == (0.0, 0.0, 1.0)
-    assert "pass@1" not in nothing
+    assert nothing["num_graded"] == 0.0
+    assert {"accuracy", "accuracy_low", "accuracy_high", "pass@1"} & nothing.keys() == set()
+
+
+def test_without_gold_the_reward_has_an_interval_over_items() -> None:
+    """Two items of two samples: means 1 and 2, so the middle is 1.5 and the standard error √(0.5 / 2) = 0.5."""
+    first, second = make_items(["uu", "uu"])
+    rewards = ((0.5, 1.5), (1.0, 3.0))
+    items = [
+        replace(item, samples=tuple(replace(s, reward=r) for s, r in zip(item.samples, own, strict=True)))
+        for item, own in zip((first, second), rewards, strict=True)
+    ]
+    results = summarize(items, samples=2)
+    assert results["reward"] == 1.5
+    assert (results["reward_low"], results["reward_high"]) == pytest.approx((1.5 - 0.98, 1.5 + 0.98), abs=1e-4)
+    assert "reward_low" not in summarize(items[:1], samples=2)  # one item has no spread
+    assert "reward_low" not in summarize(make_items(["rw", "uu"]), samples=2)
 
 
 def test_lengths_outcomes_and_facts() -> None:

@@ -170,7 +170,7 @@ def test_the_page_shows_what_was_measured() -> None:
     contests = [Contest(0, (answer(0, "2 ``` x"),), (answer(0, "1"),))]
     found = measure_wins(contests, by_text)
     found.results |= summarize_kl("kl_ab", [answer(0)], [1.5])
-    table = contest_table("sums/test", "mine", "theirs", found.results)
+    table = contest_table("sums/test", "mine", "theirs", found.results, {})
     assert table.title == "sums/test: mine against theirs, n = 1"
     assert ["mine wins", "100.0%", f"{found.results['win_rate_low']:.1%} – 100.0%"] in table.lines
     assert ["better / equally good / worse", "100.0% / 0.0% / 0.0%", "–"] in table.lines

@@ -44,6 +44,6 @@ def test_no_letters_no_language(text: str) -> None:
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     language._load_factory.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'posttrain\[tasks\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install -e '.*\[tasks\]'"):
         detect_language("Hello")
     language._load_factory.cache_clear()

@@ -160,10 +160,7 @@ def test_no_dropout_even_in_training_mode():
         ("./nowhere", "there is no folder './nowhere'"),
         ("runs/nowhere", "there is no folder 'runs/nowhere'"),
         ("", "model.name is empty"),
-        (
-            "someone/nothing",
-            "'someone/nothing' is neither tiny, nor a folder or run here, and could not be had from the hub",
-        ),
+        ("someone/nothing", r"'someone/nothing': no such run or folder here, nor in the cache of the hub"),
     ],
 )
 def test_missing_models(name, message):

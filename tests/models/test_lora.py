@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 
 from posttrain.errors import RecipeError, UsageError
+from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter, low_rank_terms, reference_mode
-from posttrain.recipes.sections import AdapterSection
+from posttrain.models.sources import TINY
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 
@@ -132,3 +135,39 @@ def test_it_is_saved_in_pefts_own_layout(tiny_random, tmp_path):
     with torch.no_grad():
         loaded = PeftModel.from_pretrained(base, tmp_path)
         assert torch.equal(loaded(input_ids=IDS).logits, wrapped(input_ids=IDS).logits)
+
+
+@pytest.fixture
+def base_and_adapter(tmp_path, monkeypatch, tiny_random):
+    """``runs/sft`` and, trained on it by that relative name, ``runs/rl``."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TINY, "runs/sft")
+    loaded = load_model(ModelSection(name="runs/sft", device="cpu"), seed=0)
+    wrapped = apply_adapter(loaded.model, AdapterSection(rank=2), seed=0)
+    fill_up(wrapped)
+    wrapped.save_pretrained("runs/rl")
+    return tmp_path / "runs", wrapped(input_ids=IDS).logits
+
+
+def load_logits(folder):
+    return load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model(input_ids=IDS).logits
+
+
+def test_an_adapter_of_a_relative_base_loads_from_elsewhere(base_and_adapter, tmp_path, monkeypatch):
+    runs, logits = base_and_adapter
+    settings = json.loads((runs / "rl" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(runs / "sft")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    torch.testing.assert_close(load_logits(runs / "rl"), logits)
+    # one that others wrote, with a relative path: found beside the folders above it
+    settings["base_model_name_or_path"] = "runs/sft"
+    (runs / "rl" / "adapter_config.json").write_text(json.dumps(settings))
+    torch.testing.assert_close(load_logits(runs / "rl"), logits)
+
+
+def test_a_base_that_is_gone_is_named_with_its_adapter(base_and_adapter, tmp_path):
+    runs, _ = base_and_adapter
+    shutil.rmtree(runs / "sft")
+    with pytest.raises(UsageError, match=r"rl/adapter_config.json: this adapter stands on '.*runs/sft', which is not"):
+        load_logits(runs / "rl")

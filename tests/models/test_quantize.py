@@ -316,5 +316,5 @@ def test_what_is_refused(folders, tmp_path, small_tokenizer, monkeypatch) -> Non
         load(folder, load_bits=4)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
-    with pytest.raises(MissingExtra, match=r"pip install 'posttrain\[quantize\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install -e '.*\[quantize\]'"):
         load(folder)

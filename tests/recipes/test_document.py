@@ -74,6 +74,14 @@ def test_a_part_of_a_document_says_where_it_stands(tmp_path: Path) -> None:
         document.part(Mine, "parts.first", {"inner": {"size": -1}}, ["parts.first.inner.size"]).check()
 
 
+def test_a_section_that_the_command_line_began_is_the_command_lines(tmp_path: Path) -> None:
+    document = Document.load(Mine, write(tmp_path / "mine.yaml", "inner: {size: 2}\n"))
+    with pytest.raises(RecipeError, match=r"^command line: iner: a thing has no key 'iner'. Did you mean 'inner'\?"):
+        document.override([("iner.size", "3")]).check()
+    overridden = document.override([("inner.limit", "3")])
+    assert overridden.line_of("inner") == f"{tmp_path / 'mine.yaml'}:1: "
+
+
 def test_what_only_a_file_may_say(tmp_path: Path) -> None:
     document = Document(Mine, {}, "command line")
     with pytest.raises(RecipeError, match="extends: only a file extends a recipe"):

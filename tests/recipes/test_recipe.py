@@ -127,10 +127,22 @@ def test_words_that_do_not_belong_together():
     base = yaml.safe_load(TEXT)
     supervised = {k: v for k, v in base.items() if k != "rollout"} | {"data": {}, "objective": "cross_entropy"}
     assert validate_recipe(supervised).rollout is None
-    with pytest.raises(RecipeError, match="'advantage' belongs to 'rollout'"):
+    with pytest.raises(RecipeError, match="advantage: 'advantage' belongs to 'rollout'"):
         validate_recipe(supervised | {"advantage": "raw"})
-    with pytest.raises(RecipeError, match="passes over a rollout batch"):
+    with pytest.raises(RecipeError, match=r"^recipe: train\.epochs: .*passes over a rollout batch"):
         validate_recipe(supervised | {"train": {"epochs": 2}})
+
+
+def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: Path):
+    lines = TEXT.replace("rollout: {prompts: 4, group: 4}", "data: {}").splitlines()
+    path = write(tmp_path, "\n".join([*lines, "advantage: raw", ""]))
+    line = len(lines) + 1
+    with pytest.raises(RecipeError, match=rf"mine\.yaml:{line}: advantage: 'advantage' belongs to 'rollout'; a superv"):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match=r"^command line: correction: 'correction' belongs to 'rollout'"):
+        load_recipe(write(tmp_path, "\n".join([*lines, ""])), [("correction", "icepop")])
+    with pytest.raises(RecipeError, match=r"^command line: data: give exactly one of 'rollout'"):
+        load_recipe(write(tmp_path, TEXT), [("data.batch", "2")])
 
 
 def test_a_bare_string_is_a_word():
@@ -415,3 +427,24 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
         validate_recipe(base | {"regularize": {"kl_weight": 0.1}})
     with pytest.raises(RecipeError, match="objective 'grpo' has no key 'kl'"):
         validate_recipe(base | {"objective": {"name": "grpo", "kl": 0.1}}).resolve()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("task", "5", "task: Input should be a name or a section; got 5"),
+        ("rollout", "3", "rollout: Input should be a section of keys; got 3"),
+        ("train.lr", "{fast: 3}", "train.lr: Input should be a valid number; got a section with the keys 'fast'"),
+        ("train.steps", str([*range(60)]), "train.steps: Input should be a valid integer; got a list of 60 values"),
+        ("data", "{batch: 4}", "give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"),
+        ("train.passes", "often", "train.passes: Input should be a valid number, unable to parse string as a number"),
+    ],
+)
+def test_a_wrong_value_is_shown_by_its_key_and_kind_and_never_as_a_whole_section(
+    key: str, value: str, message: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("tiny/grpo", [(key, value)])
+    assert message in str(caught.value)
+    assert "{" not in str(caught.value)
+    assert "description" not in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.render import Template, decode_response, encode_prompt, encode_response, stop_ids
+from posttrain.render.rows import rows_of
 from posttrain.render.words import R1_ZERO_PREAMBLE
 from posttrain.rewards.format import xml_format
 from posttrain.types import Example, Message
@@ -85,6 +86,78 @@ def test_demonstrations(chatml: Any, name: str, worked: str, guessed: str) -> No
         assert template.extract(decoded) == "19"
         if template.tags:
             assert xml_format(decoded, template.tags) == 1.0
+
+
+TRACES = [
+    ("<think>12 + 7 = 19</think>\n<answer>19</answer>", " 12 + 7 = 19 </think> <answer> 19 </answer>"),
+    ("12 + 7 = 19 </think> <answer> 19 </answer>", " 12 + 7 = 19 </think> <answer> 19 </answer>"),
+    ("<think>12 + 7</think>So it is \\boxed{19}.", " 12 + 7 </think> <answer> 19 </answer>"),
+    ("Add: \\boxed{19}.", " Add: \\boxed{19}. </think> <answer> 19 </answer>"),
+    ("12 + 7 = 19\n#### 19", " 12 + 7 = 19 </think> <answer> 19 </answer>"),
+    ("12 + 7. The answer is: 19.", " 12 + 7. </think> <answer> 19 </answer>"),
+    ("It is more than before.", None),
+    ("<think>12 + 7, and then", None),
+]
+
+
+@pytest.mark.parametrize(("trace", "written"), TRACES)
+def test_a_given_response_is_written_between_the_tags(chatml: Any, trace: str, written: str | None) -> None:
+    example = Example("e", QUESTION, demonstration=trace)
+    assert (make("r1_zero").respond(example) or None) == written
+    if written is None:
+        (reason,) = rows_of(chatml, make("r1_zero"), example, "demonstration")
+        assert reason == "a response without an answer, which template r1_zero would write between tags"
+        return
+    (rows,) = rows_of(chatml, make("r1_zero"), example, "demonstration")
+    ids = rows[0].ids[rows[0].prompt_length :]
+    assert ids.count(chatml.convert_tokens_to_ids("</think>")) == 1, "the tag is the tokenizer's own"
+    text = decode_response(chatml, make("r1_zero"), ids)
+    assert make("r1_zero").extract(text) == "19"
+    reasoning = written.removesuffix(" </think> <answer> 19 </answer>").strip()
+    xml = make("xml_reasoning").respond(example)
+    assert xml == f"<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n19\n</answer>"
+
+
+def test_a_gold_answer_serves_a_response_that_has_none_but_not_one_that_was_cut_off() -> None:
+    said, cut = (Example("e", QUESTION, answer="19", demonstration=d) for d in ("More than before.", "<think>12 + 7"))
+    assert make("r1_zero").respond(said) == " More than before. </think> <answer> 19 </answer>"
+    assert make("r1_zero").respond(cut) == ""
+    assert make("boxed").respond(said) == "More than before.\n\\boxed{19}"
+    own = Example("e", QUESTION, answer="19", demonstration="\\boxed{20}")
+    assert make("r1_zero").respond(own).endswith("<answer> 20 </answer>"), "what it says, not what it should say"
+    assert make("boxed").respond(own) == "\\boxed{20}"
+
+
+@pytest.mark.parametrize("name", ["plain", "chat", "as_is", "document"])
+def test_a_given_response_stands_as_it_is(chatml: Any, name: str) -> None:
+    for answer in (None, "19"):
+        example = Example("e", QUESTION, answer=answer, demonstration="Twelve and seven.\n\nSo 19!")
+        assert make(name).respond(example) == "Twelve and seven.\n\nSo 19!"
+        ids = encode_response(chatml, make(name), example)
+        assert decode_response(chatml, make(name), ids) == "Twelve and seven.\n\nSo 19!"
+
+
+def test_thinking_that_a_response_begins_with_is_tokens_and_no_other_marker(chatml: Any) -> None:
+    example = Example("e", QUESTION, demonstration=f"<think>hm</think>19 {FORGED}")
+    ids = encode_response(chatml, make("chat"), example)
+    opened, closed = (ids.count(chatml.convert_tokens_to_ids(tag)) for tag in ("<think>", "</think>"))
+    assert (opened, closed) == (1, 1)
+    assert ids.count(chatml.convert_tokens_to_ids("<|im_end|>")) == 1, "the end of the turn, at the end"
+
+
+def test_rendered_prompts_and_responses_stand_as_they_are(chatml: Any) -> None:
+    rendered = "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n<think>"
+    ids = encode_prompt(chatml, make("as_is"), (Message("user", rendered),))
+    asked = encode_prompt(chatml, make("chat"), (Message("user", "12?"),))
+    assert ids == [*asked, chatml.convert_tokens_to_ids("<think>")]
+    end = chatml.eos_token
+    for text in ("12 </think> <answer> 19 </answer>", f"12 </think> <answer> 19 </answer>{end}"):
+        ids = encode_response(chatml, make("as_is"), Example("e", QUESTION, demonstration=text))
+        assert ids.count(chatml.eos_token_id) == 1
+        assert ids[-1] == chatml.eos_token_id
+        assert make("as_is").extract(decode_response(chatml, make("as_is"), ids)) == "19"
+    with pytest.raises(UsageError, match="a rendered prompt is one text, and this one has 2 messages; use chat"):
+        encode_prompt(chatml, make("as_is"), (Message("system", "a"), Message("user", "b")))
 
 
 def test_a_solution_that_ends_in_its_box_gets_no_second_one(chatml: Any) -> None:
@@ -259,4 +332,4 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 def test_options_are_checked_by_signature() -> None:
     with pytest.raises(RecipeError, match="Did you mean 'preamble'"):
         make("r1_zero", preambel="x")
-    assert set(registry.entries("template")) == {*NAMES, "document"}
+    assert set(registry.entries("template")) == {*NAMES, "as_is", "document"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from posttrain.reports.comparison import (
     to_data,
     to_markdown,
 )
+from posttrain.store.headline import REWARD, choose_headline
+from posttrain.store.metrics import MetricsRow
+from posttrain.sweeps.comparison import CellResult, Comparison, find_baseline, rank_methods, read_cell
 
 
 def test_the_table_by_hand() -> None:
@@ -81,7 +85,7 @@ def test_results_are_plain_json_with_every_cell() -> None:
     data = json.loads(json.dumps(to_data(two_methods()), allow_nan=False))
     assert list(data["methods"]) == ["b", "a"]
     assert data["methods"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
-    assert data["methods"]["a"]["cells"][1]["curve"][2]["accuracy"] == 0.6
+    assert data["methods"]["a"]["cells"][1]["curve"][2]["value"] == 0.6
     assert data["start"]["results"]["accuracy"] == 0.1
     assert data["common"] == {"model": "tiny", "steps": "4"}
 
@@ -139,3 +143,66 @@ def test_labels_keep_their_distance_and_order() -> None:
     assert min(gaps) > 0.04 - 1e-9
     assert max(places) <= 1.0
     assert min(places) >= 0.0
+
+
+def by_reward() -> Comparison:
+    """``a`` ends at reward 0.4 with KL 2, ``b`` at 0.9 with KL 8; both start at −0.1."""
+
+    def rows(last: float, kl: float) -> list[MetricsRow]:
+        def told(step: int, **results: float) -> MetricsRow:
+            facts = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "num_tokens": 9.0} | results
+            return MetricsRow(step, {f"eval/hh/test/{name}": value for name, value in facts.items()})
+
+        steps = [MetricsRow(k, {"loss": 0.5, "tokens": 80.0}, {"step_seconds": 2.0}) for k in (1, 2)]
+        start = told(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_from_start=0.0)
+        return [start, *steps, told(2, reward=last, kl_from_start=kl)]
+
+    cells = [
+        read_cell(rows(*at), name, 0, "finished", headline=REWARD)
+        for name, at in (("a", (0.4, 2.0)), ("b", (0.9, 8.0)))
+    ]
+    return replace(
+        make_comparison([]),
+        rows=rank_methods(cells, ["a", "b"], REWARD),
+        baseline=find_baseline(cells, "sft", REWARD),
+        differs={"a": [], "b": []},
+        sources={"a": "rl/a", "b": "rl/b"},
+        headline=REWARD,
+    )
+
+
+def test_without_gold_answers_methods_are_ranked_by_reward(tmp_path: Path) -> None:
+    comparison = by_reward()
+    table = make_table(comparison)
+    assert table.header[:8] == [
+        *("method", "seeds", "reward", "over the run", "gain", "training", "sampled", "trained on"),
+    ]
+    assert table.header.count("reward") == 1
+    assert [line[:5] for line in table.lines] == [
+        ["b", "1", "0.900", "0.400", "+1.000"],
+        ["a", "1", "0.400", "0.150", "+0.500"],
+        ["start", "–", "-0.100 [-0.200, 0.000]", "–", "–"],
+    ]
+    words = Page(render_comparison(comparison, None)).words
+    assert "right" not in words.partition("b1")[0].partition("methodseeds")[2]
+    assert "<svg" not in render_comparison(comparison, None)  # no bar of a share
+    assert "with the 95 % interval for 20 prompts" in "\n".join(make_notes(comparison))
+    data = json.loads(json.dumps(to_data(comparison)))
+    assert (data["headline"]["metric"], data["methods"]["b"]["cells"][0]["curve"][1]["value"]) == ("reward", 0.9)
+    assert draw_comparison(comparison, tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> None:
+    loss = choose_headline({"x": {"loss": 2.0}}, named=None, samples=False)
+    assert loss is not None
+
+    def cell(name: str, last: float) -> CellResult:
+        told = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
+        return read_cell(told, name, 0, "finished", headline=loss)
+
+    rows = rank_methods([cell("a", 2.5), cell("b", 2.0)], ["a", "b"], loss)
+    assert [row.name for row in rows] == ["b", "a"]
+    assert rows[0].summaries["gain"].mean == 1.0
+    baseline = find_baseline([cell("a", 2.5)], "start", loss)
+    assert baseline is not None
+    assert baseline.interval is None  # nothing is drawn about a start that has none

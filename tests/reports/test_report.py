@@ -9,7 +9,8 @@ import pytest
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.charts.panels import Panel, Series, axis_range, nice_ticks
 from posttrain.reports.page import draw, write_html
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
+from posttrain.store.headline import REWARD, choose_headline
 from posttrain.store.metrics import MetricsRow, evaluation_points
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
@@ -186,3 +187,75 @@ def test_curves_are_a_png_as_large_as_their_panels(tmp_path: Path) -> None:
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
     assert (width, height) == (round(4.4 * 3 * 130), round((2.9 * 2 + 0.5) * 130))
+
+
+def evaluated(step: int, **results: float) -> MetricsRow:
+    return MetricsRow(step, {f"eval/hh/validation/{name}": value for name, value in results.items()})
+
+
+def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
+    answers = [Answer("before", "No.", None, "No.", 2, reward=-0.25), Answer("after", "Yes.", None, None, 2)]
+    dialogue = "user: Hello <b>.\n\nassistant: Good day.\n\nuser: user: is no turn"
+    results = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "kl_from_start": 2.31}
+    report = Report(
+        "HH",
+        "lead",
+        headline=REWARD,
+        stages=[Stage("after", "hh/validation, n = 8", results), Stage("before", "", {"reward": -0.1})],
+        transcripts=[Transcript(dialogue, None, answers, turns_of(dialogue))],
+    )
+    text = render_report(report)
+    body = text[text.index("<body") :]
+    assert re.findall(r'class="verdict">([^<]*)<', body) == ["reward -0.250", ""]
+    assert body.count('class="answer open"') == 2
+    assert re.search(r"\b(right|wrong)\b", Page(text).words.partition("How they do")[2]) is None
+    assert "<svg" not in body  # a reward is no share of a bar
+    words = Page(text).words
+    assert "reward, with 95 % interval" in words
+    assert "0.700 [0.600, 0.800]" in words
+    assert "KL from start" in words
+    assert "2.310" in words
+    assert "prompts they have never seen" in words
+    assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
+    assert "Hello &lt;b&gt;." in body
+
+
+def test_turns_of_a_recorded_dialogue() -> None:
+    assert turns_of("user: a\n\nassistant: b: c\n\nuser: d") == [("user", "a"), ("assistant", "b: c"), ("user", "d")]
+    assert turns_of("How many?\n\nuser: no turn of a single message") == []
+
+
+def test_the_reward_and_the_kl_come_first_where_they_are_the_headline() -> None:
+    steps = [MetricsRow(k, {"reward": 0.1 * k, "format": 1.0, "uniform_groups": 0.0, "loss": 0.1}) for k in (1, 2)]
+    measured = [evaluated(k, reward=0.2 * k, reward_low=0.0, reward_high=1.0, kl_from_start=1.0 * k) for k in (0, 2)]
+    panels = choose_panels([*steps, *measured], REWARD)
+    assert [panel.title for panel in panels] == ["Reward", "KL from the start", "Format", "Uniform groups"]
+    held_out = panels[0].series[1]
+    assert (held_out.label, held_out.ys, held_out.low) == ("held-out", [0.0, 0.4], [0.0, 0.0])
+    assert panels[1].series[0].ys == [0.0, 2.0]
+    # of a run with gold answers the reward on held-out prompts is no curve, as ever
+    assert len({p.title: p for p in choose_panels([*steps, *measured])}["Reward"].series) == 1
+
+
+def test_a_reward_model_has_a_loss_curve_and_captions_of_its_own() -> None:
+    steps = [
+        MetricsRow(
+            k, {"loss": 0.7 / k, "margin": 0.1, "pair_accuracy": 0.6, "chosen_score": 0.1, "rejected_score": 0.0}
+        )
+        for k in (1, 2)
+    ]
+    measured = [evaluated(k, pair_accuracy=0.5, loss=0.69, margin=0.0) for k in (0, 2)]
+    headline = choose_headline({"hh": {"pair_accuracy": 0.5, "loss": 0.69}}, named=None, samples=False)
+    assert headline is not None
+    panels = {panel.title: panel for panel in choose_panels([*steps, *measured], headline)}
+    assert list(panels) == ["Pairs in the right order", "Loss", "Margin", "Scores of the answers of a pair"]
+    assert [series.ys for series in panels["Loss"].series] == [[0.7, 0.35], [0.69, 0.69]]
+    assert panels["Margin"].caption == "score of the better answer less that of the worse"
+
+
+def test_held_out_loss_stands_beside_that_of_training() -> None:
+    steps = [MetricsRow(k, {"loss": 2.0, "nll": 2.0}) for k in (1, 2)]
+    headline = choose_headline({"hh": {"loss": 2.5}}, named=None, samples=False)
+    assert headline is not None
+    (panel,) = choose_panels([*steps, evaluated(2, loss=2.5)], headline)
+    assert (panel.title, [series.label for series in panel.series]) == ("Loss", ["training", "held-out"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,12 @@ from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import RewardModel, reasoning_of, split_steps, written_pieces
 from posttrain.store.checkpoint_files import mark_best
 from posttrain.tasks.base import Task
-from posttrain.tasks.stories import task as stories
 from posttrain.train.build import Parts, prepare
 from posttrain.train.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 ENDED = ("stop",)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_stories() -> Iterator[None]:
-    """What is usual in stories is told from few of them: counting thousands takes longer than all else here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stories, "_NUM_COUNTED", 100)
-        stories.usual_results.cache_clear()
-        yield
-    stories.usual_results.cache_clear()
 
 
 @pytest.fixture(scope="module")

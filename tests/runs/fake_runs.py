@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.store.checkpoint_files import seal, step_folder
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 
 RECIPE: dict[str, Any] = {
@@ -48,7 +50,10 @@ def make_run(
     measured = dict(accuracies or {})
     last = measured[max(measured)] if measured else None
     at = max(steps, default=0)
-    run.write_status(RunStatus(state, at, 10, 1, "here", 5.0, None, last, "stories/validation" if measured else None))
+    status = RunStatus(state, at, 10, 1, "here", 5.0)
+    if last is not None:
+        status = replace(status, headline=ACCURACY, held_out={"accuracy": last}, evaluation="stories/validation")
+    run.write_status(status)
     log = MetricsLog(folder / "metrics.jsonl")
     for step in range(at + 1):
         if step:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from posttrain.runs.directory import (
     new_status,
     run_names,
 )
+from posttrain.store.headline import REWARD
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -88,14 +90,17 @@ def test_no_lock_file_is_not_live_and_none_is_made(tmp_path: Path) -> None:
 def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.read_status() is None
-    status = RunStatus("failed", 3, 10, 4711, "here", 12.5, "NonFiniteLoss: at step 4", 0.75, "stories/validation")
+    status = RunStatus("failed", 3, 10, 4711, "here", 12.5, "NonFiniteLoss: at step 4")
+    status = replace(
+        status, headline=REWARD, held_out={"reward": 0.75, "kl_from_start": 2.0}, evaluation="hh/validation"
+    )
     directory.write_status(RunStatus("running", 2, 10, 4711, "here", 11.5))
     directory.write_status(status)
     assert directory.read_status() == status
     assert os.listdir(tmp_path) == ["status.json"]
     again = new_status(20, status)
     assert (again.state, again.step, again.steps, again.message) == ("running", 3, 20, None)
-    assert (again.accuracy, again.pid) == (0.75, os.getpid())
+    assert (again.headline, again.held_out, again.pid) == (REWARD, status.held_out, os.getpid())
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"state": "running"}', ""])

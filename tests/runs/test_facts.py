@@ -66,7 +66,7 @@ def test_a_table_has_the_newest_and_says_how_many_more(root: Path, capsys: pytes
     assert "more runs" not in text
     assert listed(capsys, "--limit", "2", "--sort", "name", "--reverse")[0] == ["r59", "r58"]
     assert listed(capsys, "--limit", "2", "r0*")[0] == ["r00", "r01"]
-    assert main(["runs", "--json"]) == 0
+    assert main(["runs", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 60
 
 

@@ -17,6 +17,7 @@ from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, stop_on_signals
+from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
 
 MakeRecipe = Callable[..., Recipe]
@@ -55,7 +56,7 @@ class FakeLoop:
                 raise self.fail
         (files.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
         observer("checkpoint", {"step": step, "path": "there", "best": False})
-        observer("evaluation", {"step": step, "name": "held out", "results": {"accuracy": 0.5}})
+        observer("evaluation", {"step": step, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.5}})
         reason = "finished" if step == recipe.train.steps else "interrupted"
         observer("finish", {"step": step, "reason": reason})
         return Result(step, reason)
@@ -90,7 +91,8 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert events == ["start", *["step"] * 10, "checkpoint", "evaluation", "finish"]
     status = status_of(result.folder)
     assert (status.state, status.step, status.steps) == ("finished", 10, 10)
-    assert (status.accuracy, status.evaluation, status.pid) == (0.5, "held out", os.getpid())
+    assert (status.headline, status.held_out) == (ACCURACY, {"accuracy": 0.5})
+    assert (status.evaluation, status.pid) == ("held out", os.getpid())
     directory = RunDirectory(result.folder)
     assert directory.changed_keys(make_recipe()) == {}
     assert directory.read_environment()["recipe"] == "tiny/grpo"
@@ -183,8 +185,10 @@ def test_resume_without_a_name_takes_the_newest_run_of_the_same_recipe(tmp_path:
 
     assert resumed() == "tiny-grpo-2"
     assert resumed(seed=5) == "tiny-grpo-3"
-    with pytest.raises(UsageError, match="of these, none has the same recipe: tiny-grpo, tiny-grpo-2, tiny-grpo-3"):
+    with pytest.raises(UsageError, match=r"/tiny-grpo-3 is the newest run of this name") as refused:
         resumed(seed=6)
+    assert "train.seed: 5 in the run, 6 now" in str(refused.value)
+    assert f"by its own recipe: posttrain runs resume tiny-grpo-3 --runs-dir {tmp_path}\n" in str(refused.value)
 
 
 def test_nothing_to_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -211,7 +215,11 @@ def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeReci
     [
         ({}, {"steps": 4}, "train.steps 4 is not above the newest checkpoint's step 4"),
         ({"schedule": "linear"}, {"steps": 20, "schedule": "linear"}, "learning rates of train.schedule 'linear'"),
-        ({}, {"steps": 20, "lr": 2e-3}, "Only train.steps may change when a run is resumed, not train.lr"),
+        (
+            {},
+            {"steps": 20, "lr": 2e-3},
+            "Only train.steps or train.passes may change when a run is resumed, not train.lr",
+        ),
     ],
 )
 def test_changes_that_would_make_it_another_run_are_refused(
@@ -414,3 +422,28 @@ def test_outside_of_the_main_thread_no_handlers_are_set() -> None:
 def test_launching_needs_no_torch_until_it_trains() -> None:
     program = "import sys, posttrain.runs.launch, posttrain.runs.listing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_name_that_is_taken_is_said_first(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    def start(loop: FakeLoop, **options: Any) -> list[str]:
+        said: list[tuple[str, Any]] = []
+        launch(
+            make_recipe(),
+            root=tmp_path,
+            recipe_name="tiny/grpo",
+            train=loop,
+            observer=lambda event, facts: said.append((event, facts.get("message"))),
+            **options,
+        )
+        return [message for event, message in said[:1] if event == "notice"]
+
+    assert start(FakeLoop(stop_after=4)) == []
+    first = start(FakeLoop())[0]
+    assert f"{tmp_path}/tiny-grpo is there already, interrupted at step 4 of 10" in first
+    assert f"a new run, {tmp_path}/tiny-grpo-2. To go on with it instead" in first
+    assert f"posttrain runs resume tiny-grpo --runs-dir {tmp_path}" in first
+    (tmp_path / "tiny-grpo-2" / "recipe.yaml").touch()
+    third = start(FakeLoop())[0]
+    assert f"{tmp_path}/tiny-grpo-2 is there already, finished at step 10 of 10" in third
+    assert "--run NAME gives a name of your own" in third
+    assert start(FakeLoop(), name="mine") == []

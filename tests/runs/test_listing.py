@@ -9,6 +9,7 @@ import pytest
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.listing import disk_bytes, list_runs, show_run, summarize_run
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -21,7 +22,9 @@ def make_run(folder: Path, recipe: Recipe, state: str = "finished", step: int = 
     directory = RunDirectory(folder)
     directory.write_recipe(recipe)
     directory.write_environment("tiny/grpo", recipe.fingerprint())
-    directory.write_status(RunStatus(state, step, 10, 1, "here", 5.0, None, 0.75, "stories/validation"))
+    directory.write_status(
+        RunStatus(state, step, 10, 1, "here", 5.0, None, ACCURACY, {"accuracy": 0.75}, "stories/validation")
+    )
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(0, {"eval/stories/validation/accuracy": 0.25, "eval/stories/validation/n": 8.0})
     for k in range(1, step + 1):
@@ -38,7 +41,7 @@ def test_a_run_at_a_glance(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert (summary.step, summary.steps) == (2, 10)
     assert (summary.recipe, summary.objective, summary.model) == ("tiny/grpo", "grpo", "tiny")
     assert summary.metrics == {"reward": 0.25, "loss": 0.5}  # of the last step, not of the evaluation after it
-    assert (summary.accuracy, summary.problem) == (0.75, None)
+    assert (summary.value, summary.told, summary.problem) == (0.75, "75.0%", None)
     assert summary.disk_bytes == sum(p.stat().st_size for p in (tmp_path / "a").iterdir())
 
 
@@ -103,7 +106,7 @@ def test_everything_about_one_run(tmp_path: Path, make_recipe: MakeRecipe) -> No
         {"name": "gsm8k/test", "step": 2, "accuracy": 0.125},
     ]
     assert (shown["rollouts"], shown["evaluation_rollouts"]) == ({2: 3}, {"stories/validation at 2": 1})
-    assert shown["status"]["accuracy"] == 0.75
+    assert (shown["status"]["held_out"], shown["status"]["headline"]["metric"]) == ({"accuracy": 0.75}, "accuracy")
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before  # showing writes nothing
 
 

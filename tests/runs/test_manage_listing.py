@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from posttrain.runs.listing import (
 )
 from posttrain.runs.notes import change_tags
 from posttrain.runs.side_by_side import ABSENT, put_side_by_side
+from posttrain.store.headline import REWARD
+from posttrain.store.metrics import MetricsLog
 
 
 @pytest.fixture
@@ -189,3 +192,28 @@ def test_defaults_of_a_later_version_are_filled_in(root: Path) -> None:
     found = put_side_by_side([old, new])
     assert found.recipe == {}
     assert found.environment == {"posttrain": ["0.1.0", "0.2.0"]}
+
+
+def test_runs_are_told_and_sorted_by_what_each_optimizes(tmp_path: Path) -> None:
+    """Of a run without gold answers nothing is called accuracy; within a headline the better stands first."""
+    for name, reward in (("low", 0.2), ("high", 0.9)):
+        run = RunDirectory(make_run(tmp_path, name))
+        status = run.read_status()
+        assert status is not None
+        numbers = {"reward": reward, "kl_from_start": 2.0}
+        run.write_status(replace(status, headline=REWARD, held_out=numbers, evaluation="hh/test"))
+        log = MetricsLog(run.folder / "metrics.jsonl")
+        for step, value in ((0, -0.5), (1, 2 * reward), (2, reward)):
+            log.append(step, {"eval/hh/test/reward": value, "eval/hh/test/kl_from_start": 2.0 * step})
+        log.close()
+    make_run(tmp_path, "sums", accuracies={1: 0.25})
+    runs = list_runs(tmp_path)
+    assert {run.name: run.told for run in runs} == {
+        "low": "reward 0.200, KL 2.00", "high": "reward 0.900, KL 2.00", "sums": "25.0%",
+    }  # fmt: skip
+    assert [run.name for run in sort_runs(runs, "headline")] == ["high", "low", "sums"]
+    assert next(run.name for run in sort_runs(runs, "accuracy")) == "sums"
+    found = put_side_by_side([tmp_path / "high", tmp_path / "sums"])
+    assert [headline.metric for headline in found.headlines] == ["reward", "accuracy"]
+    assert [item and (item["step"], item["reward"]) for item in found.last["hh/test"]] == [(2, 0.9), None]
+    assert [item and (item["step"], item["reward"]) for item in found.best["hh/test"]] == [(1, 1.8), None]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import MissingExtra, StorageError
+from posttrain.errors import MissingExtra, StorageError, UsageError
 from posttrain.recipes.sections import Word
 from posttrain.store.metrics import MetricsRow, TrackedMetrics, TrackedRun, build_trackers
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_written_is_not_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_is_said_at_once(tmp_path: Path, monkeypatch, word: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"track: {word} needs the package '{word}'.*posttrain\[track\]"):
+    with pytest.raises(MissingExtra, match=rf"track: {word} needs the package '{word}'.*pip install .*\[track\]"):
         open_log(tmp_path, word)
     assert list(tmp_path.iterdir()) == []
 
@@ -194,7 +194,7 @@ def expected_history(rows: list[MetricsRow]) -> list[dict[str, float]]:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra 'track' is not installed")
-    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID"):
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -223,6 +223,68 @@ def test_wandb_keeps_the_lines_offline_and_through_a_resume(tmp_path: Path) -> N
     assert history == expected_history(repeated)
     assert about.run_id == identity
     assert notices == []
+
+
+class Listening:
+    """A W&B that keeps what it is begun with."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        raise OSError("that is all")
+
+    def Settings(self, **_: Any) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("environment", "word", "project", "entity", "mode"),
+    [
+        ({}, {}, "posttrain", None, "offline"),
+        ({"API_KEY": "k"}, {}, "posttrain", None, "online"),
+        ({"API_KEY": "k", "MODE": "offline"}, {}, "posttrain", None, "offline"),
+        ({"PROJECT": "theirs", "ENTITY": "lab", "MODE": "disabled"}, {}, "theirs", "lab", "disabled"),
+        (
+            {"PROJECT": "x", "ENTITY": "y", "MODE": "online"},
+            {"project": "a", "entity": "b", "mode": "offline"},
+            "a",
+            "b",
+            "offline",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("offline")
+def test_wandb_obeys_its_environment_where_the_recipe_says_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    word: dict[str, str],
+    project: str,
+    entity: str | None,
+    mode: str,
+) -> None:
+    for name, value in (environment | {"DIR": str(tmp_path / "elsewhere")}).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    library = Listening()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    run = tmp_path / "run"
+    run.mkdir()
+    write(open_log(run, {"name": "wandb", **word}), ROWS[:1])
+    begun = library.begun[0]
+    assert (begun["project"], begun["entity"], begun["mode"]) == (project, entity, mode)
+    assert begun["dir"] == str(tmp_path / "elsewhere")
+    assert begun["id"] == (run / "wandb" / "run-id.txt").read_text()
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Listening())
+    monkeypatch.setenv("WANDB_MODE", "of\x1bline")
+    with pytest.raises(UsageError, match=r"WANDB_MODE is 'of.*; set it to offline, online, disabled, or unset it"):
+        open_log(tmp_path, "wandb")
 
 
 class Broken:

@@ -161,6 +161,35 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
     assert pair.advantage is None
 
 
+def test_a_method_of_the_other_kind_brings_what_it_learns_from_and_all_else_is_held_equal(tmp_path: Path) -> None:
+    """A base that samples beside demonstrations, and a base of demonstrations beside a method that samples."""
+    (tmp_path / "mine.yaml").write_text(f"{BASE}methods:\n  rl: rl/grpo\n  sft: tiny/sft\n")
+    plan = load_comparison(str(tmp_path / "mine.yaml"), folder=tmp_path / "c", num_seeds=1)
+    rl, sft = (method.recipe for method in plan.methods)
+    assert rl.rollout is not None
+    assert sft.rollout is None
+    assert sft.data is not None
+    assert sft.task.options["worked"] == 0.2  # tiny/sft's own task
+    assert sft.objective.name == "cross_entropy"
+    assert sft.rewards == []
+    for key in ("model", "prompt"):
+        assert getattr(sft, key) == getattr(rl, key)
+    assert (sft.train.steps, sft.train.lr) == (rl.train.steps, rl.train.lr)
+    (measured,) = sft.eval.tasks  # on what the base is measured, not on what its own task holds out
+    assert (measured.name, measured.options["split"]) == (rl.task.name, "validation")
+    differs = {method.name: method.differs for method in plan.methods}
+    assert differs["rl"] == {}
+    assert differs["sft"]["what it learns from"] == ("its own answers", "data")
+    assert not any(key.startswith(("rollout", "data", "model", "train.lr")) for key in differs["sft"])
+    (tmp_path / "again.yaml").write_text(plan.to_yaml())
+    again = load_comparison(str(tmp_path / "again.yaml"), folder=tmp_path / "c", num_seeds=1)
+    assert [method.recipe.dump() for method in again.methods] == [method.recipe.dump() for method in plan.methods]
+    (tmp_path / "data.yaml").write_text("base: tiny/sft\nmethods: {sft: {}, rl: tiny/grpo}\n")
+    rows = load_comparison(str(tmp_path / "data.yaml"), folder=tmp_path / "d", num_seeds=1).methods
+    assert [row.recipe.rollout is not None for row in rows] == [False, True]
+    assert rows[1].recipe.rewards
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -170,7 +199,6 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
         (f"{BASE}methods: {{a b: tiny/grpo}}\n", "mine.yaml:6: methods.a b: a method's name is made of letters"),
         (f"{BASE}methods: {{a: tiny/grop}}\n", "method 'a': no recipe file or shipped recipe 'tiny/grop'. Did"),
         (f"{BASE}methods:\n  a: {{recipe: nowhere.yaml}}\n", "method 'a': nowhere.yaml: no such recipe file"),
-        (f"{BASE}methods:\n  a: tiny/sft\n", "method 'a': the recipe tiny/sft trains on data, but the base samples"),
         (f"{BASE}methods:\n  a:\n", "mine.yaml:7: methods.a: give a recipe or an objective; the base has none"),
         (
             f"{BASE}methods:\n  a: tiny/grpo\n  b:\n    objective: grpo\n    trian: {{lr: 1}}\n",
@@ -186,7 +214,7 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
         ),
         (BASE.replace("steps", "stesp") + "methods: {a: tiny/grpo}\n", "base: {place}:4: train.stesp: section 'train'"),
         (BASE.replace("stories", "story") + "methods: {a: tiny/grpo}\n", "base: task: there is no task named 'story'"),
-        (BASE.replace("every: 1", "every: 0") + "methods: {a: tiny/grpo}\n", "base.eval.every: 0 switches"),
+        (BASE.replace("every: 1", "every: 0") + "methods: {a: tiny/grpo}\n", "yaml:5: base.eval.every: 0 switches"),
         (f"start: tiny/stf\n{BASE}methods: {{a: tiny/grpo}}\n", "start: no recipe file or shipped recipe 'tiny/stf'"),
         ("task: stories\nobjective: grpo\n", "this is a recipe of one run; train it with: posttrain train"),
     ],
@@ -217,7 +245,7 @@ def test_overrides_that_do_not_fit_are_refused(key: str, value: str, message: st
 
 
 def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"--methods: .* has no method 'wyde'. Did you mean 'wide'\? Methods: grpo, "):
+    with pytest.raises(UsageError, match=r"--methods: .* has no method 'wyde'. Did you mean 'wide'\? There: grpo, "):
         load(methods=["grpo", "wyde"])
     with pytest.raises(UsageError, match="name at least one of grpo"):
         load(methods=[])
@@ -226,6 +254,15 @@ def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
 def test_a_start_leaves_no_room_for_a_new_model() -> None:
     with pytest.raises(RecipeError, match="leaves nothing for 'start' to do"):
         load(("model.init.architecture", "qwen3"))
+
+
+def test_no_compare_file_lets_a_models_own_python_run_but_the_command_line_may(tmp_path: Path) -> None:
+    text = f"{BASE}methods:\n  a: {{objective: grpo, model: {{trust_remote_code: true}}}}\n"
+    with pytest.raises(RecipeError, match=r"mine\.yaml:7: methods\.a\.model\.trust_remote_code: a file cannot allow"):
+        load_text(tmp_path, text)
+    text = f"{BASE}methods: {{a: {{objective: grpo}}}}\n"
+    plan = load_text(tmp_path, text, ("methods.a.model.trust_remote_code", "true"))
+    assert plan.methods[0].recipe.model.trust_remote_code
 
 
 def test_changes_laid_over_the_old_give_the_new() -> None:

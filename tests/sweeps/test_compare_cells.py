@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.comparison import write_comparison
 from posttrain.runs import directory
 from posttrain.runs.children import thread_settings, threads_per_child
-from posttrain.runs.directory import lock_run
+from posttrain.runs.directory import RunDirectory, lock_run
+from posttrain.store.headline import ACCURACY, REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.compare import ComparisonPlan, load_comparison
 from posttrain.sweeps.comparison import collect_comparison
@@ -280,3 +282,22 @@ def test_a_reward_of_its_own_is_not_put_beside_the_others(tmp_path: Path) -> Non
     assert "reward" not in rows["other"].summaries
     assert rows["other"].summaries["accuracy"].mean == 0.5
     assert [point.reward for point in rows["other"].cells[0].curve] == [None, None]
+
+
+def test_the_headline_is_what_the_cells_have_stored(tmp_path: Path) -> None:
+    """By reward, a method with a reward of its own has nothing to be ranked by, and no curve."""
+    own = TEXT.replace("other: {objective: reinforce}", "other: {objective: reinforce, rewards: [is_number]}")
+    (tmp_path / "mine.yaml").write_text(own)
+    plan = load_comparison(str(tmp_path / "mine.yaml"), folder=tmp_path / "out")
+    outcome = run_sweep(plan, jobs=1, command=FakeRunner().command, poll_seconds=0.02)
+    assert collect_comparison(plan, outcome, "posttrain compare").headline == ACCURACY
+    for cell in plan.cells:
+        assert cell.status is not None
+        RunDirectory(cell.folder).write_status(replace(cell.status, headline=REWARD, held_out={"reward": 0.5}))
+    comparison = collect_comparison(plan, outcome, "posttrain compare")
+    rows = {row.name: row for row in comparison.rows}
+    assert comparison.headline == REWARD
+    assert rows["good"].summaries["start_reward"].mean == 0.1
+    assert (rows["good"].summaries["gain"].mean, rows["good"].cells[0].curve[-1].value) == (0.4, 0.5)
+    assert {"reward", "gain", "mean_reward"} & rows["other"].summaries.keys() == set()
+    assert (rows["other"].cells[0].curve, comparison.rows[-1].name) == ([], "other")

@@ -29,7 +29,7 @@ def test_facts_of_a_cell_by_hand() -> None:
 
 def test_the_curve_has_the_seconds_of_training_alone() -> None:
     curve = make_cell("a", 0, [0.1, 0.3, 0.4]).curve
-    assert [(p.step, p.seconds, p.accuracy, p.kl) for p in curve] == [
+    assert [(p.step, p.seconds, p.value, p.kl) for p in curve] == [
         (0, 0.0, 0.1, 0.0),
         (2, 4.0, 0.3, 0.05),
         (4, 8.0, 0.4, 0.1),
@@ -55,7 +55,7 @@ def test_what_was_not_recorded_is_not_there() -> None:
 
 def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
     rows = [evaluation(0, 0.1), evaluation(2, 0.2), evaluation(2, 0.3)]
-    assert [p.accuracy for p in read_cell(rows, "a", 0, "finished").curve] == [0.1, 0.3]
+    assert [p.value for p in read_cell(rows, "a", 0, "finished").curve] == [0.1, 0.3]
 
 
 def test_of_several_tasks_the_first_counts() -> None:
@@ -84,7 +84,7 @@ def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
 def test_the_baseline_has_the_interval_of_its_problems() -> None:
     baseline = find_baseline([make_cell("a", 0, [0.1, 0.4]), make_cell("b", 0, [0.1, 0.6])], "start")
     assert baseline is not None
-    assert (baseline.low, baseline.high) == pytest.approx(wilson_interval(2, 20))
+    assert baseline.interval == pytest.approx(wilson_interval(2, 20))
     assert baseline.varies is None
     varied = find_baseline([make_cell("a", 0, [0.1, 0.4]), make_cell("a", 1, [0.2, 0.6])], "start")
     assert varied is not None

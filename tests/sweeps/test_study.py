@@ -152,24 +152,34 @@ def test_overrides_reach_every_part(study) -> None:
     ("old", "new", "message"),
     [
         ("seeds: 2", "sedes: 2", "mine.yaml:14: sedes: a study has no key 'sedes'. Did you mean 'seeds'?"),
-        ("n: 5", "m: 5", "best_of_n.m"),
+        (
+            "n: 5",
+            "m: 5",
+            "mine.yaml:13: best_of_n.m: section 'best_of_n' has no key 'm'. Known keys: task, n, samples, max_tokens, ",
+        ),
+        ("study: overoptimization", "extends: tiny/grpo\nstudy: overoptimization", "a study has no key 'extends'."),
         ("seeds: 2", "seeds: 0", "mine.yaml:14: seeds"),
         ("study: overoptimization", "study: other", "mine.yaml:1: study"),
         ("study: overoptimization", "# none", "this is no study"),
         ("study: overoptimization", "study: best_of_n", "a best_of_n study trains no policies"),
-        ("bradley_terry", "dpo", "objective 'dpo' trains no reward model"),
+        ("bradley_terry", "dpo", "mine.yaml:5: reward_models.proxy: objective 'dpo' trains no reward model"),
         ("bradley_terry", "bradley_tery", "bradley_tery"),
         ("grpo: rl/grpo", "grpo: tiny/sft", "a policy learns from answers that it samples"),
-        ("grpo: rl/grpo", "grpo: rl/grpo\n  proxy: rl/ppo", "the same name"),
+        ("grpo: rl/grpo", "grpo: rl/grpo\n  proxy: rl/ppo", "mine.yaml:13: policies.proxy: a reward model and"),
         ("grpo: rl/grpo", "a b: rl/grpo", "a policy's name is made of letters"),
         ("grpo: rl/grpo", "grpo: {recipe: rl/grpo, rewards: correct}", "the reward of a policy is the study's"),
         ("grpo: rl/grpo", "grpo: rl/grpo", "policies.grpo.eval: give every and drift_prompts"),
         ("  proxy:\n", "  other: tiny/rm\n  proxy:\n", "has one reward model"),
         ("size: 40}", "size: 40, colour: red}", "colour"),
         (
+            "start: {",
+            "start: {model: {trust_remote_code: true}, ",
+            "mine.yaml:3: start.model.trust_remote_code: a file cannot allow the Python of a model to run",
+        ),
+        (
             "grpo: rl/grpo",
             "grpo: {recipe: rl/grpo, rollout: {temperature: 0.7}, eval: {drift_prompts: 4}}",
-            "policies.grpo.rollout.temperature: 0.7 here and 1.0 in best_of_n",
+            "mine.yaml:12: policies.grpo.rollout.temperature: 0.7 here and 1.0 in best_of_n",
         ),
     ],
 )
@@ -183,7 +193,7 @@ def test_what_is_refused(study, old: str, new: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("policy.grpo.train.lr", "1", "a study has no key 'policy'. Did you mean 'policies'?"),
+        ("policy.grpo.train.lr", "1", "command line: policy: a study has no key 'policy'. Did you mean 'policies'?"),
         ("policies.grop.train.lr", "1", "has no policy 'grop'. Did you mean 'grpo'?"),
         ("policies.grpo.train.lrr", "1", "command line: policies.grpo.train.lrr"),
     ],

@@ -78,6 +78,7 @@ def test_splits_of_a_training_file(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:

@@ -197,6 +197,7 @@ def test_a_test_prompt_that_begins_as_a_held_out_dialogue_does_is_left_out(tmp_p
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     names = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
     hub = {
         f"Anthropic/hh-rlhf/{name}/{split}.jsonl.gz": [pair(f"{name} {split} {i}") for i in range(3)]

@@ -100,6 +100,7 @@ def test_the_detector_is_asked_for_before_anything_is_sampled(tmp_path: Path, mo
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError, UnknownWord
+from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
 from posttrain.tasks.jsonl import jsonl
 from posttrain.types import Message
 
@@ -49,8 +49,26 @@ def test_conversations(tmp_path: Path) -> None:
     ]
     first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
     assert first.messages == second.messages == (Message("system", "Be brief."), Message("user", "1+1?"))
-    assert (first.answer, first.solution) == ("2", None)
-    assert (second.answer, second.solution) == (None, "Two.")
+    assert (first.answer, first.demonstration) == ("2", None)
+    assert (second.answer, second.solution, second.demonstration) == (None, None, "Two.")
+
+
+def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+1?", "response": "One and one: \\boxed{2}", "answer": 2},
+        {"prompt": "1+1?", "response": "Two."},
+        {"prompt": "1+1?", "response": "<think>hm</think>Two."},
+    ]
+    path = write(tmp_path / "x.jsonl", rows)
+    examples = jsonl(path=path, split="test", strip_thinking=True).examples
+    assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
+        ("2", None, "One and one: \\boxed{2}"),
+        (None, None, "Two."),
+        (None, None, "Two."),
+    ]
+    renamed = write(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
+    (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
+    assert example.demonstration == "Two."
 
 
 def test_data_without_answers(tmp_path: Path) -> None:
@@ -86,6 +104,8 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
         ({"messages": [], "answer": "2"}, "must be a list of messages"),
         ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
         ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
+        ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response': give one"),
+        ({"prompt": "q", "response": " "}, "'response' is empty"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -128,3 +148,28 @@ def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Pa
     firsts = [example.messages[0].content for example in held]
     assert 0 < len(held) < 80
     assert all(firsts.count(first) == 2 for first in firsts)
+
+
+def test_only_correct_responses(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a?", "response": "So \\boxed{\\frac{1}{2}}.", "answer": "0.5"},
+        {"prompt": "b?", "response": "<think>1 + 1 = 3</think><answer>3</answer>", "answer": "2"},
+        {"prompt": "c?", "response": "<think>1 + 1 = 2</think><answer>2</answer>", "answer": "2"},
+        {"prompt": "d?", "response": "I do not know.", "answer": "2"},
+        {"prompt": "e?", "response": "The answer is 7."},
+        {"prompt": "f?", "answer": "2"},
+    ]
+    path = write(tmp_path / "x.jsonl", rows)
+    task = jsonl(path=path, split="test", grader="math", correct_only=True)
+    assert [example.messages[0].content for example in task.examples] == ["a?", "c?"]
+    assert task.dropped == {
+        "correct_only: a wrong answer": 2,
+        "correct_only: no response with a gold answer, so nothing to grade": 2,
+    }
+    by_number = jsonl(path=path, split="test", correct_only=True).dropped
+    assert by_number["correct_only: no answer in the response"] == 1, "numeric reads what the response marks, no more"
+    assert len(jsonl(path=path, split="test").examples) == 6
+    with pytest.raises(DataError, match=r"no row can be used: 1 × correct_only: a wrong answer"):
+        jsonl(path=write(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
+    with pytest.raises(UsageError, match=r"z.jsonl: task.correct_only compares responses with gold answers, and no"):
+        jsonl(path=write(tmp_path / "z.jsonl", rows[4:5]), correct_only=True)

@@ -114,6 +114,7 @@ def test_what_is_dropped(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:

@@ -126,6 +126,7 @@ def test_they_are_for_evaluation_only(name: str, tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     asked: list[tuple[Any, ...]] = []
     row = {"problem": "p", "answer": "1", "Body": "b", "Question": "q", "Answer": 1}
 

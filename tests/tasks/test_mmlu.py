@@ -109,6 +109,7 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:

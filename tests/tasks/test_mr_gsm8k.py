@@ -75,6 +75,8 @@ def test_what_is_dropped_and_refused(tmp_path: Path) -> None:
 
 
 def test_from_the_hub_and_never_trained_on_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
         assert (name, config, split) == ("Randolphzeng/Mr-GSM8K", None, "train")
         return [ROW]

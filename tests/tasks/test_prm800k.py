@@ -125,6 +125,8 @@ def test_splits_by_problem(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+
     def asking(problem: str) -> dict[str, Any]:
         return published(step(rated("a", 1), chosen=0), question={"problem": problem})
 

@@ -72,6 +72,8 @@ def test_what_is_dropped_and_refused(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+
     def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
         assert (name, config, split) == ("hitsmy/PRMBench_Preview", None, "train")
         return [ROW]

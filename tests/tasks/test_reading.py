@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import DataError, MissingExtra
+from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.tasks.reading import Row, read_file, read_hub, read_hub_file
 from posttrain.types import Message
 
@@ -145,9 +145,9 @@ def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "x.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"reading x.parquet needs .*'pyarrow'.*pip install 'posttrain\[tasks\]'"):
+    with pytest.raises(MissingExtra, match=r"reading x.parquet needs .*'pyarrow'.*pip install -e '.*\[tasks\]'"):
         list(read_file(tmp_path / "x.parquet"))
-    with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*posttrain\[tasks\]"):
+    with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*pip install .*\[tasks\]"):
         list(read_hub("a/b", None, "train"))
 
 
@@ -206,3 +206,37 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name in ("no/entry", "no network"):
         with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
             list(read_hub_file(name, "x.jsonl"))
+
+
+def test_a_data_set_by_its_hub_name_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package on a local folder, whole and streamed."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, n in (("train", 5), ("test", 2)):
+        (folder / f"{split}.jsonl").write_text(lines_of([{"a": f"{split} {i}"} for i in range(n)]), encoding="utf-8")
+    whole = list(read_file(f"hf:{folder}"))
+    assert [row.data["a"] for row in whole] == [f"train {i}" for i in range(5)]
+    assert (whole[1].place, whole[1].line) == (f"hub:{folder}/train", 2)
+    assert [row.data["a"] for row in read_file(f"hf:{folder}:default@test")] == ["test 0", "test 1"]
+    assert [row.data["a"] for row in read_file(f"hf:{folder}@train#3")] == ["train 0", "train 1", "train 2"]
+    with pytest.raises(DataNotThere, match=r"/dev: cannot be loaded .*dev.* Without the hub, give a local file"):
+        list(read_file(f"hf:{folder}@dev"))
+
+
+def test_streaming_reads_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    asked: list[dict[str, Any]] = []
+
+    def load_dataset(name: str, config: str | None, **options: Any) -> Any:
+        asked.append({"name": name, "config": config, **options})
+        return ({"a": str(read.append(i) or i)} for i in range(10**9))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert len(list(read_file("hf:big/set:en@train#4"))) == 4
+    assert asked == [{"name": "big/set", "config": "en", "split": "train", "streaming": True}]
+    assert read == [0, 1, 2, 3]
+    for wrong in ("hf:", "hf:a@", "hf:a#0", "hf:a#many", "hf:a@b@c"):
+        with pytest.raises(DataError, match="is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000"):
+            list(read_file(wrong))

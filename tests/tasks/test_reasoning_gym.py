@@ -24,7 +24,7 @@ from posttrain.tasks.verifiable.reasoning_gym_probes import MAX_RATE, Asked, pay
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(MissingExtra, match=r"task reasoning_gym needs .*pip install 'posttrain\[tasks\]'"):
+    with pytest.raises(MissingExtra, match=r"task reasoning_gym needs .*pip install -e '.*\[tasks\]'"):
         reasoning_gym(dataset="chain_sum")
 
 

@@ -81,8 +81,9 @@ def test_pairs_equal_a_loop_over_the_models_own_forward_pass() -> None:
     assert results["n"] == 7.0
     assert results["loss"] == pytest.approx(sum(losses) / 7, rel=1e-4)
     assert results["margin"] == pytest.approx(sum(margins) / 7, abs=1e-4)
-    assert results["accuracy"] == results["pair_accuracy"] == pytest.approx(sum(wins) / 7)
-    assert (results["accuracy_low"], results["accuracy_high"]) == wilson_interval(sum(wins), 7)
+    assert results["pair_accuracy"] == pytest.approx(sum(wins) / 7)
+    assert (results["pair_accuracy_low"], results["pair_accuracy_high"]) == wilson_interval(sum(wins), 7)
+    assert "accuracy" not in results  # nobody was asked for a right answer
     assert results["rows_dropped"] == 0.0
     assert results["seconds"] > 0
     assert "padding_share" not in results
@@ -97,7 +98,7 @@ def test_judged_answers_are_counted_one_by_one() -> None:
     every = [(e, r) for e in chosen for r in e.responses]
     units = [every[i] for i in held_out_indices(14, 7)]
     right = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
-    assert results["accuracy"] == results["final_accuracy"] == pytest.approx(sum(right) / 7)
+    assert results["final_accuracy"] == pytest.approx(sum(right) / 7)
     assert results["n"] == 7.0
 
 
@@ -117,10 +118,10 @@ def test_steps_are_averaged_over_steps_and_the_interval_over_solutions() -> None
             positive.append(label)
         assert end_id(parts.tokenizer, template) not in ids
     assert len(right) > 7
-    assert results["accuracy"] == results["step_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert results["step_accuracy"] == pytest.approx(sum(right) / len(right))
     assert results["positive_share"] == pytest.approx(sum(positive) / len(positive))
-    assert (results["accuracy_low"], results["accuracy_high"]) == pytest.approx(
-        wilson_interval(results["accuracy"] * 7, 7)
+    assert (results["step_accuracy_low"], results["step_accuracy_high"]) == pytest.approx(
+        wilson_interval(results["step_accuracy"] * 7, 7)
     )
 
 
@@ -130,7 +131,7 @@ def test_a_policy_is_its_own_reference_at_the_start_and_not_after() -> None:
     parts = prepare(recipe)
     before = evaluated(parts, recipe)
     assert before["loss"] == pytest.approx(math.log(2.0), rel=1e-5)
-    assert (before["accuracy"], before["margin"]) == (0.5, pytest.approx(0.0, abs=1e-5))
+    assert (before["pair_accuracy"], before["margin"]) == (0.5, pytest.approx(0.0, abs=1e-5))
     with torch.no_grad():
         for parameter in parts.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -143,7 +144,7 @@ def test_kto_reads_its_baseline_at_the_moment() -> None:
     recipe = recipe_of({"name": "kto", "beta": 0.1}, "judged")
     parts = prepare(recipe)
     before = evaluated(parts, recipe)
-    assert (before["kl_baseline"], before["accuracy"]) == (0.0, 0.5)
+    assert (before["kl_baseline"], before["row_accuracy"]) == (0.0, 0.5)
     with torch.no_grad(), parts.reference.open() as start:
         for parameter in start.model.parameters():  # answers to other prompts become less likely under it
             parameter.mul_(1.3)
@@ -161,8 +162,10 @@ def test_it_leaves_no_trace() -> None:
     assert all(torch.equal(before[n], p) for n, p in parts.parameters)
 
 
-@pytest.mark.parametrize("responses", ["pair", "judged", "steps"])
-def test_a_run_records_it_and_keeps_the_best(responses: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("responses", "metric"), [("pair", "pair_accuracy"), ("judged", "final_accuracy"), ("steps", "step_accuracy")]
+)
+def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_path: Path) -> None:
     recipe = recipe_of(NAMES[responses], responses)
     events: list[tuple[str, dict[str, Any]]] = []
     result = train(recipe, RunFiles.within(tmp_path), observer=lambda name, facts: events.append((name, facts)))
@@ -170,16 +173,17 @@ def test_a_run_records_it_and_keeps_the_best(responses: str, tmp_path: Path) -> 
     assert [facts["step"] for facts in evaluations] == [0, 1, 2]
     assert {facts["name"] for facts in evaluations} == {"stories/validation"}
     rows = [row for row in MetricsLog(tmp_path / "metrics.jsonl").read() if "loss" not in row.metrics]
-    assert [row.metrics["eval/stories/validation/accuracy"] for row in rows] == [
-        facts["results"]["accuracy"] for facts in evaluations
+    assert [row.metrics[f"eval/stories/validation/{metric}"] for row in rows] == [
+        facts["results"][metric] for facts in evaluations
     ]
     assert all(row.timing["evaluation_seconds"] > 0 for row in rows)
     assert "seconds" not in result.evaluations["stories/validation"]
-    accuracies = [facts["results"]["accuracy"] for facts in evaluations[1:]]
+    accuracies = [facts["results"][metric] for facts in evaluations[1:]]
     best = 1 + max(range(2), key=lambda i: (accuracies[i], i))
     assert (tmp_path / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
     state = json.loads((tmp_path / "checkpoints" / "best" / "state.json").read_text())
-    assert state["best"]["accuracy"] == max(accuracies)
+    assert state["best"] == {"step": float(best), metric: max(accuracies)}
+    assert {facts["headline"].metric for facts in evaluations} == {metric}
 
 
 def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:

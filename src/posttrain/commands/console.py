@@ -1,10 +1,20 @@
-"""Where commands print: one console, wide enough for tables when it is no terminal, that no foreign text can steer."""
+"""Where commands print: one console that no foreign text can steer, and one door for tables.
+
+A pipe gets a table in its full width. With ``--format json|csv|md`` the tables of a command, and nothing else, are what
+it writes to standard output; what else it says goes to standard error.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import rich.text
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -12,13 +22,26 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
-from posttrain.untrusted import harmless
-
-if TYPE_CHECKING:
-    from posttrain.evals.tables import TextTable
+from posttrain.evals.tables import TextTable, to_markdown
+from posttrain.untrusted import harmless, harmless_json
 
 PIPED_COLUMNS = 120
-MAX_COLUMNS = 400
+MAX_COLUMNS = 10_000
+
+
+@dataclass
+class Collected:
+    """The tables of a command that are asked for in a form other than that of a terminal.
+
+    ``content`` is plain data that says more than the tables do, where the command has such.
+    """
+
+    form: str
+    tables: list[TextTable] = field(default_factory=list)
+    content: Any = None
+
+
+_COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
 class Text(rich.text.Text):
@@ -49,9 +72,115 @@ class OutputConsole(Console):
             text = segment.text if segment.control else harmless(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does; a table is collected where a form is asked for, and as wide as it needs to be in a pipe."""
+        collected = _COLLECTED.get()
+        if len(objects) != 1 or not isinstance(objects[0], Table):
+            super().print(*objects, **options)
+        elif collected is not None:
+            collected.tables.append(read_table(objects[0]))
+        elif self.is_terminal or objects[0].expand:
+            super().print(*objects, **options)
+        else:
+            objects[0].width = full_width(self, objects[0])
+            super().print(*objects, **options | {"crop": False, "soft_wrap": True})
+
     def on_broken_pipe(self) -> None:
         """Leave it to ``cli.main``; rich would exit with 1 here."""
         raise BrokenPipeError
+
+
+def full_width(console: Console, table: Table) -> int:
+    """How many columns a table takes in which nothing is wrapped."""
+    return Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
+
+
+@contextmanager
+def tables_as(form: str) -> Iterator[None]:
+    """Within, tables are collected, and all else goes to standard error; at the end they are written in this form.
+
+    Args:
+        form: ``json`` (a list of ``{"title", "rows"}``, or what ``write_json`` was given), ``csv`` or ``md``.
+    """
+    collected, output = Collected(form), sys.stdout
+    token = _COLLECTED.set(collected)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _COLLECTED.reset(token)
+    if form == "json" and collected.content is not None:
+        output.write(_to_json(collected.content))
+    else:
+        output.write(WRITERS[form](collected.tables))
+
+
+def write_json(content: Any) -> bool:
+    """With ``--format json``: let this be what is written instead of tables; whether it is asked for."""
+    collected = _COLLECTED.get()
+    if collected is None or collected.form != "json":
+        return False
+    collected.content = content
+    return True
+
+
+def wants_json() -> bool:
+    """Whether ``--format json`` was given."""
+    collected = _COLLECTED.get()
+    return collected is not None and collected.form == "json"
+
+
+def _to_json(content: Any) -> str:
+    return harmless_json(json.dumps(content, indent=1, default=str)) + "\n"
+
+
+def _tables_to_json(tables: Sequence[TextTable]) -> str:
+    return _to_json(
+        [
+            {
+                "title": table.title,
+                "rows": [dict(zip(_unique(table.header), line, strict=True)) for line in table.lines],
+            }
+            for table in tables
+        ]
+    )
+
+
+def _unique(labels: Sequence[str]) -> list[str]:
+    """Labels as keys: the second of a name is ``name (2)``."""
+    return [
+        label if label not in labels[:index] else f"{label} ({list(labels[: index + 1]).count(label)})"
+        for index, label in enumerate(labels)
+    ]
+
+
+def _tables_to_csv(tables: Sequence[TextTable]) -> str:
+    parts = []
+    for table in tables:
+        part = io.StringIO()
+        csv.writer(part, lineterminator="\n").writerows([_unique(table.header), *table.lines])
+        parts.append(part.getvalue())
+    return "\n".join(parts)
+
+
+WRITERS: dict[str, Callable[[Sequence[TextTable]], str]] = {
+    "json": _tables_to_json,
+    "csv": _tables_to_csv,
+    "md": lambda tables: "\n".join(to_markdown(table) for table in tables),
+}
+
+
+def read_table(table: Table) -> TextTable:
+    """The texts of a table of rich, without their styles."""
+
+    def text_of(cell: Any) -> str:
+        return harmless(cell.plain if isinstance(cell, rich.text.Text) else str(cell)).replace("\n", " ").strip()
+
+    labels = [column.justify != "right" for column in table.columns]
+    lines = zip(*([text_of(cell) for cell in column.cells] for column in table.columns), strict=True)
+    num_labels = labels.index(False) if False in labels else len(labels)
+    header = [text_of(column.header) for column in table.columns]
+    return TextTable(text_of(table.title or ""), header, [list(line) for line in lines], num_labels)
 
 
 def open_console() -> Console:
@@ -69,5 +198,5 @@ def print_table(console: Console, content: TextTable) -> None:
         table.add_column(Text(label), justify="left" if index < content.num_labels else "right", no_wrap=True)
     for line in content.lines:
         table.add_row(*map(Text, line))
-    table.width = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
+    table.width = full_width(console, table)
     console.print(table, crop=False, soft_wrap=True)

@@ -65,8 +65,8 @@ def _choose_measure(model: str | None) -> tuple[Callable[[str], int], str]:
 
 def _print_tasks(console: Console) -> None:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column("task", no_wrap=True)
+    table.add_column("what it is")
     for name, entry in registry.entries("task").items():
         table.add_row(Text(name, style="bold"), Text(summary(entry.doc)))
     console.print(table)
@@ -148,6 +148,8 @@ def print_example(console: Console, example: Example) -> None:
         _print_part(console, message.role, message.content)
     if example.solution is not None:
         _print_part(console, "solution", example.solution)
+    if example.demonstration is not None:
+        _print_part(console, "response", example.demonstration)
     if example.answer is not None:
         _print_part(console, f"answer (grader {example.grader})", example.answer)
     for response in example.responses:

@@ -1,4 +1,4 @@
-"""``posttrain generate``: answers to a prompt, or to a made-up problem, and what they are worth."""
+"""``posttrain generate``: answers to a prompt, or to an example of a task, and what they are worth."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from posttrain.types import Completion, Example, Message
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Sample answers to a prompt, or to a made-up problem, and show what they are worth."""
+    """Sample answers to a prompt, or to an example of a task, and show what they are worth."""
     words = chosen_words(arguments)
     check_steering(arguments)
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
+        if "task" in words:
+            raise UsageError("PROMPT and --task: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         example = Example("prompt", (Message("user", arguments.prompt),))
     else:
-        task = build_task(choose_task(None, arguments.model, source.recipe), "task")
+        task = build_task(choose_task(words.get("task"), arguments.model, source.recipe), "task")
         example = task.examples[arguments.seed % len(task.examples)]
     sampler = open_model(source, complete_template(words.get("template"), source))
     prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages)

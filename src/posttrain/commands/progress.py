@@ -91,14 +91,13 @@ def show_duration(seconds: float) -> str:
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
-    """One line for an evaluation: accuracy with its 95 % interval, format, length."""
-    results = payload["results"]
+    """One line for an evaluation: the run's headline with its 95 % interval, format, length."""
+    results, headline = payload["results"], payload["headline"]
     parts = [f"held-out {payload['name']} after {payload['step']} steps:"]
-    if "accuracy" in results:
-        parts.append(f"{results['accuracy']:.1%} right")
-        if "accuracy_low" in results:
-            parts.append(f"[{results['accuracy_low']:.1%}, {results['accuracy_high']:.1%}]")
-    for key, label, form in (("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")):
+    parts += [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
+    further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
+    further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
+    for key, label, form in further:
         if results.get(key) is not None:
             parts.append(f"· {label} {results[key]:{form}}")
     if "n" in results:
@@ -199,7 +198,9 @@ class Progress:
 
 def start_text(payload: dict[str, Any]) -> str:
     """What begins: steps, examples, what was dropped and why, what stands there twice."""
-    text = f"{payload['steps']} steps on {payload['num_examples']:,} examples"
+    text = payload.get("length") or f"{payload['steps']} steps on {payload['num_examples']:,} examples"
+    if payload.get("origin"):
+        text += f", from {payload['origin']}"
     dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
     if dropped:
         text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())

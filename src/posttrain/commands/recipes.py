@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -18,6 +22,18 @@ from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import comparison_names, describe_comparison, training_recipe_names
 
+STYLES = {"name": "cyan", "model": "dim"}
+MIN_COLUMNS = 20  # of what a recipe does, however narrow the terminal
+_END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")
+# What the folders of training recipes are for.
+FOLDERS = {
+    "tiny": "with the embedded model, in minutes: posttrain train NAME",
+    "rl": "policy gradients: posttrain train NAME",
+    "preference": "preferences: posttrain train NAME",
+    "distillation": "distillation: posttrain train NAME",
+    "": "with large models and real data: posttrain train NAME",
+}
+
 
 def run_recipes(arguments: argparse.Namespace) -> int:
     """List the shipped recipes, or print one as it is written."""
@@ -26,35 +42,66 @@ def run_recipes(arguments: argparse.Namespace) -> int:
             raise UsageError(f"give the recipe's name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
         print(recipe_text(arguments.name)[1].rstrip())
         return 0
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("model", no_wrap=True)
-    table.add_column("what it does")
+    console = open_console()
+    for title, rows in recipe_groups():
+        labels = ("name", "model") if len({row.model for row in rows}) > 1 else ("name",)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=Text(title, style="bold"))
+        table.title_justify, table.title_style = "left", "none"
+        for label in labels:
+            table.add_column({"name": "recipe"}.get(label, label), no_wrap=True)
+        table.add_column("what it does", no_wrap=True)
+        room = console.width - sum(max(len(getattr(row, label)) for row in rows) + 2 for label in labels)
+        for row in rows:
+            what = Text(row.what)
+            if console.is_terminal:
+                what.truncate(max(room, MIN_COLUMNS), overflow="ellipsis")
+            table.add_row(*(Text(getattr(row, label), style=STYLES[label]) for label in labels), what)
+        console.print(table, crop=False)
+        console.print()
+    console.print("read one: posttrain recipes show NAME")
+    return 0
+
+
+@dataclass(frozen=True)
+class ListedRecipe:
+    """A line of the list: ``what`` is the first sentence of its description."""
+
+    name: str
+    model: str
+    what: str
+
+
+def recipe_groups() -> list[tuple[str, list[ListedRecipe]]]:
+    """Every shipped recipe under what it is for and the command that takes it, in the order of the groups."""
+    groups: dict[str, list[ListedRecipe]] = {title: [] for title in FOLDERS.values()}
     for name in training_recipe_names():
         recipe = load_recipe(name)
-        table.add_row(Text(name, style="bold"), Text(recipe.model.name), Text(_what_it_does(recipe.description)))
-    for name in interpretation_names("dictionary"):
-        sae = load_sae_recipe(name)
-        model = sae.activations.model.name if sae.activations.model is not None else str(sae.activations.folder)
-        table.add_row(Text(name, style="bold"), Text(model), Text(_what_it_does(sae.description)))
-    for name in interpretation_names("changes"):
-        description = parse_yaml(recipe_text(name)[1], name)[0].get("description", "")
-        table.add_row(Text(name, style="bold"), Text("two"), Text(_what_it_does(description)))
-    for name in comparison_names():
-        table.add_row(Text(name, style="bold"), Text("several"), Text(describe_comparison(name)))
-    for name in study_names():
-        description = parse_yaml(recipe_text(name)[1], name)[0].get("description", "")
-        table.add_row(Text(name, style="bold"), Text("several"), Text(_what_it_does(description)))
-    console = open_console()
-    console.print(table)
-    console.print("\nRun one: posttrain train NAME    Read one: posttrain recipes show NAME")
-    console.print("Run one of a dictionary: posttrain sae train NAME")
-    console.print("See what training changed: posttrain sae diff NAME")
-    if comparison_names():
-        console.print("Run a comparison: posttrain compare compare/NAME")
-    if study_names():
-        console.print("Run a study: posttrain study study/NAME")
-    return 0
+        folder = name.partition("/")[0] if "/" in name else ""
+        title = FOLDERS.get(folder, f"{folder}: posttrain train NAME")
+        groups.setdefault(title, []).append(ListedRecipe(name, recipe.model.name, first_sentence(recipe.description)))
+    dictionaries = [(name, load_sae_recipe(name)) for name in interpretation_names("dictionary")]
+    groups["dictionaries of features: posttrain sae train NAME"] = [
+        ListedRecipe(name, _model_of(sae.activations), first_sentence(sae.description)) for name, sae in dictionaries
+    ]
+    groups["what training changed: posttrain sae diff NAME"] = _described(interpretation_names("changes"))
+    groups["comparisons: posttrain compare NAME"] = _described(comparison_names())
+    groups["studies: posttrain study NAME"] = _described(study_names())
+    return [(title, rows) for title, rows in groups.items() if rows]
+
+
+def _model_of(activations: Any) -> str:
+    return str(activations.folder if activations.model is None else activations.model.name)
+
+
+def _described(names: Iterable[str]) -> list[ListedRecipe]:
+    texts = {name: parse_yaml(recipe_text(name)[1], name)[0].get("description") for name in names}
+    return [ListedRecipe(name, "", first_sentence(text or describe_comparison(name))) for name, text in texts.items()]
+
+
+def first_sentence(description: str) -> str:
+    """What a recipe does, in a line."""
+    text = " ".join(description.partition("What to watch:")[0].split())
+    return _END_OF_SENTENCE.split(text, maxsplit=1)[0].rstrip(".")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -94,10 +141,6 @@ def recipes_called(name: str) -> list[str]:
     return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
 
 
-def _what_it_does(description: str) -> str:
-    return description.partition("What to watch:")[0].strip()
-
-
 def _entries_named(name: str) -> list[registry.Entry]:
     if ":" in name:
         return [registry.find("reward", name)]
@@ -114,10 +157,11 @@ def _print_all(console: Console) -> None:
 
 def _print_kind(console: Console, kind: str) -> None:
     key, purpose = words.KINDS[kind]
-    console.print(Text.assemble((kind, "bold"), f" (key {key}): {purpose}"))
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
+    table.title_style = "none"
+    table.add_column("word", no_wrap=True)
+    table.add_column("what it is")
     for name, entry in registry.entries(kind).items():
         table.add_row(Text(name, style="cyan"), Text(words.summary(entry.doc)))
     console.print(table)
@@ -145,9 +189,9 @@ def _print_recipe(console: Console, name: str) -> None:
     console.print()
     resolved = recipe.resolve()
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column("key", no_wrap=True)
+    table.add_column("word", no_wrap=True)
+    table.add_column("what it is")
     for kind, key in (("objective", "objective"), ("advantage", "advantage"), ("aggregation", "aggregate")):
         word = getattr(resolved, key)
         if word is not None:

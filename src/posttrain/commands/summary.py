@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from posttrain.commands.progress import show_duration
 from posttrain.recipes.recipe import Recipe
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.page import write_html
-from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
+from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file
+from posttrain.store.headline import REWARD, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 
@@ -35,18 +37,20 @@ def write_summary(folder: str | Path) -> Path:
     rows = MetricsLog(run.folder / "metrics.jsonl").read()
     points = evaluation_points(rows)
     title = f"{run.folder.name}: {recipe.objective.name} on {recipe.task.name}"
-    panels = choose_panels(rows)
+    headline = run.headline()
+    panels = choose_panels(rows, headline)
     if panels:
         draw_curves(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
     report = Report(
         title=title,
         lead=recipe.description or f"{recipe.model.name}, trained with {recipe.objective.name}.",
-        stages=_stages(points),
-        stages_note="Held-out problems, before the first update and after the last.",
+        headline=headline,
+        stages=_stages(points, headline),
+        stages_note=f"Held-out {headline.of}, before the first update and after the last.",
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
         transcripts=_before_and_after(run.folder, recipe, points),
-        transcripts_note="The same held-out problems, before training and after it.",
+        transcripts_note=f"The same held-out {headline.of}, before training and after it.",
         environment=last_start(run),
         commands=_commands(run, recipe),
     )
@@ -66,14 +70,15 @@ def write_results(
     run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
 ) -> Path:
     """``results.json``: where the run stands and its first, best and last evaluation of each task."""
-    evaluations = {}
+    headline, evaluations = run.headline(), {}
     for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
-        best = max(own, key=lambda point: (point.results.get("accuracy", 0.0), -point.step))
-        evaluations[task] = {
-            name: {"step": point.step, **point.results}
-            for name, point in (("first", own[0]), ("best", best), ("last", own[-1]))
-        }
+        told = [("first", own[0]), ("last", own[-1])]
+        measured = [(value, point) for point in own if (value := headline.value(point.results)) is not None]
+        if measured:  # what was never measured has no best
+            best = max(measured, key=lambda one: (headline.goodness(one[0]), -one[1].step))[1]
+            told.insert(1, ("best", best))
+        evaluations[task] = {name: {"step": point.step, **point.results} for name, point in told}
     status = run.read_status()
     content = {
         "run": run.folder.name,
@@ -81,6 +86,7 @@ def write_results(
         "step": max((row.step for row in rows), default=0),
         "fingerprint": recipe.fingerprint(),
         "seconds": seconds_of(rows),
+        "headline": asdict(headline),
         "evaluations": evaluations,
     }
     path = run.folder / "results.json"
@@ -107,7 +113,7 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     if peak:
         facts.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
-    return Chapter(title, text, choose_panels(rows), recipe, facts)
+    return Chapter(title, text, choose_panels(rows, RunDirectory(folder).headline()), recipe, facts)
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:
@@ -121,9 +127,9 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
     return {"command": " ".join(map(str, command)), **shown} if command else shown
 
 
-def _stages(points: Sequence[EvaluationPoint]) -> list[Stage]:
+def _stages(points: Sequence[EvaluationPoint], headline: Headline) -> list[Stage]:
     stages = []
-    for task in dict.fromkeys(point.name for point in points if "accuracy_low" in point.results):
+    for task in dict.fromkeys(point.name for point in points if headline.value(point.results) is not None):
         own = [point for point in points if point.name == task]
         for point in own[:1] + own[1:][-1:]:
             label = "before training" if point.step == 0 else f"after {point.step} steps"
@@ -142,11 +148,11 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
         label = "before training" if step == 0 else f"after {step} steps"
         columns.append((label, {row.example_id: row for row in store.evaluations(task, step)}))
     shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)]
-    transcripts = []
+    transcripts, tells_reward = [], RunDirectory(folder).headline().metric == REWARD.metric
     for key in shared[:NUM_TRANSCRIPTS]:
-        answers = [answer_of(label, rows[key], extract) for label, rows in columns]
+        answers = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
         question = columns[0][1][key]
-        transcripts.append(Transcript(question.prompt, question.answer, answers))
+        transcripts.append(Transcript(question.prompt, question.answer, answers, turns_of(question.prompt)))
     return transcripts
 
 
@@ -156,12 +162,13 @@ def template_of(recipe: Recipe) -> Any:
     return registry.find("template", word.name, "prompt.template").bind(word.options, "prompt.template")()
 
 
-def answer_of(label: str, row: RecordedRollout, extract: Any) -> Answer:
-    """A recorded completion as a column of a transcript."""
+def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:
+    """A recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     return Answer(
         label=label,
         text=row.completion,
-        is_right=row.parts.get("correct") == 1.0,
+        is_right=None if row.outcome == "ungraded" else row.parts.get("correct") == 1.0,
+        reward=row.reward if tells_reward else None,
         extracted=extract(row.completion),
         num_tokens=row.num_tokens,
         is_cut=row.finish == "length",

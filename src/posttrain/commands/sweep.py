@@ -1,4 +1,4 @@
-"""``posttrain compare`` and ``posttrain study``: many runs as one question, with one table or picture.
+"""``posttrain compare``, ``study`` and ``pipeline``: many runs as one question, with one table or picture.
 
 Only the standard library is imported here until one of them runs (see ``cli``).
 """
@@ -9,11 +9,12 @@ import argparse
 from functools import partial
 from typing import Any
 
-from posttrain.commands.options.argument_types import names, positive, repetitions
+from posttrain.commands.options.argument_types import names, positive, repetitions, shown
 
 COMPARE_EPILOG = """\
 the same command again goes on where it stopped; finished runs are kept:
   posttrain compare compare/ppo-grpo-dpo --seeds 3
+  posttrain compare tiny/grpo --over train.lr=1e-4,3e-4,1e-3 --seeds 3
   posttrain compare mine.yaml --methods grpo,dapo --train.steps 60 --methods.dapo.objective.clip_high 0.3
 """
 STUDY_EPILOG = """\
@@ -22,17 +23,27 @@ the same command again goes on where it stopped; finished parts are kept:
   posttrain study prm-vs-orm --seeds 1 --best_of_n.samples 16
   posttrain study overoptimization --run more-pairs --reward_models.proxy.rollout.prompts 512
 """
-EPILOGS = {"compare": COMPARE_EPILOG, "study": STUDY_EPILOG}
+PIPELINE_EPILOG = """\
+the same command again goes on where it stopped; finished parts are kept:
+  posttrain pipeline tiny
+  posttrain pipeline hh-gpt2 --methods ppo,dpo --seeds 1
+  posttrain pipeline tiny --run gentler --policies.grpo.regularize.kl 0.1
+"""
+EPILOGS = {"compare": COMPARE_EPILOG, "study": STUDY_EPILOG, "pipeline": PIPELINE_EPILOG}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of either command: which sweep, how many seeds, where."""
+    """Of each command: which sweep, how many seeds, where."""
     kind = parser.prog.rpartition(" ")[2]
     parser.epilog = EPILOGS[kind]
     group, parts, seeds = ("policies", "parts", "how often all is done")
     if kind == "compare":
         group, parts, seeds = ("methods", "runs", "runs of each method")
-        parser.add_argument("--methods", type=names, metavar="A,B", help="only these rows (default: all of the recipe)")
+        help_line = "a row for each value of one key, on a recipe of one run: train.lr=1e-4,3e-4"
+        parser.add_argument("--over", type=read_over, metavar="KEY=A,B", help=help_line)
+    if kind != "study":
+        help_line = "only these rows" if kind == "compare" else "only these policies"
+        parser.add_argument("--methods", type=names, metavar="A,B", help=f"{help_line} (default: all of the recipe)")
     parser.usage = f"posttrain {kind} RECIPE [options] [--section.key value ...] [--{group}.NAME.key value ...]"
     parser.add_argument("recipe", metavar="RECIPE", help=f"a {kind}/ name that `posttrain recipes` lists, or a file")
     parser.add_argument("--seeds", type=repetitions, metavar="N", help=f"{seeds} (default: the recipe's)")
@@ -40,6 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the recipe's name)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; run nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
+
+
+def read_over(text: str) -> tuple[str, list[str]]:
+    """``train.lr=1e-4,3e-4``: the key and its values."""
+    key, _, values = text.partition("=")
+    if not key.strip() or len(names(values)) < 2:
+        raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
+    return key.strip().removeprefix("--"), names(values)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -54,6 +73,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         folder=folder_of(arguments),
         methods=arguments.methods,
         num_seeds=arguments.seeds,
+        over=arguments.over,
     )
     seeds = f"seeds 0 to {plan.num_seeds - 1}"
     about = [f"{plan.folder}: {len(plan.cells)} runs of {plan.base.train.steps} steps, {seeds}"]
@@ -74,17 +94,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_study(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.commands.sweep_view import folder_of, print_study, run_sweep_command
-    from posttrain.sweeps.plan import Training
+    from posttrain.commands.sweep_view import describe_parts, folder_of, print_study, run_sweep_command
     from posttrain.sweeps.study import load_study
     from posttrain.sweeps.study_report import collect_study
 
     plan = load_study(arguments.recipe, arguments.overrides, folder=folder_of(arguments), num_seeds=arguments.seeds)
-    about = [f"{plan.folder}: {len(plan.parts)} parts, seeds 0 to {plan.num_seeds - 1}"]
-    for part in plan.parts:
-        work = f"{part.recipe.train.steps} steps" if isinstance(part, Training) else " ".join(part.words(resume=False))
-        after = f" (after {', '.join(part.needs)})" if part.needs else ""
-        about.append(f"{part.name}: {work}{after}")
 
     def report(*outcome_and_command: Any) -> Any:
         from posttrain.reports.study import write_study
@@ -92,4 +106,27 @@ def run_study(arguments: argparse.Namespace) -> int:
         study = collect_study(plan, *outcome_and_command)
         return write_study(study, plan.folder), partial(print_study, study)
 
-    return run_sweep_command(arguments, plan, about, report)
+    return run_sweep_command(arguments, plan, describe_parts(plan), report)
+
+
+def run_pipeline(arguments: argparse.Namespace) -> int:
+    """Check every part, make those that are not finished, and write tables, picture and report."""
+    from posttrain.commands.sweep_view import describe_parts, folder_of, print_study, run_sweep_command
+    from posttrain.sweeps.pipelines.plan import load_pipeline
+    from posttrain.sweeps.pipelines.results import collect_pipeline
+
+    plan = load_pipeline(
+        arguments.recipe,
+        arguments.overrides,
+        folder=folder_of(arguments),
+        methods=arguments.methods,
+        num_seeds=arguments.seeds,
+    )
+
+    def report(*outcome_and_command: Any) -> Any:
+        from posttrain.reports.study import write_study
+
+        pipeline = collect_pipeline(plan, *outcome_and_command)
+        return write_study(pipeline, plan.folder), partial(print_study, pipeline)
+
+    return run_sweep_command(arguments, plan, describe_parts(plan), report)

@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, full_width, open_console
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
-from posttrain.sweeps.plan import Plan
+from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.runner import Outcome, run_sweep
 from posttrain.sweeps.study_results import StudyFound
 
 DEFAULT_RUNS = "runs"
-MAX_COLUMNS = 400
 # (outcome, command line) -> the report's path, and what prints the results
 Report = Callable[[Outcome, str], tuple[Path, Callable[[Console], None]]]
 
@@ -55,9 +53,21 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
     return 1 if outcome.failures else 0
 
 
+def describe_parts(plan: Plan) -> list[str]:
+    """What would be made, part by part, and after what."""
+    lines = [f"{plan.folder}: {len(plan.parts)} parts, seeds 0 to {plan.num_seeds - 1}"]
+    for part in plan.parts:
+        work = f"{part.recipe.train.steps} steps" if isinstance(part, Training) else " ".join(part.words(resume=False))
+        after = f" (after {', '.join(part.needs)})" if part.needs else ""
+        lines.append(f"{part.name}: {work}{after}")
+    return lines
+
+
 def folder_of(arguments: argparse.Namespace) -> Path:
     """Where the sweep is: called as asked for, else by its recipe's name, with the command's before it."""
     name = name_of_recipe(arguments.recipe) if arguments.run is None else check_run_name(arguments.run)
+    if arguments.run is None and getattr(arguments, "over", None) is not None:
+        name = f"{name}-over-{arguments.over[0]}"
     is_whole = arguments.run is not None or name.startswith(arguments.command)
     return Path(arguments.runs_dir) / (name if is_whole else f"{arguments.command}-{name}")
 
@@ -67,6 +77,9 @@ def command_of(arguments: argparse.Namespace) -> str:
     words = ["posttrain", arguments.command, arguments.recipe]
     if getattr(arguments, "methods", None) is not None:
         words += ["--methods", ",".join(arguments.methods)]
+    if getattr(arguments, "over", None) is not None:
+        key, values = arguments.over
+        words += ["--over", f"{key}={','.join(values)}"]
     for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs), ("--run", arguments.run)):
         words += [option, str(value)] if value is not None else []
     if arguments.runs_dir != DEFAULT_RUNS:
@@ -92,9 +105,9 @@ class SweepProgress:
             self._say(f"{line}; {self.num_ended} are finished already" if self.num_ended else line, "dim")
         elif event == "begin":
             self._say(f"{name}: {'goes on' if facts['resumed'] else 'started'}", "dim")
-        elif event == "evaluation" and facts["accuracy"] is not None:
+        elif event == "evaluation" and facts["told"]:
             step = f"step {facts['step']}/{facts['part'].recipe.train.steps}"
-            self._say(f"{name}: {step}, {facts['accuracy']:.1%} right{_left(facts['remaining'])}")
+            self._say(f"{name}: {step}, {facts['told']}{_left(facts['remaining'])}")
         elif event == "progress":
             self._say("; ".join(facts["lines"]), "dim")
         elif event == "end":
@@ -107,8 +120,8 @@ class SweepProgress:
             self._say(f"waiting for {facts['num_working']} {self.parts_are} to save what they have", "yellow")
 
     def _end_line(self, facts: dict[str, Any]) -> str:
-        accuracy = "" if facts["accuracy"] is None else f", {facts['accuracy']:.1%} right"
-        line = f"finished in {show_duration(facts['seconds'])}{accuracy}"
+        told = f", {facts['told']}" if facts["told"] else ""
+        line = f"finished in {show_duration(facts['seconds'])}{told}"
         if facts["part"].alone:
             return line
         self.num_ended += 1
@@ -140,8 +153,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         is_method = index < len(comparison.rows)
         table.add_row(*(Text(text) for text in line), style="" if is_method else "dim")
     console.print()
-    needed = Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum
-    console.print(table, width=max(needed, console.width), crop=False, soft_wrap=True)  # nothing is cut off
+    table.width = full_width(console, table)
+    console.print(table, crop=False, soft_wrap=True)  # nothing is cut off
     console.print()
     for note in [*make_notes(comparison), *describe_differences(comparison)]:
         console.print(Text(note, style="dim"))

@@ -118,7 +118,7 @@ class EvaluationStore:
         environment = describe_environment()
         content = {
             "evaluation": evaluation.name,
-            "results": told_results(evaluation.results),
+            "results": evaluation.results,
             "settings": dict(self.settings),
             "kinds": evaluation.kinds,
             "timing": evaluation.timing,
@@ -158,13 +158,6 @@ def write_records(
     write_items(items, folder / ITEMS)
     replace_file(folder / SUMMARY, harmless(write_page()).encode())
     replace_file(folder / RESULTS, json.dumps(content, indent=1).encode() + b"\n")
-
-
-def told_results(results: Mapping[str, float]) -> dict[str, float | None]:
-    """The results as files tell them: where nothing was graded, there is no accuracy."""
-    if results.get("num_graded", 1.0) > 0:
-        return dict(results)
-    return {name: None if name.startswith("accuracy") else value for name, value in results.items()}
 
 
 def read_finished(folder: str | Path) -> Finished:

@@ -11,7 +11,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item, item_of, sample_of, with_scores
-from posttrain.evals.measures import Kinds, break_down, summarize
+from posttrain.evals.measures import Kinds, break_down, graded_items, summarize
 from posttrain.randomness import permutation
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Rollout
@@ -31,13 +31,15 @@ class Scorer(Protocol):
 class Advance:
     """How far an evaluation has come: items done of all, the sum of their shares of right answers, tokens sampled.
 
+    ``num_right`` is None where nothing that was answered has an answer to be graded against.
+
     ``phase``: ``sampling`` (grading with it), then ``scoring`` where a reward model is asked.
     """
 
     phase: str
     num_done: int
     num_items: int
-    num_right: float
+    num_right: float | None
     num_tokens: int
 
 
@@ -220,7 +222,8 @@ class _Session:
 
     def _tell(self, phase: str, num_done: int) -> None:
         if self.observe is not None:
-            num_right = sum(item.share for item in self.items)
+            graded = graded_items(self.items)
+            num_right = sum(item.share for item in graded) if graded else None
             self.observe(Advance(phase, num_done, len(self.items), num_right, self.num_tokens))
 
     def _lap(self) -> float:

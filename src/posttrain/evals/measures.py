@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from posttrain.evals.items import Item, ItemSample, Scalar
 from posttrain.evals.ranking import best_of_n
-from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
+from posttrain.evals.statistics import Z_95, item_interval, pass_at_k, standard_error
 from posttrain.evals.voting import majority_at_k
 from posttrain.graders.grading import FAILURES
 from posttrain.tasks.description import percentile
@@ -42,7 +42,8 @@ def summarize(
     """The results of an evaluation by name. Shares are in 0..1, lengths in tokens.
 
     ``n``: items. ``num_graded``: those with something to grade against; accuracy and all that rests on it are over
-    these, and where there is none, accuracy is 0 in the interval from 0 to 1 and says nothing. ``accuracy``: the
+    these, and where there is none, there is no accuracy, and the mean of the reward over items has its interval
+    (``reward_low``, ``reward_high``: 1.96 clustered standard errors) instead. ``accuracy``: the
     mean over items of the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several
     samples also its clustered ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have
     scores, ``best_of@k`` (of which ``unscored`` is the share that has none, and is chosen last), each with its
@@ -59,7 +60,7 @@ def summarize(
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
     results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
-    results |= _with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else _UNGRADED
+    results |= _with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else {}
     if samples > 1 and graded:
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
@@ -73,6 +74,7 @@ def summarize(
         "num_tokens": statistics.fmean(s.num_tokens for s in drawn),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
+    results |= {} if graded else _reward_interval(items)
     lengths = [s.num_tokens for s in drawn]
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
     if worked is not None:
@@ -82,7 +84,12 @@ def summarize(
     return results | _mean_parts(drawn, own_parts, results)
 
 
-_UNGRADED = {"accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 1.0}
+def _reward_interval(items: Sequence[Item]) -> dict[str, float]:
+    rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
+    if len(rewards) < 2:
+        return {}
+    middle, half = statistics.fmean(rewards), Z_95 * standard_error(rewards)
+    return {"reward_low": middle - half, "reward_high": middle + half}
 
 
 def graded_items(items: Sequence[Item]) -> list[Item]:

@@ -35,7 +35,6 @@ from posttrain.evals.files import (
     read_finished,
     refuse_other,
     settings_replaced,
-    told_results,
     weights_mark,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
@@ -201,10 +200,11 @@ def make_plan(asked: EvaluationRequest) -> Plan:
         source.refuse_scorer()
     longest = max(source.max_tokens for source in sources) if asked.alike else None
     own: Sequence[Word | None] = [None]
+    tasks_asked = asked.tasks or (choose_common_task(sources) if asked.alike else own)
     combinations = [
         (source, choose_task(task, source.name, source.recipe), complete_template(template, source) or source.template)
         for source in sources
-        for task in asked.tasks or own
+        for task in tasks_asked
         for template in asked.templates or own
     ]
     registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
@@ -230,6 +230,15 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     ]
     best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
     return Plan(cells, folder, asked, best_of_weights)
+
+
+def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
+    """On what models are compared where no task is named: the own task of the last that is a run.
+
+    None, and each has its own, where their runs learnt different tasks; runs of one task may differ in its options.
+    """
+    own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
+    return [own[-1]] if own and len({task.name for task in own}) == 1 else [None]
 
 
 class EvaluationProgress:
@@ -366,7 +375,7 @@ def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
             "model": done.label,
             "evaluation": done.evaluation,
             "template": done.template,
-            "results": told_results(done.results),
+            "results": done.results,
         }
         for cell, done in zip(plan.cells, finished, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,10 +47,19 @@ class Contest:
 
 @dataclass(slots=True)
 class WinRate:
-    """``results`` by name, and one record per item."""
+    """``results`` by name, and one record per item. ``others``: results by judges beside the one that counts."""
 
     results: dict[str, float] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add_judge(self, name: str, other: WinRate) -> None:
+        """What another judge says of the same answers: its results, and its score of each (``scores``)."""
+        self.others[name] = other.results
+        for item, judged in zip(self.items, other.items, strict=True):
+            for side in ("a", "b"):
+                for answer, again in zip(item[side], judged[side], strict=True):
+                    answer.setdefault("scores", {})[name] = again["score"]
 
 
 def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[Contest]:
@@ -185,14 +194,14 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 class ContestPlan:
     """Two models whose words were checked: the task that was read, a template for each, the folder for the files.
 
-    ``judge``: the name of the reward model that says who wins; None: the task's grader.
+    ``judges``: names of reward models, of which the first says who wins; none: the task's grader.
     """
 
     a: ModelSource
     b: ModelSource
     drawing: Drawing
     asked: EvaluationRequest
-    judge: str | None
+    judges: tuple[str, ...]
     task: Task
     task_word: Word
     templates: tuple[Word, Word]
@@ -205,7 +214,7 @@ class ContestPlan:
         return {
             "a": self.a.name,
             "b": self.b.name,
-            "judge": self.judge or "the task's grader",
+            "judge": ", ".join(self.judges) or "the task's grader",
             "task": self.task_word.model_dump(),
             "templates": [word.model_dump() for word in self.templates],
             "n": drawing.n,
@@ -219,7 +228,7 @@ class ContestPlan:
         }
 
 
-def plan_contest(asked: EvaluationRequest, judge: str | None = None) -> ContestPlan:
+def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> ContestPlan:
     """Check what was asked of two models, A and B, as far as that goes without loading one.
 
     A task that is not named is that of A; a template, the model's own, or that of the one that has one.
@@ -227,6 +236,8 @@ def plan_contest(asked: EvaluationRequest, judge: str | None = None) -> ContestP
     Raises:
         UsageError: words, options or combinations that cannot be.
     """
+    if len(set(judges)) < len(judges):
+        raise UsageError("--judge: the same reward model is named twice")
     for name, words in (("task", asked.tasks), ("template", asked.templates)):
         if len(words) > 1:
             raise UsageError(f"--{name}: one at a time with --against")
@@ -245,7 +256,7 @@ def plan_contest(asked: EvaluationRequest, judge: str | None = None) -> ContestP
     folder = asked.out or (a.run / "evaluation" if a.run else Path(EVALUATIONS)) / name
     refuse_other(folder)
     templates = (_template_of(template, a, b), _template_of(template, b, a))
-    return ContestPlan(a, b, drawing, asked, judge, task, word, templates, folder)
+    return ContestPlan(a, b, drawing, asked, tuple(judges), task, word, templates, folder)
 
 
 def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Word:
@@ -255,9 +266,9 @@ def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Wo
 
 
 def run_contest(
-    plan: ContestPlan, judge: Judge | None, progress: EvaluationProgress | None = None
+    plan: ContestPlan, judges: Mapping[str, Judge], progress: EvaluationProgress | None = None
 ) -> tuple[WinRate, list[str]]:
-    """Sample from both models, judge (None: by the task's grader) and measure the KL both ways.
+    """Sample from both models, judge (the first of ``judges`` counts; none: the task's grader) and measure the KL.
 
     Returns what was found, and what must be known beside it.
 
@@ -272,10 +283,13 @@ def run_contest(
         evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
     contests = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     notes = _missing(evaluations, contests)
-    if judge is None:
+    if not judges:
         contests, left = graded(contests, plan.task)
         notes += left
-    win_rate = measure_wins(contests, judge or judge_by_grade)
+    (_, first), *others = judges.items() or [("", judge_by_grade)]
+    win_rate = measure_wins(contests, first)
+    for name, judge in others:
+        win_rate.add_judge(name, measure_wins(contests, judge))
     if win_rate.results["unscored"]:
         notes.append(f"{win_rate.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
     for item, contest in zip(win_rate.items, contests, strict=True):
@@ -363,6 +377,7 @@ def write_contest(plan: ContestPlan, win_rate: WinRate, notes: Sequence[str], pa
         "a": plan.a.label,
         "b": plan.b.label,
         "results": win_rate.results,
+        **({"others": win_rate.others} if win_rate.others else {}),
         "notes": list(notes),
         "settings": plan.settings,
         "environment": describe_environment(),

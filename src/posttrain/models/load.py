@@ -19,8 +19,16 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.models.scorer import SCORE
-from posttrain.models.sources import base_of, check_files, explain_loading, is_adapter, resolve_model_name
+from posttrain.models.sources import (
+    base_of,
+    check_files,
+    explain_loading,
+    is_adapter,
+    refuse_out_of_reach,
+    resolve_model_name,
+)
 from posttrain.models.stated_sizes import check_sizes
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
@@ -107,6 +115,8 @@ def reading_model(name: str, source: str) -> Iterator[None]:
     Raises:
         UsageError: with the model's name and the reason; the cause is kept.
     """
+    if kind_of_file(source) == "nothing":
+        refuse_out_of_reach(source)
     try:
         yield
     except PosttrainError:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
                 parameter.copy_(_draw_down(name, parameter, seed))
             elif ".lora_B." in name:
                 parameter.zero_()
+    for written in wrapped.peft_config.values():  # a relative path means something else wherever else it is read
+        base = written.base_model_name_or_path
+        if base and Path(base).is_dir():
+            written.base_model_name_or_path = str(Path(base).absolute())
     return wrapped
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from posttrain.consent import TRUST_REMOTE_CODE
 from posttrain.errors import UsageError
@@ -14,6 +20,7 @@ from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"
+HUB_PATIENCE_SECONDS = 1.0
 
 
 def resolve_model_name(name: str) -> str:
@@ -50,12 +57,57 @@ def resolve_model_name(name: str) -> str:
             )
         refuse_damaged(path)
         return str(path)
-    looks_local = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    if looks_local:
+    if looks_local(name):
         raise UsageError(
             f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
         )
     return name
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be that of a folder: the hub has none like it."""
+    return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+
+
+def refuse_out_of_reach(name: str) -> None:
+    """Refuse a name of the hub that is not in its cache while the hub does not answer: libraries would try for minutes.
+
+    Raises:
+        UsageError: with the reason; within a second or so.
+    """
+    from huggingface_hub import constants
+
+    if (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
+        return
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+    raise UsageError(
+        f"{shorten(name)}: no such run or folder here, nor in the cache of the hub, and the hub cannot be asked "
+        f"({why}). Download the model beforehand and give its folder, or use the embedded one, tiny"
+    )
+
+
+@cache
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens where the hub is, or at the proxy that leads there; asked once in a process.
+
+    In a thread, for looking up a name can take longer than connecting may.
+    """
+    url = urlsplit(endpoint)
+    proxy = "" if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme, "")
+    where = urlsplit(proxy if "://" in proxy or not proxy else f"http://{proxy}") if proxy else url
+    answered: list[bool] = []
+
+    def ask() -> None:
+        port = where.port or (443 if where.scheme == "https" else 80)
+        with suppress(OSError), socket.create_connection((where.hostname or "", port), HUB_PATIENCE_SECONDS):
+            answered.append(True)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_PATIENCE_SECONDS)
+    return bool(answered)
 
 
 def _checkpoint_of(run: Path) -> Path:
@@ -119,10 +171,11 @@ def is_adapter(source: str) -> bool:
 def base_of(adapter: str) -> str:
     """What an adapter folder names as its base.
 
-    The embedded model is found again where another installation of this package wrote its path.
+    The embedded model is found again where another installation of this package wrote its path. A relative path is
+    read from here, else from the folders above the adapter: ``runs/sft`` is beside the ``runs`` that the adapter is in.
 
     Raises:
-        UsageError: it names none, or one that is not there.
+        UsageError: it names none, or one that is not there; with the adapter and the key.
     """
     place = Path(adapter) / ADAPTER_CONFIG
     base = read_object(place).get("base_model_name_or_path")
@@ -130,7 +183,16 @@ def base_of(adapter: str) -> str:
         raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
     if Path(base).parts[-3:] == TINY.parts[-3:]:
         return str(TINY)
-    return resolve_model_name(base)
+    if Path(base).is_absolute() or ".." in Path(base).parts or kind_of_file(base) != "nothing":
+        above = None
+    else:
+        above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
+    if above is None and looks_local(base) and kind_of_file(Path(base).expanduser()) == "nothing":
+        raise UsageError(
+            f"model.name: {place}: this adapter stands on {shorten(base)}, which is not there, neither from here nor "
+            "from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
+        )
+    return resolve_model_name(base if above is None else str(above))
 
 
 def explain_loading(name: str, source: str, error: Exception) -> str:

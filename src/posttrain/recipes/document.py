@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.file_kinds import kind_of_file
-from posttrain.option_types import shorten
+from posttrain.option_types import explain_type, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
@@ -44,6 +44,9 @@ INTERPRETATION = ("dictionary", "changes")
 # Sections that have a key called name, and yet are no words: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
+Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
+# How long a training is: whoever says one of them means no other that stood there.
+LENGTHS = ("steps", "passes")
 
 
 class Content(Section):
@@ -60,6 +63,10 @@ class Content(Section):
 
     def to_yaml(self) -> str:
         return write_yaml(self.dump())
+
+    def rules(self) -> Iterator[Rule]:
+        """What must hold between its sections, told by what stands there alone."""
+        yield from ()
 
     def fingerprint(self) -> str:
         """``fingerprint_of`` the resolved content; two runs with it are the same experiment."""
@@ -137,12 +144,16 @@ class Document(Generic[T]):
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
         """With dotted keys of the command line set; see ``apply_override``."""
         content = copy.deepcopy(self.content)
-        for key, value in overrides:
-            if key == "extends" and self.model.extensible:
-                raise RecipeError(
-                    "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
-                )
-            apply_override(content, key, value)
+        named = {key for key, _ in overrides}
+        for key in sorted(named):
+            other = f"{key.removesuffix('.passes')}.steps"
+            if key.endswith(".passes") and other in named:
+                raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
+        if self.model.extensible and "extends" in named:
+            raise RecipeError(
+                "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
+            )
+        apply_overrides(content, overrides)
         return replace(self, content=content, overridden={*self.overridden, *(key for key, _ in overrides)})
 
     def part(
@@ -158,8 +169,13 @@ class Document(Generic[T]):
         return Document(model, dict(content), self.place, places, set_there, is_own=False)
 
     def line_of(self, key: str) -> str:
-        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override."""
-        if key in self.overridden:
+        """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override.
+
+        A section that only the command line has begun is the command line's.
+        """
+        if key in self.overridden or (
+            key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)
+        ):
             return "command line: "
         around = key
         while around and around not in self.places:
@@ -174,9 +190,13 @@ class Document(Generic[T]):
         """
         refuse_remote_code(self.content, self.overridden, self.line_of)
         try:
-            return self.model.model_validate(self.content)
+            content = self.model.model_validate(self.content)
         except ValidationError as error:
             raise RecipeError("\n".join(self._explain(item) for item in error.errors())) from None
+        for broken, key, says in content.rules():
+            if broken:
+                raise RecipeError(f"{self.line_of(key)}{key}{says}")
+        return content
 
     def _explain(self, item: Any) -> str:
         path = [str(part) for part in item["loc"]]
@@ -186,8 +206,7 @@ class Document(Generic[T]):
         if item["type"] == "missing":
             return f"{where}{what} needs this key"
         if item["type"] != "extra_forbidden":
-            message = item["msg"].removeprefix("Value error, ")
-            return f"{where}{message}; got {shorten(item['input'])}"
+            return f"{where}{explain_type(item['msg'], item['input'])}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
@@ -247,10 +266,10 @@ def is_place(key: str) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
 
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship in the package, such as ``tiny/grpo``."""
+def recipe_names(shelf: str = "") -> list[str]:
+    """Names of the recipes that ship in the package, such as ``tiny/grpo``; of one ``shelf/``, if it is given."""
     root = resources.files("posttrain") / "recipes"
-    return sorted(_walk(root, ""))
+    return sorted(name for name in _walk(root, "") if name.startswith(shelf))
 
 
 def _walk(folder: Any, prefix: str) -> Iterator[str]:
@@ -328,6 +347,48 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     return data, lines
 
 
+def key_parts(key: str) -> list[str]:
+    """The parts of a dotted key of the command line.
+
+    Raises:
+        RecipeError: no document has a key like that: an empty part, too many or too long ones.
+    """
+    parts = key.split(".")
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    return parts
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+    """Set dotted keys in plain data, in place, one after the other; another task takes its evaluation along.
+
+    Raises:
+        RecipeError: see ``apply_override``.
+    """
+    task = copy.deepcopy(data.get("task"))
+    for key, value in overrides:
+        apply_override(data, key, value)
+    if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
+        _drop_evaluation_of(task, data)
+
+
+def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
+    """Where another task is trained on than ``before``, take away the tasks of an evaluation that were named for that.
+
+    Evaluation is then of the task trained on, as where no tasks are named.
+    """
+    task, evaluation = data.get("task"), data.get("eval")
+    if before is None or task is None or _word_name(task) == _word_name(before) or not isinstance(evaluation, Mapping):
+        return
+    words = evaluation.get("tasks") or []
+    if any(_word_name(word) != _word_name(task) for word in (words if isinstance(words, list) else [words])):
+        data["eval"] = {key: value for key, value in evaluation.items() if key != "tasks"}
+
+
+def _word_name(word: Any) -> Any:
+    return word.get("name") if isinstance(word, Mapping) else word
+
+
 def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     """Set a dotted key (``train.lr``, ``rewards.0.weight``) in plain data, in place.
 
@@ -341,9 +402,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
     if isinstance(parsed, str) and parsed.isascii():  # ``nan`` and ``inf``, and numbers between spaces
         with suppress(ValueError):
             parsed = float(parsed)
-    parts = key.split(".")
-    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
+    parts = key_parts(key)
     target: Any = data
     for i, part in enumerate(parts[:-1]):
         path = ".".join(parts[: i + 1])
@@ -356,6 +415,8 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> None:
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
         target[_index(target, part, path) if isinstance(target, list) else part] = child
         target = child
+    if isinstance(target, dict):
+        _displace(target, {parts[-1]: parsed})
     target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
 
 
@@ -373,9 +434,11 @@ def _shown(key: str) -> str:
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
     """Plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
 
-    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``).
+    ``inside`` a section or word, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
+    another task and no ``eval.tasks`` inherit none.
     """
     merged = dict(below)
+    _displace(merged, above)
     for key, value in above.items():
         known = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
@@ -387,7 +450,18 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
             merged.pop(key, None)
         else:
             merged[key] = value
+    own = above.get("eval")
+    if not inside and not (isinstance(own, Mapping) and "tasks" in own):
+        _drop_evaluation_of(below.get("task"), merged)
     return merged
+
+
+def _displace(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take a length out of ``below`` where another is said ``above``."""
+    said = [key for key in LENGTHS if above.get(key) is not None]
+    for key in LENGTHS:
+        if said and key not in said:
+            below.pop(key, None)
 
 
 def flatten(data: Any, prefix: str = "") -> dict[str, Any]:

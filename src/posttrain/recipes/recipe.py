@@ -8,7 +8,7 @@ Unknown keys are refused with a suggestion and the line in the file. No torch is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain import registry
 from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
-from posttrain.recipes.document import Content, Document, complete_word
+from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import (
     DataSection,
     EvalSection,
@@ -43,10 +43,12 @@ WORD_KINDS = {
     "optimizer": "optimizer",
 }
 
+DRIFT_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
 # Documents that are no recipe of one run, by the keys that tell them: what they are, and the command that takes them.
 _OTHERS = {
     ("methods", "base"): ("compares several methods", "compare"),
     ("study",): ("is a study of several runs", "study"),
+    ("judge", "policies"): ("is a pipeline of several runs", "pipeline"),
     ("dictionary",): ("trains a dictionary", "sae train"),
     ("changes",): ("compares two models", "sae diff"),
 }
@@ -79,22 +81,31 @@ class Recipe(Content):
     track: Words = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_sources(self) -> Self:
-        if (self.rollout is None) == (self.data is None):
-            raise ValueError("give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)")
+    def _reward_rollouts(self) -> Self:
         if self.rollout is not None and not self.rewards:
             self.rewards = [RewardWord(name="correct")]
-        for key in ("advantage", "kl_in_reward", "correction"):
-            if self.data is not None and getattr(self, key) is not None:
-                raise ValueError(f"'{key}' belongs to 'rollout'; a supervised recipe has none")
-        if self.correction is not None and self.rollout is not None and self.rollout.old_logprobs != "trainer":
-            raise ValueError(
-                "'correction' compares the trainer's log-probabilities with the sampler's; "
-                "set rollout.old_logprobs to trainer"
-            )
-        if self.data is not None and self.train.minibatches * self.train.epochs != 1:
-            raise ValueError("train.epochs and train.minibatches count passes over a rollout batch; 'data' has none")
         return self
+
+    def rules(self) -> Iterator[Rule]:
+        """What must hold between sections before any word is looked up.
+
+        The other rules are rows of the same form in ``train/checks``, which knows the words and so imports torch. These
+        hold when a recipe is read: all else takes a recipe without 'rollout' for one with 'data', and dry runs,
+        comparisons and studies refuse here what would fail after the first run has trained.
+        """
+        rollout, data, train = self.rollout, self.data, self.train
+        one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
+        yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
+        for key in ("advantage", "kl_in_reward", "correction"):
+            alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
+            yield data and getattr(self, key) is not None, key, alone
+        compares = (
+            ": it compares the trainer's log-probabilities with the sampler's; set rollout.old_logprobs to trainer"
+        )
+        yield self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compares
+        for key in ("epochs", "minibatches"):
+            passes = f": epochs and minibatches count passes over a rollout batch; 'data' has none, so leave {key} out"
+            yield data and getattr(train, key) != 1, f"train.{key}", passes
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
         """The recipe with every word's options checked and all their defaults filled in.
@@ -146,6 +157,11 @@ class Recipe(Content):
             )
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
+        if self.eval.drift_prompts is None:
+            known = [(word.name, f"rewards.{i}") for i, word in enumerate(self.rewards) if is_declared(word.name)]
+            judged = any("model_option" in registry.find("reward", *word).traits for word in known)
+            is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
+            self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
         if self.rollout is not None:
             if self.rollout.select is None:
                 self.rollout.select = Word(name="best_and_worst" if level == "pair" else "every")

@@ -58,7 +58,10 @@ class RewardWord(Word):
 
 
 def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | Mapping) else value
+    """A list of words from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    return [value] if isinstance(value, Mapping) else value
 
 
 Words = Annotated[list[Word], BeforeValidator(as_list)]
@@ -230,12 +233,16 @@ class DataSection(Section):
 class TrainSection(Section):
     """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
 
+    ``passes`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through; it
+    comes to a number of steps, rounded up, when the data are read. Whichever is said last takes the other's place.
+
     ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``, which the update after the last would have.
     ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
     a third more time for an update.
     """
 
-    steps: int = Field(default=100, ge=1)
+    steps: int | None = Field(default=100, ge=1)
+    passes: float | None = Field(default=None, gt=0, le=100_000)
     lr: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -250,13 +257,32 @@ class TrainSection(Section):
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or value.get("passes") is None:
+            return value
+        if value.get("steps") is not None:
+            raise ValueError("'steps' and 'passes' both say how long the training is; give exactly one of them")
+        return {**value, "steps": None}
+
+    @model_validator(mode="after")
+    def _some_length(self) -> Self:
+        if self.steps is None and self.passes is None:
+            raise ValueError("nothing says how long the training is; give 'steps' or 'passes'")
+        return self
+
 
 class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
     ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
-    which the objective sees the policy, to measure entropy and the KL from the model that the run started with.
+    which the objective sees the policy, to measure entropy and the KL from the model that the run started with; by
+    default with 64 where a reward model pays, and with none elsewhere.
+    ``best``: the held-out result that the run is told and ranked by, and of which ``checkpoints/best`` are the weights;
+    by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
+    ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -264,4 +290,6 @@ class EvalSection(Section):
     n: int = Field(default=256, ge=1)
     max_tokens: Tokens | None = None
     temperature: float = Field(default=0.0, ge=0)
-    drift_prompts: int = Field(default=0, ge=0)
+    drift_prompts: int | None = Field(default=None, ge=0)
+    best: str | None = None
+    loss: bool | None = None

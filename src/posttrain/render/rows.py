@@ -37,6 +37,8 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
         if example.responses and example.solution is None and example.answer is None:
             best = max(example.responses, key=lambda r: r.score)
             yield (_row(tokenizer, template, prompt, best),)
+        elif example.demonstration is not None and not template.response(example):
+            yield f"a response without an answer, which template {template.name} would write between tags"
         else:
             yield (Row(prompt + encode_response(tokenizer, template, example), len(prompt)),)
         return

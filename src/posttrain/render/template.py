@@ -23,7 +23,8 @@ class Template:
         opening: text at the end of the prompt that belongs to the graded answer (``<think>``).
         tags: names of the reasoning and the answer tag, or empty.
         prompt: the pieces of the prompt.
-        response: the pieces of a demonstration, which follow the opening; without the end token.
+        response: the pieces of a demonstration, which follow the opening; without the end token. None at all where a
+            given response has nothing that could stand between the tags.
         extract: the answer in a graded text (opening + completion), or None.
         chat: the prompt is written by the tokenizer's chat template: a response ends with the end
             of the turn.
@@ -67,7 +68,8 @@ def encode_response(tokenizer: Any, template: Template, example: Example) -> lis
     ids = encode_pieces(tokenizer, template.response(example))
     if not ids:
         raise UsageError(f"example {example.id!r}: the demonstration is empty")
-    return [*ids, end_id(tokenizer, template)]
+    end = end_id(tokenizer, template)
+    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
 
 
 def decode_response(tokenizer: Any, template: Template, ids: Sequence[int]) -> str:

@@ -12,7 +12,14 @@ from posttrain.graders.blank import is_blank
 from posttrain.registry import register
 from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
-from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
+from posttrain.render.extraction import (
+    boxed_answer,
+    chat_answer,
+    split_response,
+    split_thinking,
+    tagged_answer,
+    written_answer,
+)
 from posttrain.render.template import Template
 from posttrain.render.turns import chat_pieces, check_messages
 from posttrain.types import Example, Message
@@ -34,7 +41,8 @@ BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\box
 def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
 
-    A demonstration continues `` reasoning </think> <answer> 42 </answer>``. The answer is the first
+    A demonstration continues `` reasoning </think> <answer> 42 </answer>``; a given response is taken apart and written
+    so (its own answer, else the gold one; without either it is dropped and counted). The answer is the first
     complete ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn
     (``Assistant: …``) is quoted with ``>``.
 
@@ -49,8 +57,10 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
         return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
 
     def response(example: Example) -> list[Piece]:
-        reasoning = [_ours(" "), _theirs(example.solution)] if example.solution else []
-        return [*reasoning, _ours(" </think> <answer> "), _theirs(_answer_of(example)), _ours(" </answer>")]
+        solution, answer = _parts_of(example)
+        reasoning = [_ours(" "), _theirs(solution)] if solution else []
+        written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
+        return written if answer else []
 
     extract = partial(tagged_answer, reasoning="think", answer="answer")
     return Template("r1_zero", "<think>", ("think", "answer"), prompt, response, extract)
@@ -76,9 +86,10 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
         return [_ours(f"{system}\n\n" if system else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant:\n")]
 
     def response(example: Example) -> list[Piece]:
-        reasoning = [_theirs(example.solution), _ours("\n")] if example.solution else []
-        answer = _theirs(_answer_of(example))
-        return [_ours("<reasoning>\n"), *reasoning, _ours("</reasoning>\n<answer>\n"), answer, _ours("\n</answer>")]
+        solution, answer = _parts_of(example)
+        reasoning = [_theirs(solution), _ours("\n")] if solution else []
+        closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
+        return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
 
     extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
     return Template("xml_reasoning", "", ("reasoning", "answer"), prompt, response, extract, chat=chat, own_start=chat)
@@ -88,7 +99,8 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
 def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Template:
     """The question, an instruction, and the answer in ``\\boxed{}``: the last complete box of the text.
 
-    A demonstration is the solution; a box with the answer is added unless it ends in that box.
+    A demonstration is the solution; a box with the answer is added unless it ends in that box. A given response
+    stands as it is, with the gold answer in a box behind it where it has none.
 
     Args:
         instruction: follows the last message (trusted). May be empty.
@@ -103,12 +115,15 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
         return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
 
     def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            said, boxed_already = _as_said(example.demonstration), boxed_answer(example.demonstration)
+            return said if boxed_already or example.answer is None else [*said, *_box("\n", example.answer)]
         answer = _answer_of(example)
         if not example.solution:
-            return [_ours("\\boxed{"), _theirs(answer), _ours("}")]
+            return _box("", answer)
         if last_boxed(example.solution) == answer:
             return [_theirs(example.solution)]
-        return [_theirs(example.solution), _ours("\n\\boxed{"), _theirs(answer), _ours("}")]
+        return [_theirs(example.solution), *_box("\n", answer)]
 
     return Template("boxed", "", (), prompt, response, boxed_answer, chat=chat, own_start=chat)
 
@@ -119,7 +134,8 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
     The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A
     demonstration is the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer
-    (that line alone without a solution). A response ends with the end of the turn.
+    (that line alone without a solution). A given response stands as it is; the tags of the thinking that it begins with
+    are the tokenizer's own. A response ends with the end of the turn.
 
     Args:
         system: a system message (trusted) above the data's own. May be empty.
@@ -131,6 +147,8 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         return chat_pieces(messages, tokenizer, system, variables)
 
     def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            return _as_said(example.demonstration)
         if example.answer is None and example.solution:
             return [_theirs(example.solution)]
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
@@ -143,14 +161,16 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 def plain() -> Template:
     """The question on its own line, then the text; the answer is the last number in it.
 
-    A demonstration is the solution and ``The answer is 42.``, on one line. Gold answers that are no numbers
-    are never found: use another template for them.
+    A demonstration is the solution and ``The answer is 42.``, on one line, or a given response as it is. Gold answers
+    that are no numbers are never found: use another template for them.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
         return [*_bare(messages), _ours("\n")]
 
     def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            return [_theirs(example.demonstration)]
         reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
         return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
@@ -185,7 +205,7 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
         return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
 
     def response(example: Example) -> list[Piece]:
-        return [_ours(" "), _theirs(example.solution or _answer_of(example))]
+        return [_ours(" "), _theirs(example.demonstration or example.solution or _answer_of(example))]
 
     return Template("dialogue", "", (), prompt, response, lambda text: None if is_blank(text) else text.strip())
 
@@ -207,11 +227,36 @@ def document() -> Template:
         return [_ours(start)]
 
     def response(example: Example) -> list[Piece]:
-        if not example.solution or not example.solution.strip():
+        text = example.demonstration or example.solution
+        if not text or not text.strip():
             raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
-        return [_ours(example.solution)]
+        return [_ours(text)]
 
     return Template("document", "", (), prompt, response, last_number, own_start=True)
+
+
+@register("template")
+def as_is() -> Template:
+    """Prompts that are already rendered, as they stand; a demonstration is the response as it stands.
+
+    Both are trusted whole, so that markers and tags in them become the tokenizer's own tokens: use it only with files
+    that were rendered for this model. BOS and the end token are added where they do not stand there already. The
+    answer is the first complete ``<answer>``, else the last box, else the last number, of what follows the thinking.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        check_messages(messages)
+        if len(messages) > 1:
+            raise UsageError(
+                f"template as_is: a rendered prompt is one text, and this one has {len(messages)} messages; use chat, "
+                "which renders them"
+            )
+        return [_ours(messages[0].content)]
+
+    def response(example: Example) -> list[Piece]:
+        return [_ours(example.demonstration or example.solution or _answer_of(example))]
+
+    return Template("as_is", "", (), prompt, response, written_answer)
 
 
 def _ours(text: str) -> Piece:
@@ -220,6 +265,27 @@ def _ours(text: str) -> Piece:
 
 def _theirs(text: str | None) -> Piece:
     return Piece(text or "", trusted=False)
+
+
+def _box(before: str, answer: str) -> list[Piece]:
+    return [_ours(f"{before}\\boxed{{"), _theirs(answer), _ours("}")]
+
+
+def _as_said(response: str) -> list[Piece]:
+    """A whole response, where the tags of thinking that it begins with are ours: a tokenizer may know them."""
+    parts = split_thinking(response)
+    if parts is None or not response.lstrip().startswith("<think>"):
+        return [_theirs(response)]
+    return [_ours("<think>"), _theirs(parts[0]), _ours("</think>"), _theirs(parts[1])]
+
+
+def _parts_of(example: Example) -> tuple[str | None, str | None]:
+    """(reasoning, answer) to write between tags; of a demonstration its own answer, else the gold one, else None."""
+    if example.demonstration is None:
+        return example.solution, _answer_of(example)
+    reasoning, answer = split_response(example.demonstration)
+    cut_off = answer is None and reasoning.startswith("<")
+    return reasoning, answer or (None if cut_off else example.answer)
 
 
 def _bare(messages: Sequence[Message]) -> list[Piece]:

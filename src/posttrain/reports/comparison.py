@@ -15,7 +15,9 @@ from posttrain.markdown import bullets, paragraph, plain
 from posttrain.reports.charts.comparison import draw_comparison
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
+from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
+from posttrain.sweeps.methods import LEARNS_FROM
 from posttrain.untrusted import harmless
 
 
@@ -47,12 +49,21 @@ class Column:
     show: Callable[[float], str]
     is_optional: bool = False
     has_interval: bool = False
+    is_share: bool = True
+
+
+def headline_columns(headline: Headline) -> list[Column]:
+    """What the methods are ranked by: at the end, over the run, and how much better it is than at the start."""
+    told: dict[str, Any] = {"show": headline.show, "has_interval": True, "is_share": headline.is_share}
+    gain = ("gain, points", show_gain) if headline.is_share else ("gain", lambda v: f"{v:+.3f}")
+    return [
+        Column(headline.metric, headline.label, **told),
+        Column(f"mean_{headline.metric}", "over the run", **told),
+        Column("gain", *gain),
+    ]
 
 
 COLUMNS = (
-    Column("accuracy", "right", show_share, has_interval=True),
-    Column("mean_accuracy", "over the run", show_share, has_interval=True),
-    Column("gain", "gain, points", show_gain),
     Column("reward", "reward", lambda v: f"{v:.3f}"),
     Column("train_seconds", "training", show_seconds),
     Column("sampled_tokens", "sampled", show_count),
@@ -67,10 +78,12 @@ COLUMNS = (
 
 def make_table(comparison: Comparison) -> TextTable:
     """One line per method, best first, and the start model's."""
+    headline = comparison.headline
     columns = [c for c in COLUMNS if not c.is_optional or any(c.key in row.summaries for row in comparison.rows)]
+    columns = [*headline_columns(headline), *(c for c in columns if c.key != headline.metric)]
     lines = [_method_line(row, columns) for row in comparison.rows]
     if comparison.baseline is not None:
-        lines.append(_baseline_line(comparison.baseline, columns))
+        lines.append(_baseline_line(comparison.baseline, columns, headline))
     return TextTable("", ["method", "seeds", *(column.label for column in columns)], lines)
 
 
@@ -90,16 +103,16 @@ def show_summary(summary: Summary | None, column: Column) -> str:
     text = column.show(summary.mean)
     if not column.has_interval or summary.half_width is None:
         return text
-    return f"{text} ± {summary.half_width * 100:.1f}"
+    return f"{text} ± {summary.half_width * 100:.1f}" if column.is_share else f"{text} ± {summary.half_width:.3f}"
 
 
-def _baseline_line(baseline: Baseline, columns: Sequence[Column]) -> list[str]:
+def _baseline_line(baseline: Baseline, columns: Sequence[Column], headline: Headline) -> list[str]:
     shown = []
     for column in columns:
         value = baseline.results.get(column.key)
         text = NOTHING if value is None else column.show(value)
-        if column.key == "accuracy":
-            text += f" [{baseline.low:.1%}, {baseline.high:.1%}]"
+        if column.key == headline.metric and baseline.interval is not None:
+            text += f" [{', '.join(map(headline.show, baseline.interval))}]"
         shown.append(text)
     return ["start", NOTHING, *shown]
 
@@ -110,17 +123,18 @@ def make_notes(comparison: Comparison) -> list[str]:
         "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of "
         "the learning curve, so that who learns faster stands higher."
     ]
+    of, points = comparison.headline.of, ", in points" if comparison.headline.is_share else ""
     counts = sorted({len(row.finished) for row in comparison.rows if len(row.finished) > 1})
     if counts:
         quantiles = ", ".join(f"{student_t_quantile(n - 1):.3f} for {n} seeds" for n in counts)
         notes.append(
-            f"± is the half-width, in points, of the 95 % Student-t interval of the mean over seeds (t = {quantiles}). "
-            "It covers sampling and training, not the choice of the problems, which are the same in every evaluation."
+            f"± is the half-width{points}, of the 95 % Student-t interval of the mean over seeds (t = {quantiles}). "
+            f"It covers sampling and training, not the choice of the {of}, which are the same in every evaluation."
         )
     if any(len(row.finished) == 1 for row in comparison.rows):
         notes.append("A method with one finished seed has no interval.")
     if comparison.baseline is not None:
-        notes.append(_baseline_note(comparison.baseline))
+        notes.append(_baseline_note(comparison.baseline, comparison.headline))
     notes.append(
         "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in "
         f"nats per answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded."
@@ -134,12 +148,16 @@ def make_notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _baseline_note(baseline: Baseline) -> str:
+def _baseline_note(baseline: Baseline, headline: Headline) -> str:
     n = baseline.results["n"]
-    note = f"start: {baseline.label}, before the first update, with Wilson's 95 % interval for {n:.0f} problems."
+    note = f"start: {baseline.label}, before the first update"
+    if baseline.interval is not None:
+        kind = "Wilson's" if headline.is_share else "the"
+        note += f", with {kind} 95 % interval for {n:.0f} {headline.of}"
+    note += "."
     if baseline.varies is not None:
-        low, high = baseline.varies
-        note += f" The cells measured it between {low:.1%} and {high:.1%}; the first is shown."
+        low, high = map(headline.show, baseline.varies)
+        note += f" The cells measured it between {low} and {high}; the first is shown."
     return note
 
 
@@ -161,6 +179,12 @@ def describe_differences(comparison: Comparison) -> list[str]:
     for name, changes in comparison.differs.items():
         if changes:
             lines.append(f"{name} ({comparison.sources[name]}) differs from the base in: {'; '.join(changes)}")
+    if any(line.startswith(LEARNS_FROM) for changes in comparison.differs.values() for line in changes):
+        lines.append(
+            "methods that learn from data stand beside methods that learn from their own answers: model, start, "
+            "template, optimizer steps, learning rate, evaluation and seeds are equal but for what is named above; "
+            "computing time and the number of examples are not"
+        )
     rest = [f"{name} ({comparison.sources[name]})" for name, changes in comparison.differs.items() if not changes]
     if rest:
         what = "objective, advantage, aggregation, selection and what belongs to them"
@@ -173,6 +197,7 @@ def to_data(comparison: Comparison) -> dict[str, Any]:
     baseline = comparison.baseline
     return {
         "title": comparison.title,
+        "headline": asdict(comparison.headline),
         "description": comparison.description,
         "command": comparison.command,
         "common": dict(comparison.common),
@@ -200,44 +225,51 @@ def render_comparison(comparison: Comparison, picture: bytes | None) -> str:
         lead=comparison.description,
         methods=methods,
         starts=range(len(comparison.rows), len(methods.lines)),
-        bars=[*map(_interval, comparison.rows), _start_interval(comparison.baseline)],
+        bars=_bars(comparison),
         notes=make_notes(comparison),
         image=picture,
+        metric=comparison.headline.metric.replace("_", " "),
         common=comparison.common,
         differences=describe_differences(comparison),
-        cells=_cell_table(comparison.rows),
+        cells=_cell_table(comparison.rows, comparison.headline),
         command=comparison.command,
         environment=comparison.environment,
     )
 
 
-def _interval(row: MethodResult) -> tuple[float, float, float] | None:
-    summary = row.summaries.get("accuracy")
-    if summary is None:
-        return None
-    half = summary.half_width or 0.0
-    return summary.mean, max(0.0, summary.mean - half), min(1.0, summary.mean + half)
+def _bars(comparison: Comparison) -> list[tuple[float, float, float] | None]:
+    """A share with its interval for each line of the table; what is no share has no bar."""
+    metric, baseline = comparison.headline.metric, comparison.baseline
+    bars: list[tuple[float, float, float] | None] = []
+    for summary in (row.summaries.get(metric) for row in comparison.rows):
+        if summary is None:
+            bars.append(None)
+        else:
+            half = summary.half_width or 0.0
+            bars.append((summary.mean, max(0.0, summary.mean - half), min(1.0, summary.mean + half)))
+    if baseline is None or baseline.interval is None:
+        bars.append(None)
+    else:
+        bars.append((baseline.results[metric], *baseline.interval))
+    return bars if comparison.headline.is_share else [None] * len(bars)
 
 
-def _start_interval(baseline: Baseline | None) -> tuple[float, float, float] | None:
-    return None if baseline is None else (baseline.results["accuracy"], baseline.low, baseline.high)
-
-
-def _cell_table(rows: Sequence[MethodResult]) -> TextTable:
+def _cell_table(rows: Sequence[MethodResult], headline: Headline) -> TextTable:
     def seconds_of(cell: CellResult, key: str) -> str:
         return show_seconds(cell.facts[key]) if key in cell.facts else NOTHING
 
-    shares, seconds = ("accuracy", "format", "truncated"), ("train_seconds", "evaluation_seconds")
+    shares, seconds = ("format", "truncated"), ("train_seconds", "evaluation_seconds")
     lines = [
         [
             *(f"{cell.method}, seed {cell.seed}", cell.problem or cell.state, str(cell.step)),
+            headline.show(cell.facts[headline.metric]) if headline.metric in cell.facts else NOTHING,
             *(tables.show_share(cell.facts, key) for key in shares),
             *(seconds_of(cell, key) for key in seconds),
         ]
         for row in rows
         for cell in row.cells
     ]
-    header = ["cell", "state", "steps", "right", "in format", "cut off", "training", "evaluation"]
+    header = ["cell", "state", "steps", headline.label, "in format", "cut off", "training", "evaluation"]
     return TextTable("", header, lines, num_labels=2)
 
 

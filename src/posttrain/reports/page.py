@@ -54,9 +54,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return lines
 
 
+# As ``templates/features.js`` has them.
+MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
+
+
 def visible(text: str) -> str:
-    """A token with its spaces and line ends to be seen."""
-    return repr(text)[1:-1]
+    """A token with its spaces and line ends to be seen; what cannot be printed is written out."""
+    return "".join(MARKS.get(char) or (char if char.isprintable() else repr(char)[1:-1]) for char in text)
 
 
 def decimals(value: float | None) -> str:

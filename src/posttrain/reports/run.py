@@ -12,14 +12,16 @@ from typing import Any
 
 from posttrain.reports.charts.panels import Panel
 from posttrain.reports.page import render
+from posttrain.store.headline import ACCURACY, NAMES, Headline
 
 _TAG = re.compile("(</?(?:think|answer|reasoning)>)")
-# Results of a stage beside its accuracy, and what they are called.
+_TURN = re.compile(r"(?:\A|\n\n)(system|user|assistant): ")
+# Results of a stage beside its headline, what they are called, and how they are shown.
 _COLUMNS = (
-    ("format", "in format"),
-    ("worked", "shows its working"),
-    ("num_tokens", "tokens"),
-    ("truncated", "cut off"),
+    ("format", "in format", ".1%"),
+    ("worked", "shows its working", ".1%"),
+    ("num_tokens", "tokens", ".0f"),
+    ("truncated", "cut off", ".1%"),
 )
 
 
@@ -34,18 +36,24 @@ class Stage:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one model wrote for a problem. ``extracted``: the answer found in it, None for none."""
+    """What one model wrote for a problem. ``extracted``: the answer found in it, None for none.
+
+    ``is_right`` is None where there is no gold answer; then its ``reward`` is told, if that is what counts.
+    """
 
     label: str
     text: str
-    is_right: bool
+    is_right: bool | None
     extracted: str | None
     num_tokens: int
     is_cut: bool = False
+    reward: float | None = None
 
     @property
     def verdict(self) -> str:
-        """``right``, ``no answer``, or what was answered instead."""
+        """``right``, ``no answer``, or what was answered instead; without a gold answer the reward, or nothing."""
+        if self.is_right is None:
+            return "" if self.reward is None else f"reward {self.reward:.3f}"
         if self.is_right:
             return "right"
         return "no answer" if self.extracted is None else f"wrong: {self.extracted[:24]}"
@@ -58,11 +66,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The same problem, answered by each model."""
+    """The same problem, answered by each model. ``turns`` of a dialogue: (who, what), in place of the question."""
 
     question: str
     gold: str | None
     answers: Sequence[Answer]
+    turns: Sequence[tuple[str, str]] = ()
+
+
+def turns_of(question: str) -> list[tuple[str, str]]:
+    """The turns of a recorded dialogue (``store.rollouts.prompt_text``): (role, text); none of a single message."""
+    pieces = _TURN.split(question)
+    if pieces[0] or len(pieces) == 1:
+        return []
+    return list(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page tells. ``commands``: (what it does, command to type)."""
+    """All that the page tells. ``commands``: (what it does, command to type). ``headline``: what stages are told by."""
 
     title: str
     lead: str
@@ -89,10 +106,13 @@ class Report:
     transcripts_note: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
+    headline: Headline = ACCURACY
 
 
 def render_report(report: Report) -> str:
     """The whole page as HTML."""
-    columns = [column for column in _COLUMNS if any(column[0] in stage.results for stage in report.stages)]
+    columns = [*((key, *NAMES[key]) for key in report.headline.beside), *_COLUMNS]
+    columns = [column for column in columns if any(column[0] in stage.results for stage in report.stages)]
     page = {"title": report.title, "lead": report.lead, "environment": report.environment}
-    return render("run.jinja", report=report, columns=columns, **page)
+    has_interval = any(report.headline.interval(stage.results) for stage in report.stages)
+    return render("run.jinja", report=report, columns=columns, has_interval=has_interval, **page)

@@ -1,21 +1,22 @@
-"""``report.html`` of a study: findings, picture, tables, what was done, on one page."""
+"""``report.html`` of a study or pipeline: findings, picture, tables, what was done, on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from posttrain.reports.charts.pipeline import draw_pipeline
 from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.sweeps.study import Kind
 from posttrain.sweeps.study_results import StudyFound, StudyReport, to_json, to_page
 from posttrain.untrusted import harmless
 
 PICTURE = "study.png"
-_DRAW: Mapping[Kind, Callable[..., Path]] = {
+_DRAW: Mapping[str, Callable[..., Path]] = {
     "overoptimization": draw_overoptimization,
     "best_of_n": draw_best_of_n,
+    "pipeline": draw_pipeline,
 }
 
 

@@ -12,8 +12,8 @@ from posttrain.reports.evaluation import first_items, quoted, settings_list
 Results = Mapping[str, float]
 
 
-def contest_table(name: str, a: str, b: str, results: Results) -> TextTable:
-    """What was found, line by line; lines without a number are left out."""
+def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
+    """What came out, line by line; lines without a number are left out. ``others``: of further judges, by name."""
     shares = (
         (f"{a} wins", "win_rate"),
         (f"{a} wins, lengths alike (n = {results.get('n_similar', 0):.0f})", "win_rate_similar"),
@@ -23,6 +23,8 @@ def contest_table(name: str, a: str, b: str, results: Results) -> TextTable:
     lines = [[label, show_share(results, key), show_interval(results, key)] for label, key in shares if key in results]
     parts = [show_share(results, key) for key in ("wins", "ties", "losses")]
     lines.insert(1, ["better / equally good / worse", " / ".join(parts), NOTHING])
+    for judge, told in others.items():
+        lines.append([f"{a} wins, by {judge}", show_share(told, "win_rate"), show_interval(told, "win_rate")])
     for label, side in ((a, "a"), (b, "b")):
         lines.append([f"characters: {label}", f"{results[f'characters_{side}']:.0f}", NOTHING])
     for label, key in ((f"KL({a} ‖ {b})", "kl_ab"), (f"KL({b} ‖ {a})", "kl_ba")):

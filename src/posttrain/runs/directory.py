@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +27,7 @@ from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.environment import describe_environment
+from posttrain.store.headline import ACCURACY, Headline, read_headline
 from posttrain.store.links import refuse_links
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.reading import read_json, read_yaml
@@ -46,8 +47,8 @@ NUM_NAMES_SHOWN = 12
 class RunStatus:
     """Where a run stands: what ``status.json`` holds.
 
-    ``updated`` is in seconds since 1970. ``message`` says why a run failed. ``accuracy`` is that of
-    the last held-out evaluation, ``evaluation`` its name.
+    ``updated`` is in seconds since 1970. ``message`` says why a run failed. ``headline`` is what the run is told by,
+    ``held_out`` its value in the last held-out evaluation with what stands beside it, ``evaluation`` the name of that.
     """
 
     state: State
@@ -57,7 +58,8 @@ class RunStatus:
     host: str
     updated: float
     message: str | None = None
-    accuracy: float | None = None
+    headline: Headline | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
     evaluation: str | None = None
 
 
@@ -252,12 +254,25 @@ class RunDirectory:
             return None
         if not isinstance(data, dict):
             raise DataError(self.status_path, "damaged: not a mapping; delete it")
-        known = {field.name: data[field.name] for field in fields(RunStatus) if field.name in data}
+        known = {item.name: data[item.name] for item in fields(RunStatus) if item.name in data}
         wrong = [name for name in _STATUS_TYPES if not _fits(name, known.get(name))]
         if wrong or known["state"] not in get_args(State):
             name = (wrong or ["state"])[0]
             raise DataError(self.status_path, f"damaged: {name} is {str(known.get(name))[:60]!r}; delete it")
-        return RunStatus(**known)
+        try:
+            headline = None if known.get("headline") is None else read_headline(known["headline"])
+        except ValueError as error:
+            raise DataError(self.status_path, f"damaged: {error}; delete it") from None
+        return RunStatus(**{**known, "headline": headline, "held_out": known.get("held_out") or {}})
+
+    def headline(self) -> Headline:
+        """What the run is told by; the share of right answers where nothing is stored.
+
+        Raises:
+            DataError: the status is damaged.
+        """
+        status = self.read_status()
+        return ACCURACY if status is None or status.headline is None else status.headline
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
         """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
@@ -311,12 +326,15 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "host": (str,),
     "updated": (int, float),
     "message": (str, type(None)),
-    "accuracy": (int, float, type(None)),
+    "headline": (dict, type(None)),
+    "held_out": (dict, type(None)),
     "evaluation": (str, type(None)),
 }
 
 
 def _fits(name: str, value: Any) -> bool:
+    if name == "held_out" and isinstance(value, dict):
+        return all(isinstance(number, int | float) and not isinstance(number, bool) for number in value.values())
     return isinstance(value, _STATUS_TYPES[name]) and not isinstance(value, bool)
 
 

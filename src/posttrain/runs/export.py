@@ -32,6 +32,7 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
+from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog
 
 Weights = Literal["best", "last", "none"]
@@ -132,25 +133,27 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
     ]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
     rows = evaluations(MetricsLog(run / "metrics.jsonl").read())
-    measured = [row for row in rows if "accuracy" in row]
+    headline = RunDirectory(run).headline()
+    measured = [row for row in rows if headline.value(row) is not None]
     if measured:
         lines += [
             "Held-out evaluations:",
             "",
-            "| task | after step | n | right | 95 % interval |",
+            f"| task | after step | n | {plain(headline.label)} | 95 % interval |",
             "|---|---|---|---|---|",
         ]
-        lines += [_evaluation_row(row) for row in measured]
+        lines += [_evaluation_row(row, headline) for row in measured]
         lines.append("")
     if is_adapter:
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return "\n".join([*head, *lines])
 
 
-def _evaluation_row(row: Mapping[str, Any]) -> str:
-    interval = f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}" if "accuracy_low" in row else ""
+def _evaluation_row(row: Mapping[str, Any], headline: Headline) -> str:
+    found = headline.interval(row)
+    interval = "" if found is None else f"{headline.show(found[0])} to {headline.show(found[1])}"
     count = f"{row['n']:.0f}" if "n" in row else ""
-    return f"| {plain(row['name'])} | {row['step']} | {count} | {row['accuracy']:.1%} | {interval} |"
+    return f"| {plain(row['name'])} | {row['step']} | {count} | {headline.show(row[headline.metric])} | {interval} |"
 
 
 def _text(recipe: Mapping[str, Any], section: str, key: str) -> str:

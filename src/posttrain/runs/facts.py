@@ -92,7 +92,7 @@ def _read_environment(folder: Path) -> EnvironmentFacts:
 def _read_recipe(folder: Path) -> RecipeFacts:
     directory = RunDirectory(folder)
     recipe = directory.read_recipe()
-    steps = _section(recipe, "train").get("steps", 0)
+    steps = _section(recipe, "train").get("steps") or 0  # null where passes are counted, and the status knows
     if not isinstance(steps, int):
         raise DataError(directory.recipe_path, "train.steps is no whole number")
     leads = {

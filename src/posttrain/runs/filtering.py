@@ -20,7 +20,8 @@ SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),
     "state": (lambda run: run.state, False),
     "step": (lambda run: run.step, True),
-    "accuracy": (lambda run: run.accuracy, True),
+    "accuracy": (lambda run: run.value if run.standing is not None and run.standing[0] == "accuracy" else None, True),
+    "headline": (lambda run: run.standing, True),
     "size": (lambda run: run.disk_bytes, True),
 }
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,8 +91,10 @@ def launch(
     with lock_run(folder):
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)
+        if not resume and name is None:
+            notices += _name_notices(folder, name_of_recipe(recipe_name))
         directory.write_environment(recipe_name, recipe.fingerprint())
-        status = new_status(recipe.train.steps, directory.read_status() if resume else None)
+        status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
         record = _Record(directory, status, observer)
         try:
             with record:
@@ -121,7 +123,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     with stop_on_signals() as should_stop:
         result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
     if result.reason == "interrupted":
-        what = f"stopped after step {result.step} of {recipe.train.steps}, which is saved"
+        what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
 
@@ -205,6 +207,31 @@ def _next_free(root: Path, base: str) -> Path:
             count += 1
 
 
+def _name_notices(folder: Path, base: str) -> list[str]:
+    """Where a run of this name is there: that this one is another, and how to go on with that one."""
+    taken = [name for name in _family(run_names(folder.parent), base) if name != folder.name]
+    if not taken:
+        return []
+    newest = folder.parent / _newest_of(folder.parent, taken)
+    try:
+        status = RunDirectory(newest).read_status()
+    except DataError:
+        status = None
+    state = f"{status.state} at step {status.step} of {status.steps}" if status else "without a status"
+    if is_live(newest):
+        then = "a process works in it"
+    elif status is not None and status.state == "finished":
+        then = "--run NAME gives a name of your own"
+    else:
+        then = f"to go on with it instead, stop this one and type: {resume_command(newest)}"
+    return [f"{newest} is there already, {state}; this is a new run, {folder}. {then[0].upper()}{then[1:]}"]
+
+
+def _family(known: Sequence[str], base: str) -> list[str]:
+    """The runs that a recipe's name was given to: ``base``, ``base-2``, ..."""
+    return [name for name in known if name == base or (name.startswith(f"{base}-") and name[len(base) + 1 :].isdigit())]
+
+
 def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -> None:
     folder = directory.folder
     if not folder.is_dir():
@@ -245,12 +272,32 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
             )
         return root / name
     base = name_of_recipe(recipe_name)
-    candidates = [n for n in known if n == base or (n.startswith(f"{base}-") and n[len(base) + 1 :].isdigit())]
+    candidates = _family(known, base)
     fitting = [n for n in candidates if _could_go_on(RunDirectory(root / n), recipe)]
+    if not fitting and candidates:
+        newest = RunDirectory(root / _newest_of(root, candidates))
+        raise UsageError(
+            f"--resume: {newest.folder} is the newest run of this name, and its recipe is another. "
+            f"{_differences(newest, recipe)}\nContinue it by its own recipe: {resume_command(newest.folder)}\n"
+            "Or give the keys that it was started with; to start a new run, leave out --resume"
+        )
     if not fitting:
-        why = f"of these, none has the same recipe: {', '.join(candidates)}" if candidates else f"no {base!r} there"
-        raise UsageError(f"--resume: nothing to continue in {root}: {why}. Name the run with --run NAME")
-    return root / max(fitting, key=lambda n: (RunDirectory(root / n).recipe_path.stat().st_mtime, n))
+        raise UsageError(
+            f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
+            "Name the run with --run NAME; to start a new run, leave out --resume"
+        )
+    return root / _newest_of(root, fitting)
+
+
+def _newest_of(root: Path, names: Sequence[str]) -> str:
+    return max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
+
+
+def _differences(directory: RunDirectory, recipe: Recipe) -> str:
+    try:
+        return describe_changes(directory.changed_keys(recipe))
+    except DataError as error:
+        return str(error)
 
 
 def _could_go_on(directory: RunDirectory, recipe: Recipe) -> bool:
@@ -320,8 +367,11 @@ class _Record:
         if event == "start":
             self.started = True
             at = facts.get("resumed_from")
-            self._update(step=at or 0)
-            self.directory.log("started" if at is None else f"resumed after step {at}")
+            self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
+            length = f": {facts['length']}" if facts.get("length") else ""
+            self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            if facts.get("origin"):
+                self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
             if facts.get("num_repeated"):
@@ -329,9 +379,12 @@ class _Record:
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":
-            accuracy = facts["results"].get("accuracy")
-            self._update(accuracy=accuracy, evaluation=facts["name"])
-            self.directory.log(f"step {facts['step']}: {facts['name']}: accuracy {accuracy}")
+            headline, results = facts["headline"], facts["results"]
+            told = "evaluated"
+            if headline is not None and headline.metric in results:  # a further task may lack what the first one has
+                self._update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
+                told = f"{headline.metric} {results[headline.metric]}"
+            self.directory.log(f"step {facts['step']}: {facts['name']}: {told}")
         elif event == "checkpoint":
             best = ", the best so far" if facts.get("best") else ""
             self.directory.log(f"step {facts['step']}: saved {facts['path']}{best}")

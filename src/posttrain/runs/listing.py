@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
 from posttrain.runs.facts import (
-    EVALUATION,
     EnvironmentFacts,
     RecipeFacts,
     created_of,
@@ -25,7 +24,8 @@ from posttrain.runs.facts import (
 from posttrain.runs.notes import Notes, read_notes
 from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
-from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.headline import Headline
+from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.reading import read_record, read_yaml
 from posttrain.store.rollouts import RolloutStore
 
@@ -40,9 +40,9 @@ class RunSummary:
 
     ``state`` is ``running`` only while a process holds the run's lock; a run that says so without
     one was killed and is ``dead``. ``damaged`` runs have files that cannot be read: ``problem`` says
-    which. ``metrics`` are those of the last step, ``accuracy`` that of the last held-out evaluation,
-    ``disk_bytes`` what the directory holds, ``created`` the first start (ISO 8601, UTC), ``updated`` the last
-    change of its status (seconds since 1970). ``name`` is relative to the runs folder.
+    which. ``metrics`` are those of the last step, ``headline`` what the run is told by and ``held_out`` its
+    numbers in the last held-out evaluation, ``disk_bytes`` what the directory holds, ``created`` the first start (ISO
+    8601, UTC), ``updated`` the last change of its status (seconds since 1970). ``name`` is relative to the runs folder.
     """
 
     name: str
@@ -54,12 +54,29 @@ class RunSummary:
     objective: str
     model: str
     metrics: dict[str, float] = field(default_factory=dict)
-    accuracy: float | None = None
+    headline: Headline | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
     disk_bytes: int = 0
     created: str | None = None
     problem: str | None = None
     updated: float | None = None
     tags: tuple[str, ...] = ()
+
+    @property
+    def value(self) -> float | None:
+        """That of the headline in the last held-out evaluation."""
+        return None if self.headline is None else self.headline.value(self.held_out)
+
+    @property
+    def standing(self) -> tuple[str, float] | None:
+        """To sort runs by: the headline's metric, and a number that is larger for what is better."""
+        value = self.value
+        return None if self.headline is None or value is None else (self.headline.metric, self.headline.goodness(value))
+
+    @property
+    def told(self) -> str:
+        """Its headline for a column of a list; empty where it was not evaluated."""
+        return "" if self.headline is None else self.headline.brief(self.held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,8 @@ def summarize_run(path: str | Path) -> RunSummary:
         objective=recipe.objective,
         model=recipe.model,
         metrics=metrics,
-        accuracy=status.accuracy if status else None,
+        headline=status.headline if status else None,
+        held_out=status.held_out if status else {},
         disk_bytes=disk_bytes(directory.folder),
         created=environment.created,
         problem="; ".join(problems) or None,
@@ -200,15 +218,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
 
 def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
     """Held-out evaluations in the order in which they were done: ``name``, ``step`` and their results."""
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        by_name: dict[str, dict[str, float]] = {}
-        for key, value in row.metrics.items():
-            if key.startswith(EVALUATION):
-                name, _, result = key.removeprefix(EVALUATION).rpartition("/")
-                by_name.setdefault(name, {})[result] = value
-        found += [{"name": name, "step": row.step, **results} for name, results in by_name.items()]
-    return found
+    return [{"name": point.name, "step": point.step, **point.results} for point in evaluation_points(rows)]
 
 
 def disk_bytes(folder: str | Path) -> int:

@@ -57,8 +57,10 @@ def read_notes(folder: str | Path) -> Notes:
 def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
     """Add and take away tags: ``good`` and ``+good`` add, ``-good`` takes away. Returns the new notes.
 
+    A tag that is there is not added again, and one that is not there need not be taken away.
+
     Raises:
-        UsageError: a malformed tag, or one to take away that is not there; nothing was changed.
+        UsageError: a malformed tag; nothing was changed.
     """
     with _alone(Path(folder)):
         before = read_notes(folder)
@@ -70,9 +72,7 @@ def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
                     f"{change!r}: a tag is made of letters, digits, '.', '_' and '-', such as +good or -good"
                 )
             if change.startswith("-"):
-                if tag not in tags:
-                    raise UsageError(f"{Path(folder).name} has no tag {tag!r}. Its tags: {', '.join(tags) or 'none'}")
-                tags.remove(tag)
+                tags = [kept for kept in tags if kept != tag]
             elif tag not in tags:
                 tags.append(tag)
         return _write(folder, Notes(tuple(tags), before.remarks))

@@ -14,13 +14,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
+from posttrain.models.sources import looks_local, refuse_out_of_reach
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 
 CELLS, START = "cells", "start"
 # What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
-PLANS = ("compare.yaml", "study.yaml")
+PLANS = ("compare.yaml", "study.yaml", "pipeline.yaml")
 _PATTERN = "*?["
 
 
@@ -120,6 +122,25 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
             place = _locate(Path(root), exact, known, comparisons)
             places.setdefault(place.name, place)
     return list(places.values())
+
+
+def refuse_absent(root: str | Path, name: str) -> None:
+    """Refuse the name of a model that is no run and no folder, and that neither the hub nor its cache can give.
+
+    No library that loads models is imported for that. What is there is judged by who opens it.
+
+    Raises:
+        UsageError: with the runs that there are.
+    """
+    path = Path(name)
+    in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
+    if name in ("", "tiny") or in_run or kind_of_file(path.expanduser()) != "nothing":
+        return
+    if looks_local(name) or name.startswith(f"{Path(root)}/"):
+        known = every_run_name(root)
+        near = suggest(name.removeprefix(f"{Path(root)}/"), known)
+        raise UsageError(f"{shorten(name)}: no such run or folder.{near} {list_names(known)}")
+    refuse_out_of_reach(name)
 
 
 def fits(name: str, pattern: str) -> bool:

@@ -22,6 +22,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 ACCEPT = "--accept-changes"
+LENGTHS = ("train.steps", "train.passes")
 Changes = dict[str, tuple[Any, Any]]
 
 
@@ -38,8 +39,9 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
     missing = _missing_records(directory.folder, step, state)
-    old, new = changed.get("train.steps", (0, saved + 1))
-    too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if new <= saved else ""
+    new = recipe.train.steps if "train.steps" in changed else None
+    short = new is not None and new <= saved
+    too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
     problem = too_few or _hard_problem(changed, recipe)
     differing += _lines(changed) if problem else []
     if problem and not accept_changes:
@@ -51,7 +53,8 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
         what = "; ".join([*missing, *differing])
         notices.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
     elif changed:
-        notices.append(f"train.steps is now {new} instead of {old}; the steps up to {saved} are kept as they are")
+        now = "; ".join(f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items()))
+        notices.append(f"{now}; the steps up to {saved} are kept as they are")
     elsewhere = {key: both for key, both in directory.changed_keys(recipe, places=True).items() if key != "description"}
     if elsewhere:
         notices.append(f"another place than at the last start: {'; '.join(_lines(elsewhere))}")
@@ -83,9 +86,10 @@ def refuse_other_version(directory: RunDirectory) -> None:
 
 
 def hard_changes(changed: Changes) -> str:
-    """Why a run cannot go on with these changes; empty if it may (``train.steps`` alone)."""
-    hard = [key for key in changed if key != "train.steps"]
-    return f"Only train.steps may change when a run is resumed, not {', '.join(hard)}." if hard else ""
+    """Why a run cannot go on with these changes; empty if it may (``train.steps`` or ``passes`` alone)."""
+    hard = [key for key in changed if key not in LENGTHS]
+    length = " or ".join(LENGTHS)
+    return f"Only {length} may change when a run is resumed, not {', '.join(hard)}." if hard else ""
 
 
 def describe_changes(changed: Changes) -> str:
@@ -137,8 +141,9 @@ def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[
 
 
 def _hard_problem(changed: Changes, recipe: Recipe) -> str:
-    if "train.steps" in changed and recipe.train.schedule != "constant" and len(changed) == 1:
-        return f"train.steps changes the learning rates of train.schedule {recipe.train.schedule!r}."
+    if changed and not hard_changes(changed) and recipe.train.schedule != "constant":
+        length = " and ".join(sorted(changed))
+        return f"{length} changes the learning rates of train.schedule {recipe.train.schedule!r}."
     return hard_changes(changed)
 
 

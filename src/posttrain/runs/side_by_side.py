@@ -13,6 +13,7 @@ from posttrain.recipes.document import flatten
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import RunSummary, evaluations, summarize_run
+from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog
 
 COMMENTS = ("description",)
@@ -34,14 +35,16 @@ class SideBySide:
     """Several runs; every list has one entry per run, in the order in which they were named.
 
     ``recipe``: dotted keys in which the resolved recipes differ (``ABSENT`` where one has no such key);
-    ``num_equal_keys`` have one value in all of them. ``last`` and ``best``: by the evaluation's name, its
-    results with their ``step``; None for a run that was not so evaluated. ``metrics``: of the last
+    ``num_equal_keys`` have one value in all of them. ``headlines``: what each run is told by. ``last`` and ``best``: by
+    the evaluation's name, its results with their ``step``, the best by that; None for a run that was not so evaluated.
+    ``metrics``: of the last
     step. ``environment``: versions, commit and hardware in which the newest starts differ.
     """
 
     runs: list[RunSummary]
     recipe: dict[str, list[Any]]
     num_equal_keys: int
+    headlines: list[Headline]
     last: dict[str, list[dict[str, Any] | None]]
     best: dict[str, list[dict[str, Any] | None]]
     metrics: dict[str, list[float | None]]
@@ -70,14 +73,16 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
     rows = [MetricsLog(directory.folder / "metrics.jsonl").read() for directory in directories]
     evaluated = [evaluations(own) for own in rows]
     summaries = [summarize_run(directory.folder) for directory in directories]
+    headlines = [directory.headline() for directory in directories]
     names = dict.fromkeys(name for summary in summaries for name in summary.metrics)
     timed = ("step_seconds", "evaluation_seconds")
     return SideBySide(
         runs=summaries,
         recipe=differing,
         num_equal_keys=len(values) - len(differing),
-        last=_by_name(evaluated, best=False),
-        best=_by_name(evaluated, best=True),
+        headlines=headlines,
+        last=_by_name(evaluated, headlines, best=False),
+        best=_by_name(evaluated, headlines, best=True),
         metrics={name: [summary.metrics.get(name) for summary in summaries] for name in names},
         seconds=[sum(row.timing.get(name, 0.0) for row in own for name in timed) for own in rows],
         environment=environment,
@@ -92,17 +97,19 @@ def _read_recipe(directory: RunDirectory, fill: bool) -> dict[str, Any]:
     return stored
 
 
-def _by_name(evaluated: Sequence[Sequence[dict[str, Any]]], *, best: bool) -> dict[str, list[dict[str, Any] | None]]:
+def _by_name(
+    evaluated: Sequence[Sequence[dict[str, Any]]], headlines: Sequence[Headline], *, best: bool
+) -> dict[str, list[dict[str, Any] | None]]:
     names = dict.fromkeys(item["name"] for items in evaluated for item in items)
     table: dict[str, list[dict[str, Any] | None]] = {}
     for name in names:
-        own = [[item for item in items if item["name"] == name and "accuracy" in item] for items in evaluated]
-        if best:  # the first of equals, as it was cheaper
-            table[name] = [
-                max(items, key=lambda item: (item["accuracy"], -item["step"]), default=None) for items in own
-            ]
-        else:
-            table[name] = [items[-1] if items else None for items in own]
+        table[name] = []
+        for items, headline in zip(evaluated, headlines, strict=True):
+            own = [(headline.value(item), item) for item in items if item["name"] == name]
+            measured = [(value, item) for value, item in own if value is not None]
+            if best:  # the first of equals, as it was cheaper
+                measured.sort(key=lambda one: (headline.goodness(one[0]), -one[1]["step"]))
+            table[name].append(measured[-1][1] if measured else None)
     return table
 
 

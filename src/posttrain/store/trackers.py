@@ -7,16 +7,20 @@ The only module that imports wandb and tensorboard.
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.errors import MissingExtra
+from posttrain.errors import MissingExtra, UsageError
+from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.store.durable import storage_errors
 from posttrain.store.metrics import MetricsRow, TrackedRun, Tracker
+
+WANDB_MODES = ("offline", "online", "disabled")
 
 
 @register("tracker")
@@ -59,33 +63,48 @@ class _TensorBoard:
 def wandb(
     run: TrackedRun,
     *,
-    project: str = "posttrain",
+    project: str | None = None,
     entity: str | None = None,
     group: str | None = None,
-    mode: Literal["offline", "online"] = "offline",
+    mode: Literal["offline", "online", "disabled"] | None = None,
 ) -> Tracker:
     """Weights & Biases: each line of ``metrics.jsonl`` is a row of the history, over ``step``.
 
     ``offline``, nothing leaves this machine: ``wandb sync runs/NAME/wandb/offline-run-*`` uploads it later. The run's
     id is kept in its folder. A resumed run continues the one on the server, which leaves out the rows that it has;
-    offline, whose format cannot be continued, all rows are written again and the older files removed.
+    offline, whose format cannot be continued, all rows are written again and the older files removed. Its files are in
+    the run's folder, or below ``WANDB_DIR``.
 
     Args:
-        project: on the server.
-        entity: whose project; the account's default if none.
+        project: on the server; by default what ``WANDB_PROJECT`` says, else ``posttrain``.
+        entity: whose project; by default what ``WANDB_ENTITY`` says, else the account's own.
         group: of runs that belong together.
-        mode: ``online`` uploads while training, and becomes ``offline`` with a notice where there is no server.
+        mode: ``online`` uploads while training, and becomes ``offline`` with a notice where there is no server. By
+            default what ``WANDB_MODE`` says; else ``online`` with ``WANDB_API_KEY``, ``offline`` without.
+
+    Raises:
+        UsageError: ``WANDB_MODE`` says none of these.
     """
     try:
         import wandb as library
     except ImportError as error:
         raise MissingExtra("wandb", "track", "track: wandb") from error
-    return _WeightsAndBiases(run, library, {"project": project, "entity": entity, "group": group}, mode)
+    place = {"project": project or os.environ.get("WANDB_PROJECT") or "posttrain", "group": group}
+    place["entity"] = entity or os.environ.get("WANDB_ENTITY") or None
+    return _WeightsAndBiases(run, library, place, mode or _mode_of_environment())
+
+
+def _mode_of_environment() -> str:
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    if mode not in WANDB_MODES:
+        raise UsageError(f"WANDB_MODE is {shorten(mode)}; set it to {', '.join(WANDB_MODES)}, or unset it")
+    return mode
 
 
 class _WeightsAndBiases:
     def __init__(self, run: TrackedRun, library: Any, place: Mapping[str, Any], mode: str) -> None:
         self.run, self.library, self.place, self.mode = run, library, place, mode
+        self.home = Path(os.environ.get("WANDB_DIR") or run.folder)  # the library's files are in its folder ``wandb``
         self._session: Any = None
         self._rows = 0
 
@@ -97,7 +116,8 @@ class _WeightsAndBiases:
             if not identity.is_file():
                 identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
             name = identity.read_text(encoding="utf-8")
-            before = list(folder.glob(f"offline-run-*-{name}"))
+            self.home.mkdir(parents=True, exist_ok=True)
+            before = list((self.home / "wandb").glob(f"offline-run-*-{name}"))
         self._rows = 0
         self._attempt("could not be started", lambda: self._open(name))
         for row in kept:
@@ -124,7 +144,7 @@ class _WeightsAndBiases:
             if self.mode == "offline" or not _is_theirs(error):
                 raise
             self.library.teardown()  # lets go of the id
-            folder = self.run.folder / "wandb"
+            folder = self.home / "wandb"
             self.run.notify(f"track: wandb: the server cannot be used ({_line(error)}); offline instead, in {folder}")
             self._session = self._begin(name, "offline")
         self._session.define_metric("*", step_metric="step")
@@ -142,7 +162,7 @@ class _WeightsAndBiases:
             **self.place,
             id=name,
             name=self.run.folder.name,
-            dir=str(self.run.folder),
+            dir=str(self.home),
             mode=mode,
             resume="allow",
             reinit="create_new",

@@ -20,7 +20,9 @@ out; the base needs no objective. A method is one of
 
 * the name of a recipe: of it, only the method is taken (``METHOD_KEYS``: objective, advantage,
   aggregation, correction, KL in the reward, head, teacher, and how rollouts are selected), in place
-  of the base's; all else is literally the base's;
+  of the base's; all else is literally the base's. Where it learns from data and the base from its own
+  answers, or the other way round, it brings what it learns from (``SOURCE_KEYS``), and the table says
+  so; model, start, template, steps, rate, evaluation and seeds are held equal;
 * ``{recipe: name, ...overrides}``: the same, with overrides of any key;
 * overrides alone: the base with these changes. Nothing (``{}``) is the base as it is.
 
@@ -36,6 +38,7 @@ the file with everything resolved; it makes the same cells again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,13 +47,40 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.document import apply_override, interpretation_names, merge, recipe_names, study_names
+from posttrain.recipes.document import (
+    Document,
+    apply_override,
+    apply_overrides,
+    interpretation_names,
+    merge,
+    recipe_names,
+    study_names,
+)
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import suggest
-from posttrain.sweeps.methods import belongs_to_method, changes_between, differences, method_part, without_method
+from posttrain.sweeps.methods import (
+    belongs_to_method,
+    changes_between,
+    differences,
+    method_part,
+    tell_sources,
+    with_source_of,
+    without_method,
+)
 from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SourceReader, SweepFile, label_of, read_sweep_file
+from posttrain.sweeps.sources import (
+    Source,
+    SweepFile,
+    choose_names,
+    label_of,
+    lay_over_recipe,
+    named,
+    named_recipe,
+    read_source,
+    read_sweep_file,
+)
+from posttrain.tasks.base import held_out_task
 
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 # A base need not name an objective; one of these stands in while the base is checked by itself.
 _STAND_IN = {"rollout": "reinforce", "data": "cross_entropy"}
 
@@ -110,12 +140,12 @@ class ComparisonPlan(Plan):
 
 def comparison_names() -> list[str]:
     """Names of the compare files that ship, such as ``compare/ppo-grpo-dpo``."""
-    return [name for name in recipe_names() if name.startswith(CompareFile.shelf)]
+    return recipe_names(CompareFile.shelf)
 
 
 def training_recipe_names() -> list[str]:
     """Names of the shipped recipes that `posttrain train` takes."""
-    others = {*comparison_names(), *interpretation_names(), *study_names()}
+    others = {*comparison_names(), *interpretation_names(), *study_names(), *recipe_names("pipeline/")}
     return [name for name in recipe_names() if name not in others]
 
 
@@ -136,35 +166,39 @@ def load_comparison(
     folder: str | Path,
     methods: Sequence[str] | None = None,
     num_seeds: int | None = None,
+    over: tuple[str, Sequence[str]] | None = None,
 ) -> ComparisonPlan:
     """Read a compare file and check every cell.
 
     Args:
-        name_or_path: a file, or a shipped one with or without ``compare/``.
+        name_or_path: a file, or a shipped one with or without ``compare/``; with ``over``, a recipe of one run.
         overrides: dotted keys with values: of the compare file (``methods.dapo.objective.clip_high``)
             or else of the base (``train.lr``).
         folder: the comparison's directory; nothing is written here.
-        methods: names of the rows wanted; by default all.
-        num_seeds: instead of the file's.
+        methods, num_seeds: names of the rows wanted (None: all), and how many seeds (None: as the file says).
+        over: a key and the values that it takes in turn: a row for each, which differs from the recipe in that alone.
 
     Raises:
         RecipeError, UnknownWord: with file, line, method and key.
         UsageError: an override or a method of something that the file does not have.
     """
     own, common = _split_overrides(overrides)
-    content, reader = read_sweep_file(CompareFile, name_or_path, own)
-    base, base_data = _read_base(reader, content.base, common)
-    names = _choose_methods(list(content.methods), methods, reader.place)
-    rows = [_read_row(reader, content, name, base, base_data) for name in names]
+    made_up = None if over is None else rows_over(name_or_path, *over)
+    content, document = read_sweep_file(CompareFile, name_or_path, own, content_of_command=made_up)
+    base, base_data = _read_base(document, content.base, common)
+    names = choose_names(list(content.methods), methods, document.place, "method")
+    rows = [_read_row(document, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
         raise RecipeError(
-            f"{reader.place}: base.eval.every: 0 switches evaluation off; without it there is nothing to compare"
+            f"{document.line_of('base.eval.every')}base.eval.every: 0 switches evaluation off; without it there is "
+            "nothing to compare"
         )
     start = None
     if content.start is not None:
-        recipe = reader.source(content.start, "start")
+        recipe = read_source(document, content.start, "start")
         if base.model.init is not None:
-            raise RecipeError(f"{reader.place}: base.model.init makes a new model; it leaves nothing for 'start' to do")
+            where = f"{document.line_of('base.model.init')}base.model.init"
+            raise RecipeError(f"{where}: it makes a new model, which leaves nothing for 'start' to do")
         start = plan_start(Path(folder), recipe, alone=True)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
     resolved = _resolve(content, start, base, rows, len(seeds))
@@ -189,6 +223,25 @@ def load_comparison(
     )
 
 
+def rows_over(recipe: str, key: str, values: Sequence[str]) -> dict[str, Any]:
+    """What a compare file would say of one recipe with one key at several values: ``lr-1e-4``, ``lr-3e-4``.
+
+    Raises:
+        UsageError: the seed, which every row has several of, or values that cannot be told apart.
+        RecipeError: a key that cannot be.
+    """
+    if key == "train.seed":
+        raise UsageError("--over train.seed: every row is trained with several seeds; --seeds says how many")
+    rows: dict[str, Any] = {}
+    for value in values:
+        name = f"{key.rpartition('.')[2]}-{_NO_NAME.sub('-', value).strip('-') or 'empty'}"
+        if name in rows:
+            raise UsageError(f"--over {key}: two values would both be called {name}; leave one out")
+        rows[name] = {}
+        apply_override(rows[name], key, value)
+    return {"description": f"{recipe} over {key}.", "base": {"recipe": recipe}, "methods": rows}
+
+
 def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(overrides of the compare file, overrides of the base)."""
     own, common = [], []
@@ -205,17 +258,16 @@ def _split_overrides(overrides: Sequence[tuple[str, str]]) -> tuple[list[tuple[s
 
 
 def _read_base(
-    reader: SourceReader, source: Mapping[str, Any], common: Sequence[tuple[str, str]]
+    document: Document[CompareFile], source: Mapping[str, Any], common: Sequence[tuple[str, str]]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The resolved base, and its data before that: defaults that follow from the objective are not in them."""
-    with reader.named("base"):
-        data = reader.lay_over_recipe(source)
-        for key, value in common:
-            apply_override(data, key, value)
+    with named("base"):
+        data = lay_over_recipe(document, source)
+        apply_overrides(data, common)
         has_objective = data.get("objective") is not None
         if not has_objective:
             data["objective"] = next((word for key, word in _STAND_IN.items() if key in data), "reinforce")
-        recipe = reader.recipe(data, "base", {f"base.{key}" for key, _ in common})
+        recipe = document.part(Recipe, "base", data, {f"base.{key}" for key, _ in common}).check()
         checked = recipe.dump()
         if not has_objective:
             del checked["objective"]
@@ -223,42 +275,33 @@ def _read_base(
 
 
 def _read_row(
-    reader: SourceReader, content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
+    document: Document[CompareFile], content: CompareFile, name: str, base: Recipe, base_data: Mapping[str, Any]
 ) -> Method:
     """One row: the base with the method's recipe and overrides."""
     where, source = f"methods.{name}", content.methods[name]
-    with reader.named(f"method {name!r}"):
+    with named(f"method {name!r}"):
         data = dict(base_data)
         if "recipe" in source:
-            donor = reader.named_recipe(source)
+            donor = named_recipe(document, source)
             donor.resolve()
+            own = donor.dump()
+            data = without_method(data)
             if (donor.rollout is None) != (base.rollout is None):
-                kinds = ("trains on data", "samples (rollout)")
-                raise RecipeError(
-                    f"the recipe {source['recipe']} {kinds[donor.rollout is not None]}, but the base "
-                    f"{kinds[base.rollout is not None]}; give the method as overrides alone"
-                )
-            data = merge(without_method(data), method_part(donor.dump()))
+                tasks = base.eval.tasks or [held_out_task(base.task)]
+                data = with_source_of(data, own)
+                data["eval"] = data["eval"] | {"tasks": [task.model_dump() for task in tasks]}
+            data = merge(data, method_part(own))
         data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
         if data.get("objective") is None:
-            raise RecipeError(f"{reader.place_of(where)}{where}: give a recipe or an objective; the base has none")
-        recipe = reader.recipe(data, where).resolve()
+            raise RecipeError(f"{document.line_of(where)}{where}: give a recipe or an objective; the base has none")
+        recipe = document.part(Recipe, where, data).check().resolve()
     changes = differences(base.dump(), recipe.dump())
+    if (recipe.rollout is None) != (base.rollout is None):
+        kinds = {True: "data", False: "its own answers"}
+        changes = tell_sources(changes, (kinds[base.rollout is None], kinds[recipe.rollout is None]))
     if content.start is not None and "model.name" in changes:
         changes["model.name"] = ("the start", recipe.model.name)
     return Method(name, recipe, label_of(source), changes)
-
-
-def _choose_methods(known: list[str], wanted: Sequence[str] | None, place: str) -> list[str]:
-    if wanted is None:
-        return known
-    for name in wanted:
-        if name not in known:
-            there = ", ".join(known)
-            raise UsageError(f"--methods: {place} has no method {name!r}.{suggest(name, known)} Methods: {there}")
-    if not wanted:
-        raise UsageError(f"--methods: name at least one of {', '.join(known)}")
-    return list(dict.fromkeys(wanted))
 
 
 def _resolve(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from posttrain.evals.seeds import Summary, summarize_seeds
 from posttrain.evals.statistics import wilson_interval
 from posttrain.recipes.recipe import Recipe
+from posttrain.store.headline import ACCURACY, KL, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.compare import ComparisonPlan
 from posttrain.sweeps.plan import Training
@@ -19,7 +20,7 @@ from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.standings import problems
 
 CellState = Literal["finished", "failed", "unfinished"]
-# Results of the last held-out evaluation that become facts of a cell under their own names.
+# Results of the last held-out evaluation that become facts of a cell under their own names, beside the headline.
 EVALUATED = ("accuracy", "reward", "format", "truncated", "num_tokens", "worked", "kl_from_start", "entropy")
 # Training metrics of which the first and the last value are facts: ``margin_first``, ``margin_last``, ...
 COURSES = ("margin", "pair_accuracy")
@@ -27,11 +28,14 @@ COURSES = ("margin", "pair_accuracy")
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One held-out evaluation: after ``step`` updates and ``seconds`` of training. None: not recorded."""
+    """One held-out evaluation: after ``step`` updates and ``seconds`` of training. ``value`` is the headline's.
+
+    None: not recorded.
+    """
 
     step: int
     seconds: float
-    accuracy: float
+    value: float
     reward: float | None
     kl: float | None
 
@@ -40,9 +44,9 @@ class CurvePoint:
 class CellResult:
     """One run of a comparison.
 
-    ``facts`` by name: those of ``EVALUATED`` at the end, ``start_accuracy``, ``gain``,
-    ``mean_accuracy`` (over the run: the area under the learning curve by its width),
-    ``train_seconds``, ``evaluation_seconds``, ``sampled_tokens``, ``trained_tokens`` and the courses;
+    ``facts`` by name: the headline and those of ``EVALUATED`` at the end, ``start_accuracy`` and ``mean_accuracy``
+    (over the run: the area under the learning curve by its width) or what else the headline is, ``gain`` (by how much
+    it got better), ``train_seconds``, ``evaluation_seconds``, ``sampled_tokens``, ``trained_tokens`` and the courses;
     what was not recorded is not there. ``start`` holds the evaluation before the first update.
     """
 
@@ -72,21 +76,24 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model that all cells start from, before the first update: Wilson interval over the problems.
+    """The model that all cells start from, before the first update.
 
-    ``varies``: lowest and highest accuracy, where the cells did not measure the same.
+    ``interval``: of its headline; Wilson's over the problems of a share, None where there is none.
+    ``varies``: lowest and highest value, where the cells did not measure the same.
     """
 
     label: str
     results: dict[str, float]
-    low: float
-    high: float
+    interval: tuple[float, float] | None
     varies: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is told about a comparison. ``common``: (what, value); ``differs``: method -> lines."""
+    """All that is told about a comparison. ``common``: (what, value); ``differs``: method -> lines.
+
+    ``headline``: what all cells are told and ranked by.
+    """
 
     title: str
     description: str
@@ -97,26 +104,33 @@ class Comparison:
     sources: dict[str, str]
     command: str
     environment: Mapping[str, Any] = field(default_factory=dict)
+    headline: Headline = ACCURACY
 
 
 def read_cell(
-    rows: Sequence[MetricsRow], method: str, seed: int, state: CellState, problem: str | None = None
+    rows: Sequence[MetricsRow],
+    method: str,
+    seed: int,
+    state: CellState,
+    problem: str | None = None,
+    headline: Headline = ACCURACY,
 ) -> CellResult:
     """A cell's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
     points = evaluation_points(rows)
     name = points[0].name if points else None
-    own = list(
-        {p.step: p for p in points if p.name == name and math.isfinite(p.results.get("accuracy", math.nan))}.values()
-    )
+    own = list({p.step: p for p in points if p.name == name and headline.value(p.results) is not None}.values())
+    course = [(p.step, p.results[headline.metric]) for p in own]
     facts = {**_costs(rows), **_courses(rows)}
     start = {k: v for k, v in own[0].results.items() if math.isfinite(v)} if own and own[0].step == 0 else {}
     if own:
         last = own[-1].results
-        facts |= {key: last[key] for key in EVALUATED if math.isfinite(last.get(key, math.nan))}
+        told = dict.fromkeys((headline.metric, *EVALUATED))
+        facts |= {key: last[key] for key in told if math.isfinite(last.get(key, math.nan))}
     if start:
-        facts |= {"start_accuracy": start["accuracy"], "gain": own[-1].results["accuracy"] - start["accuracy"]}
+        gain = headline.goodness(course[-1][1]) - headline.goodness(course[0][1])
+        facts |= {f"start_{headline.metric}": course[0][1], "gain": gain}
     if len(own) > 1:
-        facts["mean_accuracy"] = area_under([(p.step, p.results["accuracy"]) for p in own])
+        facts[f"mean_{headline.metric}"] = area_under(course)
     return CellResult(
         method=method,
         seed=seed,
@@ -126,7 +140,7 @@ def read_cell(
         evaluation=name,
         start=start,
         facts=facts,
-        curve=_curve(rows, own),
+        curve=_curve(rows, own, headline),
     )
 
 
@@ -167,19 +181,19 @@ def _courses(rows: Sequence[MetricsRow]) -> dict[str, float]:
     return facts
 
 
-def _curve(rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]) -> list[CurvePoint]:
+def _curve(rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint], headline: Headline) -> list[CurvePoint]:
     curve = []
     for point in points:
         seconds = math.fsum(row.timing.get("step_seconds", 0.0) for row in rows if row.step <= point.step)
         results = {key: value for key, value in point.results.items() if math.isfinite(value)}
-        curve.append(
-            CurvePoint(point.step, seconds, results["accuracy"], results.get("reward"), results.get("kl_from_start"))
-        )
+        curve.append(CurvePoint(point.step, seconds, results[headline.metric], results.get("reward"), results.get(KL)))
     return curve
 
 
-def rank_methods(cells: Sequence[CellResult], order: Sequence[str]) -> list[MethodResult]:
-    """One row per method, the highest mean accuracy first; those without a finished cell last."""
+def rank_methods(
+    cells: Sequence[CellResult], order: Sequence[str], headline: Headline = ACCURACY
+) -> list[MethodResult]:
+    """One row per method, the best mean of the headline first; those without a finished cell last."""
     rows = []
     for name in order:
         own = [cell for cell in cells if cell.method == name]
@@ -187,19 +201,22 @@ def rank_methods(cells: Sequence[CellResult], order: Sequence[str]) -> list[Meth
         keys = dict.fromkeys(key for cell in finished for key in cell.facts)
         summaries = {key: summarize_seeds([c.facts[key] for c in finished if key in c.facts]) for key in keys}
         rows.append(MethodResult(name, own, {key: s for key, s in summaries.items() if s is not None}))
-    return sorted(rows, key=lambda row: -row.summaries["accuracy"].mean if "accuracy" in row.summaries else math.inf)
+    means = {row.name: row.summaries[headline.metric].mean for row in rows if headline.metric in row.summaries}
+    return sorted(rows, key=lambda row: -headline.goodness(means[row.name]) if row.name in means else math.inf)
 
 
-def find_baseline(cells: Sequence[CellResult], label: str) -> Baseline | None:
+def find_baseline(cells: Sequence[CellResult], label: str, headline: Headline = ACCURACY) -> Baseline | None:
     """The evaluation before the first update, of the first cell that has one."""
     measured = [cell.start for cell in cells if "n" in cell.start]
     if not measured:
         return None
     first = measured[0]
-    low, high = wilson_interval(first["accuracy"] * first["n"], int(first["n"]))
-    accuracies = [results["accuracy"] for results in measured]
-    varies = (min(accuracies), max(accuracies)) if len(set(accuracies)) > 1 else None
-    return Baseline(label, first, low, high, varies)
+    interval = headline.interval(first)
+    if headline.counts_right:
+        interval = wilson_interval(first["accuracy"] * first["n"], int(first["n"]))
+    values = [results[headline.metric] for results in measured]
+    varies = (min(values), max(values)) if len(set(values)) > 1 else None
+    return Baseline(label, first, interval, varies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +240,9 @@ def band_over_seeds(cells: Sequence[CellResult]) -> Band:
     return Band(
         steps=steps,
         seconds=[math.fsum(p.seconds for p in points) / len(points) for points in columns],
-        means=[math.fsum(p.accuracy for p in points) / len(points) for points in columns],
-        low=[min(p.accuracy for p in points) for points in columns],
-        high=[max(p.accuracy for p in points) for points in columns],
+        means=[math.fsum(p.value for p in points) / len(points) for points in columns],
+        low=[min(p.value for p in points) for points in columns],
+        high=[max(p.value for p in points) for points in columns],
         rewards=[_mean_or_none([p.reward for p in points]) for points in columns],
         kls=[_mean_or_none([p.kl for p in points]) for points in columns],
     )
@@ -244,14 +261,16 @@ def collect_comparison(plan: ComparisonPlan, outcome: Outcome, command: str) -> 
     """
     failures = problems(plan, outcome.failures)
     own_reward = {m.name for m in plan.methods if any(key.startswith("rewards") for key in m.differs)}
-    cells = [_read_result(cell, failures.get(cell.name)) for cell in plan.cells]
-    cells = [_without_reward(cell) if cell.method in own_reward else cell for cell in cells]
+    stored = [status.headline for cell in plan.cells if (status := cell.status) is not None and status.headline]
+    headline = stored[0] if stored else ACCURACY
+    cells = [_read_result(cell, failures.get(cell.name), headline) for cell in plan.cells]
+    cells = [_without_reward(cell, headline) if cell.method in own_reward else cell for cell in cells]
     return Comparison(
         title=plan.folder.name,
         description=" ".join(plan.description.split()),
-        rows=rank_methods(cells, [method.name for method in plan.methods]),
-        baseline=find_baseline(cells, plan.start_source),
-        common=describe_common(plan, cells, outcome),
+        rows=rank_methods(cells, [method.name for method in plan.methods], headline),
+        baseline=find_baseline(cells, plan.start_source, headline),
+        common=describe_common(plan, cells, outcome, headline),
         differs={
             method.name: [_show_change(key, old, new) for key, (old, new) in sorted(method.differs.items())]
             for method in plan.methods
@@ -259,18 +278,22 @@ def collect_comparison(plan: ComparisonPlan, outcome: Outcome, command: str) -> 
         sources={method.name: method.source for method in plan.methods},
         command=command,
         environment=plan.environment(),
+        headline=headline,
     )
 
 
-def _read_result(cell: Training, problem: str | None) -> CellResult:
+def _read_result(cell: Training, problem: str | None, headline: Headline) -> CellResult:
     is_finished = cell.standing == "finished"
     state: CellState = "finished" if is_finished else "failed" if problem is not None else "unfinished"
     rows = cell.metrics()
-    return read_cell(rows, cell.method, cell.seed, state, None if is_finished else problem)
+    return read_cell(rows, cell.method, cell.seed, state, None if is_finished else problem, headline)
 
 
-def _without_reward(cell: CellResult) -> CellResult:
+def _without_reward(cell: CellResult, headline: Headline) -> CellResult:
     """A cell whose reward is not that of the others: its own number would be read as a comparison."""
+    if headline.metric == "reward":
+        told = {"reward", "start_reward", "mean_reward", "gain"}
+        return replace(cell, facts={key: x for key, x in cell.facts.items() if key not in told}, curve=[])
     facts = {key: value for key, value in cell.facts.items() if key != "reward"}
     return replace(cell, facts=facts, curve=[replace(point, reward=None) for point in cell.curve])
 
@@ -280,7 +303,9 @@ def _show_change(key: str, old: Any, new: Any) -> str:
     return f"{key} = {shown[0]} (base: {shown[1]})"
 
 
-def describe_common(plan: ComparisonPlan, cells: Sequence[CellResult], outcome: Outcome) -> list[tuple[str, str]]:
+def describe_common(
+    plan: ComparisonPlan, cells: Sequence[CellResult], outcome: Outcome, headline: Headline = ACCURACY
+) -> list[tuple[str, str]]:
     """What the cells have in common, as (what, value)."""
     base = plan.base
     start = plan.start.recipe if plan.start is not None else None
@@ -289,7 +314,7 @@ def describe_common(plan: ComparisonPlan, cells: Sequence[CellResult], outcome: 
     measured = next((cell for cell in cells if cell.start), None)
     how = "greedy" if base.eval.temperature == 0 else f"temperature {base.eval.temperature:g}"
     if measured is not None:
-        facts.append(("held-out evaluation", f"{measured.evaluation}, {measured.start['n']:.0f} problems, {how}"))
+        facts.append(("held-out evaluation", f"{measured.evaluation}, {measured.start['n']:.0f} {headline.of}, {how}"))
     facts += _describe_training(base)
     facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
     threads = f"{outcome.num_threads} thread{'s' if outcome.num_threads > 1 else ''} each"

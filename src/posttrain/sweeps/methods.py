@@ -25,6 +25,10 @@ METHOD_KEYS = (
     "rollout.max_rounds",
     "rollout.old_logprobs",
 )
+# What a method brings besides where it learns from the other kind of thing (data, or its own answers): it cannot learn
+# from the base's. Everything else is held equal.
+SOURCE_KEYS = ("task", "rollout", "data", "rewards", "train.epochs", "train.minibatches")
+LEARNS_FROM = "what it learns from"
 # What tells the cells of one method apart, or is only said about them.
 CELL_KEYS = ("train.seed", "description")
 
@@ -57,8 +61,26 @@ def method_part(data: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
+def with_source_of(base: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the base's data that learns from what the donor learns from."""
+    copy = deepcopy(dict(base))
+    for key in SOURCE_KEYS:
+        section, _, name = key.rpartition(".")
+        place, own = (copy.setdefault(section, {}), donor.get(section, {})) if section else (copy, donor)
+        place.pop(name, None)
+        if own.get(name) is not None:
+            place[name] = deepcopy(own[name])
+    return copy
+
+
+def tell_sources(changes: Mapping[str, tuple[Any, Any]], learns: tuple[str, str]) -> dict[str, tuple[Any, Any]]:
+    """Differences in which the keys of ``rollout`` and ``data`` are one: what the base and the method learn from."""
+    kept = {key: pair for key, pair in changes.items() if key.partition(".")[0] not in ("rollout", "data")}
+    return {LEARNS_FROM: learns, **kept}
+
+
 def changes_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``recipe_files.merge`` must lay over ``old`` to get ``new``; None takes a key away."""
+    """What ``document.merge`` must lay over ``old`` to get ``new``; None takes a key away."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, RecipeError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory, RunStatus
@@ -82,6 +82,12 @@ class Training(Part):
     """A run. What makes it is its resolved recipe."""
 
     recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if self.recipe.train.steps is None:
+            raise RecipeError(
+                f"{self.name}: train.passes: what follows a part names its last step beforehand; give train.steps"
+            )
 
     @property
     def weights(self) -> str:

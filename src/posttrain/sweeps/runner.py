@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from posttrain.consent import consent_options
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, threads_per_child
-from posttrain.runs.directory import lock_run
+from posttrain.runs.directory import RunStatus, lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import remove_leftovers, replace_file
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import EvaluationPoint, evaluation_points
 from posttrain.sweeps.plan import Part, Plan, Standing, Training
 from posttrain.sweeps.standings import prepare_folder, standings
@@ -89,8 +90,8 @@ def run_sweep(
     """Make what is not finished yet, ``jobs`` parts at a time (one per core by default; one where a GPU trains).
 
     ``observer`` is told ``plan`` (num_parts and num_finished, without a part that stands alone; num_jobs,
-    num_threads), then per part ``begin`` (resumed), ``end`` (seconds, accuracy, remaining seconds), ``failure``
-    (message, log) or ``dropped`` (message); ``evaluation`` (step, accuracy, remaining) where parts are even, elsewhere
+    num_threads), then per part ``begin`` (resumed), ``end`` (seconds, told, remaining seconds), ``failure``
+    (message, log) or ``dropped`` (message); ``evaluation`` (step, told, remaining) where parts are even, elsewhere
     now and then ``progress`` (a line per part at work); and ``stop`` (num_working).
 
     Raises:
@@ -207,7 +208,8 @@ class _Runner:
 
     def _tell_evaluations(self, work: _Work) -> None:
         for point in work.new_evaluations():
-            facts = {"part": work.part, "step": point.step, "accuracy": point.results.get("accuracy")}
+            told = _told(work.part.status, point.results)
+            facts = {"part": work.part, "step": point.step, "told": told}
             self.observer("evaluation", facts | {"remaining": self._remaining()})
 
     def _remaining(self) -> float | None:
@@ -226,11 +228,18 @@ class _Runner:
             self.standing[part.name] = "finished"
             status = part.status
             facts = {"part": part, "seconds": time.monotonic() - work.child.started, "remaining": self._remaining()}
-            self.observer("end", facts | {"accuracy": status.accuracy if status is not None else None})
+            told = "" if status is None else _told(status, status.held_out)
+            self.observer("end", facts | {"told": told})
         elif not self.interrupted:
             message = message or "its process ended well, and yet it is not finished"
             self.failures[part.name] = message
             self.observer("failure", {"part": part, "message": message, "log": work.child.log})
+
+
+def _told(status: RunStatus | None, results: Mapping[str, float]) -> str:
+    """Results of a part by its run's headline, without an interval."""
+    headline = ACCURACY if status is None or status.headline is None else status.headline
+    return headline.tell(headline.only(results))
 
 
 def _share_done(part: Part) -> float:

@@ -41,13 +41,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
 from posttrain.option_types import Tokens
+from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord, Section, Word
-from posttrain.registry import suggest
 from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, label_of, read_sweep_file
+from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
 
 Kind = Literal["overoptimization", "best_of_n"]
 # Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
@@ -145,28 +145,24 @@ def load_study(
 
     Raises:
         RecipeError, UnknownWord: with file, line, part and key.
-        UsageError: an override of something that the study does not have.
+        UsageError: an override of a part that the study does not have.
     """
-    for key, _ in overrides:
-        section = key.partition(".")[0]
-        if section not in StudyFile.model_fields:
-            known = ", ".join(
-                f"{name}.NAME.KEY" if name in StudyFile.groups else name for name in StudyFile.model_fields
-            )
-            hint = suggest(section, StudyFile.model_fields)
-            raise UsageError(f"--{key}: a study has no key {section!r}.{hint} Its keys: {known}")
-    content, reader = read_sweep_file(StudyFile, name_or_path, overrides)
+    content, document = read_sweep_file(StudyFile, name_or_path, overrides)
+    for section in ("best_of_n", "labelled"):
+        if (asked := getattr(content, section)) is not None:
+            check_task(document, section, asked.task)
     shared = set(content.reward_models) & set(content.policies)
     if shared:
-        names = ", ".join(sorted(shared))
-        raise RecipeError(f"{reader.place}: {names}: a reward model and a policy have the same name")
-    start = reader.source(content.start, "start")
+        name = min(shared)
+        where = f"{document.line_of(f'policies.{name}')}policies.{name}"
+        raise RecipeError(f"{where}: a reward model and a policy have the same name; call one of them otherwise")
+    start = read_source(document, content.start, "start")
     recipes = {}
     for section in StudyFile.groups:
         for name, source in getattr(content, section).items():
             task = _TASK_OF_STEPS if content.learns_steps(name) else {}
-            recipes[section, name] = recipe = reader.source({**source, **task}, f"{section}.{name}")
-            _check_part(content, section, name, recipe, reader.place)
+            recipes[section, name] = recipe = read_source(document, {**source, **task}, f"{section}.{name}")
+            _check_part(content, section, name, recipe, document)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
     sources = {name: getattr(content, section)[name] for section, name in recipes}
     return StudyPlan(
@@ -181,32 +177,33 @@ def load_study(
     )
 
 
-def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, place: str) -> None:
+def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, document: Document[StudyFile]) -> None:
     """Raises RecipeError for a part that is of the wrong kind, or that says what is the study's to say."""
-    where = f"{place}: {section}.{name}"
+
+    def refuse(key: str, says: str) -> RecipeError:
+        where = f"{section}.{name}{key}"
+        return RecipeError(f"{document.line_of(where)}{where}: {says}")
+
     scores = recipe.trains_scorer
     if recipe.model.init is not None:
-        raise RecipeError(f"{where}.model.init: it begins with the weights of the study's start; leave this out")
+        raise refuse(".model.init", "it begins with the weights of the study's start; leave this out")
     if section == "reward_models":
         if not scores:
-            raise RecipeError(
-                f"{where}: objective {recipe.objective.name!r} trains no reward model; use bradley_terry, outcome or "
-                "process"
-            )
+            objective = recipe.objective.name
+            raise refuse("", f"objective {objective!r} trains no reward model; use bradley_terry, outcome or process")
         return
     if scores or recipe.rollout is None:
-        raise RecipeError(f"{where}: a policy learns from answers that it samples; give a recipe with 'rollout'")
+        raise refuse("", "a policy learns from answers that it samples; give a recipe with 'rollout'")
     if "rewards" in content.policies[name]:
-        raise RecipeError(f"{where}.rewards: the reward of a policy is the study's reward model; leave this out")
+        raise refuse(".rewards", "the reward of a policy is the study's reward model; leave this out")
     if not recipe.eval.every or not recipe.eval.drift_prompts:
-        raise RecipeError(
-            f"{where}.eval: give every and drift_prompts; there gold, proxy and KL are measured along the way"
-        )
+        raise refuse(".eval", "give every and drift_prompts; there gold, proxy and KL are measured along the way")
     drawn, asked = recipe.rollout.temperature, content.best_of_n.temperature
     if drawn != asked:
-        raise RecipeError(
-            f"{where}.rollout.temperature: {drawn} here and {asked} in best_of_n; KL is told from one and the same "
-            "distribution, so give both the same"
+        raise refuse(
+            ".rollout.temperature",
+            f"{drawn} here and {asked} in best_of_n; KL is told from one and the same distribution, so give both the "
+            "same",
         )
 
 

@@ -55,17 +55,18 @@ def describe_common(plan: StudyPlan) -> list[tuple[str, str]]:
     facts.append(("best of n", f"{asked.samples} answers to each problem, {how}"))
     for part in (*plan.trainings("reward_models"), *plan.trainings("policies")):
         if part.seed == 0:
-            facts.append((part.method, _training(part.recipe)))
+            facts.append((part.method, describe_training(part.recipe)))
     facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
     return facts
 
 
-def _training(recipe: Recipe) -> str:
+def describe_training(recipe: Recipe) -> str:
+    """How a part is trained: objective, steps, rate, and what it learns from."""
     train = recipe.train
     told = f"{recipe.objective.name}, {train.steps} steps at {train.lr:g}"
     if recipe.rollout is not None:
         updates = train.epochs * train.minibatches
-        batches = max(1, -(-train.steps // updates))
+        batches = max(1, -(-(train.steps or 0) // updates))
         each = f"{recipe.rollout.prompts} prompts × {recipe.rollout.group} answers"
         return f"{told}; {each}" + (f", {batches} times" if batches > 1 else ", drawn once from the start")
     assert recipe.data is not None

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.evals.seeds import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
@@ -15,11 +15,29 @@ from posttrain.sweeps.study import Kind
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What one model answered, and its score, if it has one."""
+
+    who: str
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A prompt with the answers of several models."""
+
+    question: str
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
 class StudyReport:
-    """All that is told about a study.
+    """All that is told about a study, or a pipeline.
 
     ``findings``: what the numbers say, a sentence each. ``notes``: what must be known to read them.
-    ``common``: (what, value). ``data``: everything as plain data, for ``results.json``.
+    ``common``: (what, value). ``data``: everything as plain data, for ``results.json``. ``samples``: answers side by
+    side, for the page.
     """
 
     title: str
@@ -32,13 +50,14 @@ class StudyReport:
     command: str
     problems: list[str] = field(default_factory=list)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    samples: list[Answers] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StudyFound:
-    """The report of a study, and what its picture shows, as its kind's drawing takes it."""
+    """The report of a study or pipeline, and what its picture shows, as its kind's drawing takes it."""
 
-    kind: Kind
+    kind: Kind | Literal["pipeline"]
     report: StudyReport
     shown: tuple[Any, ...]
 
@@ -67,7 +86,7 @@ def to_page(report: StudyReport) -> str:
 
 def to_json(report: StudyReport) -> str:
     """``results.json``; a number that is not finite is null."""
-    content = {name: value for name, value in vars(report).items() if name not in ("tables", "data")}
+    content = {name: value for name, value in vars(report).items() if name not in ("tables", "data", "samples")}
     return json.dumps(_finite(content | {"common": dict(report.common)} | report.data), indent=1, allow_nan=False)
 
 

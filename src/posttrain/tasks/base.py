@@ -21,6 +21,7 @@ class Task:
     ``examples`` may be made on demand; the same index always gives the same example. ``dropped``
     counts rows that were left out, by reason. ``worked`` says whether a text shows written
     working, where the task can tell (evaluation then reports the share of such answers).
+    ``origin``: the file, where the environment said where it is.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Task:
     examples: Sequence[Example]
     dropped: dict[str, int] = field(default_factory=dict)
     worked: Callable[[str], bool] | None = None
+    origin: str | None = None
 
 
 class ExamplesOnDemand(Sequence[Example]):
@@ -59,13 +61,13 @@ class ExamplesOnDemand(Sequence[Example]):
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """How many examples say the same as an earlier one: prompt, answer, solution and given answers.
+    """How many examples say the same as an earlier one: prompt, answer, solution, demonstration and given answers.
 
     0 for examples that are made on demand.
     """
     if isinstance(examples, ExamplesOnDemand):
         return 0
-    return len(examples) - len({(e.messages, e.answer, e.solution, e.responses) for e in examples})
+    return len(examples) - len({(e.messages, e.answer, e.solution, e.demonstration, e.responses) for e in examples})
 
 
 def build_task(word: Word, where: str = "task") -> Task:
@@ -79,7 +81,17 @@ def held_out_task(word: Word) -> Word:
     split = entry.traits.get("held_out")
     if split is None:
         raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
-    return Word(name=word.name, **(word.options | {"split": split}))
+    return Word(name=word.name, **(_without_size(word) | {"split": split}))
+
+
+def _without_size(word: Word) -> dict[str, Any]:
+    """The options of a task; of one that reads rows without those that say how many there are to train on.
+
+    A task that makes its examples says by its size how many there are, and has it always.
+    """
+    size = registry.find("task", word.name).options_model().model_fields.get("size")
+    reads_rows = size is not None and size.default is None
+    return {key: value for key, value in word.options.items() if not (reads_rows and key in ("size", "seed"))}
 
 
 def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
@@ -97,7 +109,7 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
         name = named.name
     elif recipe is not None:
         name = recipe.task.name
-        own = {key: value for key, value in recipe.task.options.items() if key != "split"}
+        own = {key: value for key, value in _without_size(recipe.task).items() if key != "split"}
         mixes = own.get(registry.find("task", name, "--task").traits.get("learns_from_test", ""))
         if (own.get("path") is not None and "path" not in options) or mixes:
             split = held_out_task(recipe.task).options["split"]

@@ -84,6 +84,8 @@ def _measure(found: Description, example: Example, measure: Measure) -> None:
     lengths = {"prompt": [sum(measure(message.content) for message in example.messages)]}
     if example.solution is not None:
         lengths["solution"] = [measure(example.solution)]
+    if example.demonstration is not None:
+        lengths["response"] = [measure(example.demonstration)]
     if is_pair(example.responses):
         better, worse = sorted(example.responses, key=lambda r: r.score, reverse=True)
         lengths |= {"chosen": [measure(better.text)], "rejected": [measure(worse.text)]}

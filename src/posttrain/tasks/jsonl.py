@@ -1,4 +1,4 @@
-"""Your own rows: any file of prompts with answers, solutions or whole conversations."""
+"""Your own rows: any file of prompts with answers, solutions, responses or whole conversations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from posttrain.errors import UsageError
+from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
+from posttrain.render.extraction import split_response
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import collect
+from posttrain.tasks.collect import Collected, collect
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message
 
+# What is said of a response that a grader did not find right.
+OUTCOMES: dict[Outcome, str] = {
+    "wrong": "a wrong answer",
+    "no_answer": "no answer in the response",
+    "ungraded": "nothing to grade against",
+    "timeout": "the grader took too long",
+    "crash": "the grader died on it",
+}
+
 
 @register("task", held_out="validation")
+@reads_rows
 def jsonl(
     *,
     path: str,
@@ -26,53 +40,62 @@ def jsonl(
     messages_key: str = "messages",
     answer_key: str = "answer",
     solution_key: str = "solution",
+    response_key: str = "response",
     meta_keys: list[str] | None = None,
     grader: str = "numeric",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
     strip_thinking: bool = False,
+    correct_only: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
 
-    A row has a prompt (text) or messages (a list of role and content), an answer (text or a number), and
-    maybe a solution. A conversation that ends with the assistant's message is a demonstration: that
-    message is the solution, and such a row needs no answer.
+    A row has a prompt (text) or messages (a list of role and content), and an answer (text or a number) with maybe a
+    solution, or a response. A response is a whole text to imitate, and so is the assistant's message at the end of
+    messages; such a row needs no answer. How the response is written is the template's affair: ``r1_zero`` puts its
+    reasoning and its answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands.
 
     Args:
-        path: the file.
+        path: the file, or ``hf:NAME`` for a data set of the hub (``hf:NAME:CONFIG@SPLIT``; ``#1000`` behind it streams
+            its first rows and downloads no more).
         split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
-            that a conversation and one that goes on from it stand on the same side, and ``train`` is the rest;
-            ``test`` is the whole file.
+            that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
         prompt_key, messages_key: where the prompt stands; a row with both uses the messages.
         answer_key: where the gold answer stands; ``""`` if the data have none.
-        solution_key: where the worked solution stands; rows may lack it.
-        meta_keys: further keys that every row has, kept as they are: what results are broken down by (``subject``), and
-            what the grader asks for (``choices``).
+        solution_key: where the worked solution, without the answer, stands; rows may lack it.
+        response_key: where the whole response stands; rows may lack it.
+        meta_keys: further keys that every row has, kept: for breakdowns (``subject``), or for the grader (``choices``).
         grader: what says whether an answer is right (``posttrain explain grader``).
         validation_share: share of the rows that is held out.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the solutions; a row whose thinking never closes, or
-            that holds nothing else, is dropped and counted.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never
+            closes, or that holds nothing else, is dropped and counted.
+        correct_only: keep only the demonstrations that the grader finds right by the row's gold answer; how many went,
+            and why, is counted.
 
     Raises:
         DataError: a missing or malformed file or row, with its line.
         UnknownWord: no such grader.
+        UsageError: ``correct_only``, and no row has a response with a gold answer.
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
     find("grader", grader, "task.grader")
-    keys = (prompt_key, messages_key, answer_key, solution_key)
+    keys = (prompt_key, messages_key, answer_key, solution_key, response_key)
 
     def read(row: Row) -> Example:
         example = read_example(row, split, *keys)
         if example.solution is not None:
             example = replace(example, solution=answer_text(example.solution, strip_thinking=strip_thinking))
+        if example.demonstration is not None:
+            example = replace(example, demonstration=answer_text(example.demonstration, strip_thinking=strip_thinking))
         return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
     found = collect(read_file(path), read, path)
-    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
+    examples = keep_correct(found, grader, path) if correct_only else found.examples
+    chosen = choose_split(examples, split, validation_share, path, opening_hash)
     return Task("jsonl", split, chosen, dict(found.dropped))
 
 
 def read_example(
-    row: Row, split: str, prompt_key: str, messages_key: str, answer_key: str, solution_key: str
+    row: Row, split: str, prompt_key: str, messages_key: str, answer_key: str, solution_key: str, response_key: str
 ) -> Example:
     """One row as an example.
 
@@ -84,22 +107,53 @@ def read_example(
     else:
         messages = (Message("user", row.text(prompt_key)),)
     solution = row.text(solution_key) if row.has(solution_key) else None
-    demonstrates = messages[-1].role == "assistant"
-    if demonstrates:
+    parts = {} if solution is None else {repr(solution_key): solution}
+    if row.has(response_key):
+        parts[repr(response_key)] = row.text(response_key)
+    if messages[-1].role == "assistant":
         if len(messages) == 1:
             raise row.fail(f"{messages_key!r} holds nothing but the assistant's message; a prompt must come before it")
-        if solution is not None:
-            raise row.fail(f"both {solution_key!r} and an assistant's message at the end of {messages_key!r}: give one")
-        solution, messages = messages[-1].content, messages[:-1]
+        parts[f"an assistant's message at the end of {messages_key!r}"] = messages[-1].content
+        messages = messages[:-1]
+    if len(parts) > 1:
+        raise row.fail(f"both {' and '.join(parts)}: give one")
+    demonstration = next((text for text in parts.values() if text is not solution), None)
     answer = None
-    if answer_key and not (demonstrates and not row.has(answer_key)):
+    if answer_key and (demonstration is None or row.has(answer_key)):
         if answer_key not in row.data:
             raise row.fail(
                 f"the key {answer_key!r} is missing. There are: {', '.join(row.data)}. Name the right one as "
-                'task.answer_key, or set it to "" if the data have no answers'
+                'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
             )
         answer = row.answer(answer_key)
-    return Example(id=f"jsonl/{split}/{row.line}", messages=messages, answer=answer, solution=solution)
+    example_id = f"jsonl/{split}/{row.line}"
+    return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration)
+
+
+def keep_correct(found: Collected, grader: str, place: str) -> list[Example]:
+    """The examples whose demonstration is right; the others are counted in ``found`` by what the grader said.
+
+    Raises:
+        UsageError: no demonstration with a gold answer, so that nothing could be graded.
+        DataError: none of them is right.
+    """
+    graded = [e for e in found.examples if e.demonstration is not None and e.answer is not None]
+    if not graded:
+        raise UsageError(
+            f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
+            "task.response_key and task.answer_key"
+        )
+    submissions = [
+        Submission(e.demonstration or "", split_response(e.demonstration or "")[1], e.answer, e.meta) for e in graded
+    ]
+    outcomes = [verdict.outcome for verdict in grade(grader, submissions)]
+    found.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
+    left_over = len(found.examples) - len(graded)
+    if left_over:
+        found.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
+    found.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
+    found.require_examples(place)
+    return found.examples
 
 
 def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:

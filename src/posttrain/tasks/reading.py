@@ -8,17 +8,23 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import DataError, MissingExtra
+from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.file_kinds import kind_of_file
 from posttrain.registry import suggest
 from posttrain.types import Message
 
+FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
+HUB = "hf:"
+_HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 ROLES = ("system", "user", "assistant")
 # A message's keys, and the names of its roles, in the two common layouts: of chat templates, and of ShareGPT.
@@ -118,18 +124,27 @@ class Row:
 def read_file(path: str | Path) -> Iterator[Row]:
     """The rows of a ``.jsonl``, ``.jsonl.gz``, ``.ndjson`` or ``.parquet`` file, in order.
 
-    Blank lines of a jsonl file are no rows.
+    Blank lines of a jsonl file are no rows. A relative path that is not there is looked for in the folder
+    POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``) and ``#N``, is a data set on the
+    hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no more is downloaded.
 
     Raises:
-        DataError: no such file, another kind of file, damaged, or a line that is no JSON object.
+        DataNotThere: no such file or data set.
+        DataError: another kind of file, another kind of file, damaged, or a line that is no JSON object.
         MissingExtra: a parquet file without pyarrow.
     """
+    if str(path).startswith(HUB):
+        yield from _read_hub_name(str(path))
+        return
     path = Path(path)
     kind = kind_of_file(path)
+    if kind == "nothing" and not path.is_absolute() and os.environ.get(FOLDER):
+        there = Path(os.environ[FOLDER]) / path
+        path, kind = (there, kind_of_file(there)) if kind_of_file(there) != "nothing" else (path, kind)
     if kind == "nothing":
         parent = kind_of_file(path.parent) == "folder"
         near = suggest(path.name, (p.name for p in path.parent.iterdir())) if parent else ""
-        raise DataError(path, f"no such file.{near} Give one that is there")
+        raise DataNotThere(path, f"no such file.{near} Give one that is there")
     if kind != "file":
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
     if not path.name.endswith(SUFFIXES):
@@ -183,26 +198,41 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
 
 
-def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """The rows of a data set on the Hugging Face hub.
+def _read_hub_name(path: str) -> Iterator[Row]:
+    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]``."""
+    parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
+    if parts is None:
+        raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
+    rows = int(parts["rows"]) if parts["rows"] else None
+    yield from read_hub(parts["name"], parts["config"], parts["split"] or "train", first=rows)
+
+
+def read_hub(name: str, config: str | None, split: str, first: int | None = None) -> Iterator[Row]:
+    """The rows of a data set on the Hugging Face hub; ``first``: so many of them, streamed.
 
     Raises:
         MissingExtra: the package ``datasets`` is not installed.
-        DataError: no such data set, configuration or split, or the hub cannot be reached.
+        DataNotThere: no such data set, configuration or split, or the hub cannot be reached.
     """
     try:
         import datasets
     except ImportError:
         raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
     place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
+    streamed = {} if first is None else {"streaming": True}
+    own = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(
-            place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
-        ) from error
-    for number, data in enumerate(rows, start=1):
-        yield Row(place, number, data)
+        rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, **streamed)
+        for number, row in enumerate(islice(rows, first), start=1):
+            yield Row(place, number, row)
+    except (OSError, ValueError, KeyError, RuntimeError, own) as error:
+        raise _no_data_set(place, error) from error
+
+
+def _no_data_set(place: str, error: Exception) -> DataNotThere:
+    return DataNotThere(
+        place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
+    )
 
 
 def read_hub_file(name: str, file: str) -> Iterator[Row]:
@@ -212,7 +242,8 @@ def read_hub_file(name: str, file: str) -> Iterator[Row]:
     need no common type here. Needs nothing beyond what the package always installs.
 
     Raises:
-        DataError: no such data set or file, the hub cannot be reached, or the file is malformed.
+        DataNotThere: no such data set or file, or the hub cannot be reached.
+        DataError: the file is malformed.
         MissingExtra: a parquet file without pyarrow.
     """
     from huggingface_hub import hf_hub_download
@@ -222,9 +253,7 @@ def read_hub_file(name: str, file: str) -> Iterator[Row]:
     try:
         path = hf_hub_download(name, file, repo_type="dataset")
     except (OSError, ValueError, EntryNotFoundError) as error:
-        raise DataError(
-            place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
-        ) from error
+        raise _no_data_set(place, error) from error
     for row in read_file(path):
         yield Row(place, row.line, row.data)
 

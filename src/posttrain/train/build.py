@@ -114,9 +114,9 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
-        held_out = choose_held_out(read, *asked, only_scores=words.only_scores) if read else {}
+        held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
         sampler = Sampler(engine, tokenizer, grader, context)
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
         model=model,
@@ -376,4 +376,4 @@ def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:
     if recipe.model.init is None:
         return None
     examples = islice(iter(task.examples), recipe.model.init.tokenizer.num_documents)
-    return (" ".join([*(m.content for m in e.messages), e.solution or ""]).strip() for e in examples)
+    return (" ".join([*(m.content for m in e.messages), e.demonstration or e.solution or ""]).strip() for e in examples)

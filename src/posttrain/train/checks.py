@@ -1,7 +1,8 @@
 """What fits what: every rule about words and sections of a recipe that stand beside one another, in one table.
 
 A row is: when the rule is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
-Rules about one section alone stand with that section (``recipes/sections``), rules about a loaded model in ``build``.
+Rules that no word has a part in hold as soon as a recipe is read (``Recipe.rules``); those about one section alone
+stand with that section (``recipes/sections``), those about a loaded model in ``build``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from posttrain import registry
 from posttrain.errors import RecipeError
+from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from posttrain.render.rows import Shape
 
 OWN_TEACHER = "self"
-Row = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def words_of(recipe: Recipe) -> Words:
     return words
 
 
-def _of_objective(w: Words) -> Iterator[Row]:
+def _of_objective(w: Words) -> Iterator[Rule]:
     r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
     weighs = "token" if w.level == "token" else "unit"
     weighed = w.aggregation.traits.get("level", weighs)
@@ -121,6 +122,8 @@ def _of_objective(w: Words) -> Iterator[Row]:
     yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
+    yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
     taught = bool(w.parts & {"teacher", "seen"})
     yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
     yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
@@ -139,7 +142,7 @@ def _of_objective(w: Words) -> Iterator[Row]:
     yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
 
 
-def _of_rollouts(w: Words) -> Iterator[Row]:
+def _of_rollouts(w: Words) -> Iterator[Rule]:
     elsewhere = (
         f": {w.engine.name!r} samples with weights of its own, which no update reaches; "
         "use native, and this one in `posttrain evaluate`"
@@ -154,7 +157,7 @@ def _of_rollouts(w: Words) -> Iterator[Row]:
     yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
 
 
-def _of_advantages(w: Words) -> Iterator[Row]:
+def _of_advantages(w: Words) -> Iterator[Rule]:
     rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
     if rollout is None or w.advantage is None:
         return
@@ -182,7 +185,7 @@ def _of_advantages(w: Words) -> Iterator[Row]:
         yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
 
 
-def _of_groups(w: Words) -> Iterator[Row]:
+def _of_groups(w: Words) -> Iterator[Rule]:
     rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
         return

@@ -1,8 +1,9 @@
-"""Held-out evaluation while a run trains: by graded answers, or by the objective itself.
+"""Held-out evaluation while a run trains: by sampled answers, by the objective itself, or by the loss.
 
 By the objective: on units of given data (pairs, judged answers, labelled steps). A reward model writes no answers that
 could be graded, and pairs need no gold answer: what such a run has learnt is whether it tells good from bad where it
-has not been told. This module is imported only where a recipe evaluates.
+has not been told. By the loss: on demonstrations that no gold answer goes with (``eval.loss``), beside the answers that
+are sampled. This module is imported only where a recipe evaluates.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
@@ -19,6 +22,7 @@ from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_rows
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TrainSection
@@ -26,10 +30,11 @@ from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
-from posttrain.types import Batch
+from posttrain.types import Batch, Example
 
-# Which of an objective's metrics is "the" accuracy; the first that it reports.
+# Which of an objective's metrics is told with its interval; the first that it reports.
 ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
+MAX_EXPONENT = 700.0  # e to the power of more is no float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +54,40 @@ class HeldOut:
 
 
 def choose_held_out(
-    read: Callable[[Task], SupervisedSource], tasks: Sequence[Task], shape: Shape, n: int, *, only_scores: bool
+    read: Callable[..., SupervisedSource],
+    tasks: Sequence[Task],
+    shape: Shape,
+    n: int,
+    *,
+    only_scores: bool,
+    loss: bool | None = None,
 ) -> dict[str, HeldOut]:
-    """By a task's label, what the objective is evaluated on; tasks that are not here are evaluated by generation.
+    """By a task's label, the units that are read; tasks that are not here are evaluated by sampled answers alone.
 
-    These are the tasks whose examples carry responses, where the data are anything but demonstrations.
-    The units are of the ``n`` examples that every evaluation of the task uses; if these have more than ``n`` units, a
-    fixed sample of them, so that one problem with many solutions does not stand for all.
+    On these the objective is evaluated, and of demonstrations the loss. They are of the tasks whose examples carry
+    responses, or something to imitate, and of the ``n`` examples that every evaluation of the task uses; if these have
+    more than ``n`` units, a fixed sample of them, so that one problem with many solutions does not stand for all.
 
     Args:
         read: the recipe's source over a task.
         only_scores: the model gives scores and no text, so that nothing can be evaluated by generation.
+        loss: whether the loss on demonstrations is wanted; None: where no example has a gold answer.
 
     Raises:
         RecipeError: a task to evaluate a reward model on has no responses.
         UsageError: a task is empty, or none of its units can be used.
     """
     chosen: dict[str, HeldOut] = {}
-    if shape == "demonstration":
-        return chosen
     for task in tasks:
         if len(task.examples) == 0:
             raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
         examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-        if any(example.responses for example in examples):
+        if shape == "demonstration":
+            shown = [example for example in examples if _is_shown(example)]
+            if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
+                source = read(replace(task, examples=shown, dropped={}), streams=None)
+                chosen[task_label(task)] = HeldOut(source, range(len(source.units)), sum(source.dropped.values()))
+        elif any(example.responses for example in examples):
             source = read(replace(task, examples=examples, dropped={}))
             chosen[task_label(task)] = HeldOut(
                 source, held_out_indices(len(source.units), n), sum(source.dropped.values())
@@ -85,10 +100,45 @@ def choose_held_out(
     return chosen
 
 
+def _is_shown(example: Example) -> bool:
+    """Whether there is an answer that can be imitated."""
+    return example.answer is not None or example.solution is not None or bool(example.responses)
+
+
+@torch.no_grad()
+def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int) -> dict[str, float]:
+    """How likely a policy finds held-out demonstrations, over their trained tokens.
+
+    ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
+    policy finds likeliest. ``loss_tokens``: how many there are. ``loss_rows``, ``rows_dropped``: demonstrations.
+
+    Raises:
+        NonFiniteLoss: a loss that is NaN or infinite.
+    """
+    batch, total, right = held_out.batch(), 0.0, 0.0
+    for rows in split_rows(batch, tokens_per_micro):
+        part = batch.select(rows)
+        outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
+        mask = part.mask.to(likeliest.device)
+        total -= float(outputs.logprobs.double()[mask].sum())
+        right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
+    tokens = float(batch.mask.sum())
+    loss = total / tokens
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
+    about = {
+        "loss_tokens": tokens,
+        "loss_rows": float(len(held_out.units)),
+        "rows_dropped": float(held_out.num_dropped),
+    }
+    perplexity = math.exp(min(loss, MAX_EXPONENT))
+    return {"loss": loss, "perplexity": perplexity, "token_accuracy": right / tokens} | about
+
+
 def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: TrainSection) -> Evaluation:
     """Loss and metrics of the objective on held-out units; no gradients, no dropout, no rollouts.
 
-    ``accuracy`` is the objective's own (``ACCURACIES``), with its Wilson interval over the n units. For steps
+    The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units. For steps
     that is cautious in width: a solution counts once, however many steps it has, as they hang together.
 
     Raises:
@@ -108,7 +158,7 @@ def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: T
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
     n = len(held_out.units)
     low, high = wilson_interval(metrics[name] * n, n)
-    results = {"n": float(n), "accuracy": metrics[name], "accuracy_low": low, "accuracy_high": high, "loss": loss}
+    results = {"n": float(n), name: metrics[name], f"{name}_low": low, f"{name}_high": high, "loss": loss}
     results |= metrics | {"rows_dropped": float(held_out.num_dropped)}
     results["seconds"] = time.perf_counter() - started
     return Evaluation(task_label(task), results, [])
@@ -118,8 +168,8 @@ def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: T
 class Evaluator:
     """The evaluation of a run that trains, on every held-out task, as its recipe says (``eval``).
 
-    held_out: by a task's label, those on which the objective itself is evaluated. policy, start: the model's forward
-    pass now and at the start (None where no drift is asked for).
+    held_out: by a task's label, the units on which the objective itself is evaluated, or the loss of ``shape``
+    demonstration. policy, start: the model's forward pass now and at the start (None where no drift is asked for).
     """
 
     recipe: Recipe
@@ -129,6 +179,7 @@ class Evaluator:
     sampler: Sampler
     policy: Forward
     start: Reference | None
+    shape: Shape = "demonstration"
 
     def __call__(self, step: int) -> list[Evaluation]:
         """Of the weights as they are, after ``step`` updates; one for each task."""
@@ -141,13 +192,19 @@ class Evaluator:
         return self.sampler.sampling(max_tokens, temperature)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
-        """By the objective, where the task's units are such as are trained on; else by graded answers."""
+        """By the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
-        if held_out is not None:
+        if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.recipe.train)
         sampling = self.sampling(self.recipe.eval.temperature)
         asked = Questions(task, sampling, self.recipe.eval.n, seed=self.recipe.train.seed, step=step)
-        return evaluate(self.sampler, asked)
+        evaluation = evaluate(self.sampler, asked)
+        if held_out is not None:
+            started = time.perf_counter()
+            loss = evaluate_loss(held_out, task, self.policy, self.recipe.train.tokens_per_micro)
+            evaluation.results.update(loss)
+            evaluation.results["seconds"] += time.perf_counter() - started
+        return evaluation
 
     def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialize
 
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -27,6 +27,7 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
+from posttrain.store.headline import Headline, choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
@@ -57,6 +58,7 @@ class Loop:
     metrics: MetricsLog
     rollouts: RolloutStore
     observer: Observer
+    steps: int
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -82,15 +84,31 @@ class Loop:
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
             self.owes_evaluation = bool(found.state.get("owes_evaluation"))
+            self._compare_length(found.state.get("steps"))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
 
+    def _compare_length(self, began: int | None) -> None:
+        """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
+
+        Raises:
+            UsageError: they come to fewer than were made.
+        """
+        passes = self.recipe.train.passes
+        if passes is None:
+            return
+        comes_to = f"train.passes {passes:g} comes to {self.steps} steps over the data as they are"
+        if self.step > self.steps:
+            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more passes")
+        if began not in (None, self.steps):
+            self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
+
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
-        """Train until ``train.steps`` or until asked to stop; a checkpoint is saved either way."""
-        steps = self.recipe.train.steps
+        """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
+        steps = self.steps
         saved = self.step
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
@@ -133,7 +151,7 @@ class Loop:
 
     def _is_saved(self) -> bool:
         """Whether the recipe asks for a checkpoint at this step (being stopped may add others)."""
-        return self._due(self.recipe.train.save_every) or self.step == self.recipe.train.steps
+        return self._due(self.recipe.train.save_every) or self.step == self.steps
 
     def update(self) -> None:
         """One optimizer step with its records."""
@@ -148,7 +166,7 @@ class Loop:
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
-        is_due = self._due(self.recipe.eval.every) or step == self.recipe.train.steps
+        is_due = self._due(self.recipe.eval.every) or step == self.steps
         self.owes_evaluation = self.parts.evaluator is not None and is_due
         self.source_state = self.parts.source.state()
         self.consistent = True
@@ -156,7 +174,7 @@ class Loop:
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""
-        options, batch = self.recipe.train, draw.batch
+        options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
@@ -172,25 +190,34 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task; remembers the best mean accuracy among steps that are saved.
+        """Evaluate on every held-out task; remembers the step with the best mean of the run's headline.
 
-        Records are written when all of it is done, so that a failure leaves no part of them behind.
+        Records are written when all of it is done, so that a failure leaves no part of them behind. Nothing is the
+        best where there is no headline; a later step is where it equals an earlier one.
+
+        Raises:
+            UsageError: no evaluation has the result that the recipe names (``eval.best``).
         """
         assert self.parts.evaluator is not None
         done = self.parts.evaluator(self.step)
-        self.consistent = False
+        evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
+        self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluation.results.items() if k != "seconds"}
+            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
             self.metrics.append(self.step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-        self.evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
-        accuracy = sum(results["accuracy"] for results in self.evaluations.values()) / len(self.evaluations)
-        if self.step > 0 and (self.best is None or accuracy >= self.best["accuracy"]):
-            self.best = {"step": float(self.step), "accuracy": accuracy}
+        if self.step > 0 and headline is not None:
+            self._remember_best(headline, headline.mean(evaluations.values()))
         self.owes_evaluation, self.consistent = False, True
         for evaluation in done:
-            about: dict[str, Any] = {"step": self.step, "name": evaluation.name}
+            about: dict[str, Any] = {"step": self.step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
+
+    def _remember_best(self, headline: Headline, value: float | None) -> None:
+        before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
+        if value is not None and (before is None or headline.goodness(value) >= headline.goodness(before)):
+            self.best = {"step": float(self.step), headline.metric: value}
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
@@ -216,6 +243,7 @@ class Loop:
                 **self.parts.origins,
                 "best": self.best,
                 "evaluations": self.evaluations,
+                "steps": self.steps,
                 "source": self.source_state,
                 **owed,
             },
@@ -264,17 +292,23 @@ def train(
     metrics = TrackedMetrics(files.metrics, trackers)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
-        loop = Loop(recipe, files, parts, metrics, rollouts, observer)
+        steps, length = recipe.train.steps, None
+        if recipe.train.passes is not None:
+            steps, length = parts.source.length_of(recipe.train.passes)
+        assert steps is not None, "a recipe says steps or passes"
+        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps)
         if resume:
             loop.resume()
         observer(
             "start",
             {
                 "recipe": recipe,
-                "steps": recipe.train.steps,
+                "steps": steps,
+                "length": length,
                 "resumed_from": loop.step if resume else None,
                 "num_examples": parts.source.num_examples,
                 "dropped": parts.source.dropped,
+                "origin": parts.source.origin,
                 "num_repeated": parts.source.num_repeated,
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),

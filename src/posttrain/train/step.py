@@ -94,6 +94,7 @@ def learning_rate(options: TrainSection, step: int) -> float:
         return options.lr * step / options.warmup_steps
     if options.schedule == "constant":
         return options.lr
+    assert options.steps is not None, "a run knows how many steps its passes come to"
     span = max(1, options.steps - options.warmup_steps)
     done = min(1.0, (step - 1 - options.warmup_steps) / span)
     shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

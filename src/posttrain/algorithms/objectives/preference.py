@@ -1,11 +1,11 @@
-"""Preference objectives: one number per pair of a chosen and a rejected answer to the same prompt.
+"""Preference objectives: one number per pair of a chosen and a rejected answer, or (``kto``) per answer alone.
 
-Rows alternate, chosen (even) then rejected (odd): logprobs and ``ref_logprobs`` ``[B, T]`` → values
+In pairs, rows alternate, chosen (even) then rejected (odd): logprobs and ``ref_logprobs`` ``[B, T]`` → values
 ``[B / 2]``, under ``aggregate: unit_mean``. In the equations y_w is the chosen answer, y_l the rejected
 one, ``log π(y)`` the sum of its trained tokens' log-probabilities (prompt excluded, end token
 included), and ``Δ = log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l)``.
 
-Metrics of every word: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; a reference-free
+Metrics of every word over pairs: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; a reference-free
 word says what its reward is), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie, which is a
 difference below a millionth of the log-probabilities, counts one half), ``chosen_logprob``,
 ``rejected_logprob`` (``log π(y)``, sums).
@@ -342,4 +342,57 @@ def _with_metrics(
     }
     if nll is not None:
         metrics["chosen_nll"] = nll.detach()
+    return Loss(values, metrics)
+
+
+@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"))
+def kto(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    beta: Positive = 0.1,
+    desirable_weight: NotNegative = 1.0,
+    undesirable_weight: NotNegative = 1.0,
+) -> Loss:
+    """Kahneman–Tversky optimization: gains and losses against a reference point, without pairs.
+
+    ``values = λ_D (1 − σ(β(r − z₀)))`` for a desirable answer and ``λ_U (1 − σ(β(z₀ − r)))`` for an
+    undesirable one, with ``r = log π(y)/π_ref(y)`` (a sum over its tokens) and z₀ an estimate of KL(π‖π_ref).
+
+    Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization", section 4.1. z₀ has
+    no gradient; the stream ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
+    the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D
+    times the number of desirable ones near λ_U times that of the others.
+
+    Shapes: logprobs, ``ref_logprobs`` ``[B, T]``, labels (1 desirable, 0 not), ``kl_baseline`` ``[B]`` → values
+    ``[B]``. A label between 0 and 1 is a share: both losses are mixed. A row with an impossible token
+    (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
+
+    Metrics: ``reward`` (βr), ``kl_baseline`` (z₀), ``row_accuracy`` (reward on the label's side of βz₀; a
+    tie counts one half), ``logprob``. Over all rows, so that they can be averaged in parts: ``desirable``
+    (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
+    that kind, 0 on the other; divided by the share of the kind they are its mean reward).
+
+    Args:
+        beta: β.
+        desirable_weight: λ_D.
+        undesirable_weight: λ_U.
+    """
+    labels = batch.stream("labels").to(outputs.logprobs.dtype)
+    baseline = batch.stream("kl_baseline").to(outputs.logprobs.dtype)
+    reward = beta * nan_unless_finite(row_sum(outputs.logprobs - batch.stream("ref_logprobs"), batch.mask))
+    gain = reward - beta * baseline
+    values = desirable_weight * labels * torch.sigmoid(-gain)
+    values = values + undesirable_weight * (1.0 - labels) * torch.sigmoid(gain)
+    detached = reward.detach()
+    logprob = row_sum(outputs.logprobs.detach(), batch.mask)
+    metrics = {
+        "reward": detached,
+        "kl_baseline": baseline,
+        "row_accuracy": wins((2.0 * labels - 1.0) * gain, beta * logprob.abs()),
+        "logprob": logprob,
+        "desirable": labels,
+        "desirable_reward_part": labels * detached,
+        "undesirable_reward_part": (1.0 - labels) * detached,
+    }
     return Loss(values, metrics)

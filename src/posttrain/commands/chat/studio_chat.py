@@ -36,7 +36,8 @@ class Speaker:
         """The conversation with the newest reply in colours."""
         if self.problem:
             return draw_conversation([*self.history, Message("system", self.problem)])
-        return draw_conversation(self.history, draw_reply(self.tokens, colouring, self._facts()))
+        opening = self.conversation.sampler.grader.template.opening
+        return draw_conversation(self.history, draw_reply(self.tokens, colouring, self._facts(), opening))
 
     def _facts(self) -> str:
         if self.is_speaking or not self.tokens:

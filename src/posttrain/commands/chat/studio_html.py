@@ -31,12 +31,14 @@ def draw_conversation(messages: Sequence[Message], reply: str = "") -> str:
     return draw(PAGE, "conversation", messages, reply)
 
 
-def draw_reply(tokens: Sequence[SpokenToken], colouring: Colouring, facts: str = "") -> str:
+def draw_reply(tokens: Sequence[SpokenToken], colouring: Colouring, facts: str = "", opening: str = "") -> str:
     """A reply with a background for each token: red where the model was unsure, green where it was sure.
+
+    ``opening``: the beginning that its template gave it (``<think>``).
 
     Resting the pointer on a token shows its probability, the entropy, and what else was likely there.
     """
-    return draw(PAGE, "reply", [(t.text, _color(t, colouring), _note(t)) for t in tokens if t.text], facts)
+    return draw(PAGE, "reply", [(t.text, _color(t, colouring), _note(t)) for t in tokens if t.text], facts, opening)
 
 
 def _color(token: SpokenToken, colouring: Colouring) -> str:
@@ -76,6 +78,11 @@ def draw_curves(curves: Mapping[str, Mapping[str, tuple[list[float], list[float]
 def draw_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of texts."""
     return draw(PAGE, "table", TextTable("", list(head), [list(row) for row in rows], num_labels=len(head)))
+
+
+def draw_problem(text: str) -> str:
+    """What went wrong, in the place where it would have been shown."""
+    return draw(PAGE, "problem", text)
 
 
 def draw_note(text: str) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.chat.studio_html import draw_curves, draw_note, draw_rollouts, draw_table
-from posttrain.errors import UsageError
+from posttrain.commands.interpret.steering import has_dictionary
+from posttrain.errors import PosttrainError, UsageError
 from posttrain.runs.directory import run_names
+from posttrain.runs.models import read_run_recipe
 from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -39,8 +41,18 @@ class Archive:
         self.runs_dir = Path(runs_dir)
 
     def names(self) -> list[str]:
-        """The runs by name."""
-        return run_names(self.runs_dir)
+        """The runs by name, those first in which something was written last."""
+        return sorted(run_names(self.runs_dir), key=lambda name: (-_last_written(self.runs_dir / name), name))
+
+    def newest_with_rollouts(self) -> str | None:
+        """The first of ``names`` that has rollouts to show."""
+        return next((name for name in self.names() if self._has_rollouts(name)), None)
+
+    def _has_rollouts(self, name: str) -> bool:
+        try:
+            return any(self.steps(name, kind) for kind in self.evaluations(name))
+        except PosttrainError:  # none, or a file that cannot be read: said when it is chosen
+            return False
 
     def folder(self, run: str) -> Path:
         """The directory of a run that is offered; a path to any other place is none.
@@ -82,8 +94,9 @@ class Archive:
         both = put_side_by_side([self.folder(run) for run in runs])
         rows = [[key, *(_show(value) for value in values)] for key, values in both.recipe.items()]
         for name, results in both.last.items():
-            cells = ["–" if r is None else f"{r['accuracy']:.1%}" for r in results]
-            rows.append([f"accuracy, {name}", *cells])
+            cells = ["–" if r is None else h.show(r[h.metric]) for r, h in zip(results, both.headlines, strict=True)]
+            metrics = ", ".join(dict.fromkeys(headline.metric for headline in both.headlines))
+            rows.append([f"{metrics}, {name}", *cells])
         return draw_table([f"{both.num_equal_keys} keys are equal", *runs], rows)
 
     def evaluations(self, run: str) -> list[str]:
@@ -121,6 +134,59 @@ class Archive:
         if not path.is_file():
             raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
         return RolloutStore(path, read_only=True)
+
+
+class Offers:
+    """What the menus of the page offer now, and all that a request may ask for: runs that come later come in.
+
+    Args:
+        models, dictionaries: what the studio was started with, besides the runs.
+    """
+
+    def __init__(self, archive: Archive, models: Sequence[str], dictionaries: Sequence[str]) -> None:
+        self.archive = archive
+        self.models = models
+        self.given = dictionaries
+        self._trains_scorer: dict[tuple[str, int], bool | None] = {}  # by run and the time of its recipe
+
+    def speakers(self) -> list[str]:
+        """Models that write answers."""
+        return list(dict.fromkeys([*self.models, *self._runs(False), "tiny"]))
+
+    def judges(self) -> list[str]:
+        """Runs that trained a reward model."""
+        return self._runs(True)
+
+    def dictionaries(self) -> list[str]:
+        """Dictionaries of features, those of runs included."""
+        known = [name for name in self.archive.names() if has_dictionary(self.archive.runs_dir / name)]
+        return list(dict.fromkeys([*self.given, *known]))
+
+    def _runs(self, trains_scorer: bool) -> list[str]:
+        return [name for name in self.archive.names() if self._kind(name) is trains_scorer]
+
+    def _kind(self, name: str) -> bool | None:
+        """Whether a run trained a reward model; None where its recipe cannot be read."""
+        folder = self.archive.runs_dir / name
+        key = (name, _time_of(folder / "recipe.yaml"))
+        if key not in self._trains_scorer:
+            try:
+                self._trains_scorer[key] = read_run_recipe(folder).trains_scorer
+            except PosttrainError:
+                self._trains_scorer[key] = None
+        return self._trains_scorer[key]
+
+
+def _last_written(folder: Path) -> int:
+    return max(_time_of(folder / name) for name in ("metrics.jsonl", "recipe.yaml"))
+
+
+def _time_of(path: Path) -> int:
+    """In nanoseconds since 1970; 0 where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _group_of(rollout: RecordedRollout) -> tuple[int, int, int]:

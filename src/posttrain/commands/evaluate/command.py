@@ -95,7 +95,12 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--best-of", metavar="RUN", help="let this reward model choose among the samples")
     group.add_argument("--against", metavar="MODEL", help="KL and win rate between the model and this one")
-    group.add_argument("--judge", metavar="RUN", help="the reward model that says who wins (with --against)")
+    group.add_argument(
+        "--judge",
+        type=names,
+        metavar="RUN,RUN",
+        help="the reward model that says who wins (with --against); more are told beside it",
+    )
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

@@ -121,6 +121,9 @@ def run_comparison(arguments: argparse.Namespace) -> int:
                 "--compare takes two models on one task, under one template each; name --task, and compare the folders "
                 "of a table with one another afterwards"
             )
+        if not arguments.quiet and not plan.asked.tasks:
+            options = ", ".join(f"{key} {value}" for key, value in plan.cells[0].task_word.options.items())
+            console.print(Text(f"both on {plan.cells[0].name} ({options}); --task names another"), soft_wrap=True)
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:
@@ -206,12 +209,13 @@ def run_against(arguments: argparse.Namespace) -> int:
     if len(arguments.models) != 1:
         raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
     # Answers are drawn, unless asked otherwise: a KL is between distributions.
-    plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), arguments.judge)
-    judge = _open_judge(arguments)
+    judges = arguments.judge or []
+    plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
+    opened = {name: _open_judge(name, arguments) for name in judges}
     console = open_console()
     with choose_evaluation_progress(console, arguments.quiet) as progress:
-        found, notes = run_contest(plan, judge, progress)
-    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, found.results)
+        found, notes = run_contest(plan, opened, progress)
+    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, found.results, found.others)
     write_contest(plan, found, notes, write_contest_page(table, notes, plan.settings, found.items))
     if not arguments.quiet:
         print_table(console, table)
@@ -221,10 +225,8 @@ def run_against(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_judge(arguments: argparse.Namespace) -> Judge | None:
-    if arguments.judge is None:
-        return None
-    model = open_reward_model(find_source(arguments.judge, arguments.runs_dir), device=arguments.device)
+def _open_judge(name: str, arguments: argparse.Namespace) -> Judge:
+    model = open_reward_model(find_source(name, arguments.runs_dir), device=arguments.device)
     return lambda rollouts: model.score(
         [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
     )

@@ -34,7 +34,9 @@ class Shown(EvaluationProgress):
 
 def describe(advance: Advance, seconds: float) -> str:
     """Share right so far and throughput, as far as there is something to tell."""
-    parts = [f"{advance.num_right / advance.num_done:.1%} right"] if advance.num_done else []
+    parts = []
+    if advance.num_done and advance.num_right is not None:
+        parts.append(f"{advance.num_right / advance.num_done:.1%} right")
     if seconds > 0 and advance.num_tokens:
         parts.append(f"{advance.num_tokens / seconds:,.0f} tokens/s")
     return " · ".join(parts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.consent import ALLOW_CODE, TRUST_REMOTE_CODE
+from posttrain.errors import UsageError
 
 LARGEST = 10**9
 LARGEST_PORT = 65_535
@@ -164,10 +165,14 @@ def repetitions(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """The number of a port."""
-    value = seed(text)
+    """The number of a port.
+
+    Raises:
+        UsageError: it is none; one message, without the usage of the command.
+    """
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(LARGEST_PORT)) else 0
     if not 1 <= value <= LARGEST_PORT:
-        raise argparse.ArgumentTypeError(f"a port from 1 to {LARGEST_PORT} is needed, not {shown(text)}")
+        raise UsageError(f"--port {shown(text)}: a whole number from 1 to {LARGEST_PORT} is needed")
     return value
 
 

@@ -240,9 +240,11 @@ def describe(root: str, place: Place) -> tuple[int, str]:
     if place.is_comparison:
         return size, f"{place.name}: a comparison with {len(runs)} runs, {show_bytes(size)}"
     run = runs[0]
-    accuracy = "" if run.accuracy is None else f", {run.accuracy:.1%} right"
+    told = (
+        "" if run.headline is None or run.value is None else f", {run.headline.tell(run.headline.only(run.held_out))}"
+    )
     tags = f", tagged {' '.join(run.tags)}" if run.tags else ""
-    return size, f"{place.name}: {run.state} at step {run.step} of {run.steps}{accuracy}{tags}, {show_bytes(size)}"
+    return size, f"{place.name}: {run.state} at step {run.step} of {run.steps}{told}{tags}, {show_bytes(size)}"
 
 
 def _count(number: int, what: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, write_json
 from posttrain.commands.progress import SHOWN, show_duration
-from posttrain.commands.runs.show import print_json, show_bytes
+from posttrain.commands.runs.show import show_bytes
 from posttrain.errors import UsageError
 from posttrain.runs.directory import find_run
 from posttrain.runs.paths import comparison_names, every_run_name, fits
@@ -31,9 +31,7 @@ def run_compare_runs(arguments: argparse.Namespace) -> int:
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
     found = put_side_by_side(find_runs(arguments.runs_dir, names))
-    if arguments.json:
-        print_json(to_data(found, names))
-    else:
+    if not write_json(to_data(found, names)):
         print_side_by_side(open_console(), found, names)
     return 0
 
@@ -110,10 +108,10 @@ def _outcome(found: SideBySide) -> list[tuple[str, list[str]]]:
         ("step", [f"{run.step} of {run.steps}" for run in runs]),
     ]
     for name, results in found.last.items():
-        rows.append((f"{name}, last", [_show_results(item) for item in results]))
+        rows.append((f"{name}, last", _show_results(results, found)))
         best = found.best[name]
         if best != results:
-            rows.append((f"{name}, best", [_show_results(item) for item in best]))
+            rows.append((f"{name}, best", _show_results(best, found)))
     for metric, label, form in SHOWN:
         values = found.metrics.get(metric)
         if values is not None:
@@ -123,8 +121,7 @@ def _outcome(found: SideBySide) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _show_results(item: dict[str, Any] | None) -> str:
-    if item is None:
-        return "–"
-    interval = f" [{item['accuracy_low']:.1%}, {item['accuracy_high']:.1%}]" if "accuracy_low" in item else ""
-    return f"{item['accuracy']:.1%}{interval} at step {item['step']}"
+def _show_results(items: Sequence[dict[str, Any] | None], found: SideBySide) -> list[str]:
+    """What each run is told by, in one evaluation."""
+    told = zip(items, found.headlines, strict=True)
+    return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]

@@ -27,6 +27,7 @@ ACTIONS = {
     "resume": "go on with a run by its own recipe, from its newest checkpoint",
     "manage": "all of this from a menu",
 }
+WITH_TABLES = ("list", "show", "compare")
 EPILOG = """\
 a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort accuracy
@@ -38,8 +39,10 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
 """
 
 
-def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too."""
+def add_options(
+    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, form: argparse.ArgumentParser
+) -> None:
+    """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too, and those with tables ``--format``."""
     parser.epilog = EPILOG
     places = Parser(add_help=False)
     add_runs_dir(places, argparse.SUPPRESS)
@@ -47,15 +50,17 @@ def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
     made = {
         name: actions.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common, places], allow_abbrev=False
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            parents=[common, places, *([form] if name in WITH_TABLES else [])],
+            allow_abbrev=False,
         )
         for name, text in ACTIONS.items()
     }
     _add_list_options(made["list"])
     made["show"].add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
     made["compare"].add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
-    for name in ("show", "compare"):
-        made[name].add_argument("--json", action="store_true", help="print JSON instead of tables")
     made["tag"].add_argument("name", metavar="NAME", help="the run")
     made["tag"].add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
     made["note"].add_argument("name", metavar="NAME", help="the run")
@@ -79,7 +84,8 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
         "--sort",
         default="created",
         metavar="KEY",
-        help="created, updated, name, state, step, accuracy, size, or a metric of the last step (default: created)",
+        help="created, updated, name, state, step, accuracy, headline, size, or a metric of the last step "
+        "(default: created)",
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument(
@@ -87,7 +93,6 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
     parser.add_argument("--families", action="store_true", help="as trees: runs under the run they were trained from")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:

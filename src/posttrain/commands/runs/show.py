@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import MAX_COLUMNS, Text, open_console, wants_json, write_json
 from posttrain.commands.progress import BARS, show_evaluation, sparkline
 from posttrain.errors import UsageError
-from posttrain.runs.directory import find_run, list_names, run_names
+from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.filtering import Filter, check_states, sort_runs
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
@@ -31,8 +30,8 @@ from posttrain.runs.listing import (
 )
 from posttrain.runs.paths import comparison_names, every_run_name
 from posttrain.runs.removal import unfinished_deletions
+from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
-from posttrain.untrusted import harmless_json
 
 STYLES = {
     "running": "cyan",
@@ -45,6 +44,8 @@ STYLES = {
 }
 NUM_LISTED = 50
 FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
+# What a narrow terminal does without, in this order.
+DISPENSABLE = ("size", "from", "model", "tags", "objective", "step", "held-out", "state")
 COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
 # Where the body of every other action is.
 BODIES = {
@@ -73,17 +74,13 @@ def run_runs(arguments: argparse.Namespace) -> int:
     name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
     if name in comparison_names(arguments.runs_dir):
         comparison = summarize_comparison(arguments.runs_dir, name)
-        if arguments.json:
-            print_json(asdict(comparison))
-        else:
+        if not write_json(asdict(comparison)):
             print_comparison(console, comparison, find_links(arguments.runs_dir))
         return 0
     folder = find_run(arguments.runs_dir, arguments.name)
     root, name = _home_of(folder, Path(arguments.runs_dir))
     links = find_links(root, of=name)
-    if arguments.json:
-        print_json(show_run(folder) | {"name": name, "links": [asdict(link) for link in links]})
-    else:
+    if not (wants_json() and write_json(show_run(folder) | {"name": name, "links": [asdict(link) for link in links]})):
         print_run(console, folder, name, links)
     return 0
 
@@ -107,7 +104,7 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
     )
     with_cells = arguments.cells or any("/" in name for name in arguments.names)
     limit = NUM_LISTED if arguments.limit is None else arguments.limit
-    whole = arguments.json or arguments.families or not limit
+    whole = wants_json() or arguments.families or not limit
     by_start = arguments.sort == "created" and not arguments.reverse and not wanted
     newest = limit if by_start and not whole else None
     every = list_runs(root, with_cells=with_cells, newest=newest)
@@ -117,11 +114,11 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
     if not whole:
         runs = runs[-limit:] if by_start else runs[:limit]
     links = find_links(root) if whole else find_links_around(root, [run.name for run in runs])
-    if arguments.json:
+    if wants_json():
         listed = {run.name for run in runs}
         links = [link for link in links if link.child in listed]
         found = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
-        print_json(found | {"comparisons": [asdict(comparison) for comparison in comparisons]})
+        write_json(found | {"comparisons": [asdict(comparison) for comparison in comparisons]})
         return 0
     if not every and not comparisons:
         print(f"no runs in {root} yet. Start one: posttrain train tiny/grpo")
@@ -143,11 +140,6 @@ def ancestors(root: str, links: Sequence[Link], known: Sequence[RunSummary]) -> 
     return [replace(summarize_run(Path(root) / name), name=name) for name in sorted(names)]
 
 
-def print_json(content: Any) -> None:
-    """Plain data for other programs."""
-    print(harmless_json(json.dumps(content, indent=1, default=str)))
-
-
 def print_runs(
     console: Console,
     runs: Sequence[RunSummary],
@@ -166,15 +158,7 @@ def print_runs(
     shown += ["run", "state", "step", "model", "objective", "held-out", "size"]
     shown += ["from"] if any(parents.values()) else []
     shown += ["tags"] if any(run.tags for run in runs) else []
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in shown:
-        table.add_column(
-            column,
-            no_wrap=column not in FOLDED,
-            overflow="fold",  # in a narrow terminal a name takes several lines; nothing is cut off
-            min_width=FOLDED.get(column),
-            justify="right" if column in ("#", "step", "size") else "left",
-        )
+    rows: list[dict[str, Text]] = []
     for number, run in enumerate(runs, start=1):
         cells = {
             "#": Text(str(number)),
@@ -183,16 +167,43 @@ def print_runs(
             "step": Text(f"{run.step}/{run.steps}"),
             "model": Text(base_model(run, links, models)),
             "objective": Text(run.objective),
-            "held-out": Text("–" if run.accuracy is None else f"{run.accuracy:.1%}"),
+            "held-out": Text(run.told or "–"),
             "size": Text(show_bytes(run.disk_bytes)),
             "from": Text(parents[run.name]),
             "tags": Text(" ".join(run.tags), style="magenta"),
         }
-        table.add_row(*(cells[column] for column in shown))
+        rows.append(cells)
+    fitting = _fitting(shown, rows, console.width if console.is_terminal else MAX_COLUMNS)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in fitting:
+        table.add_column(
+            column,
+            no_wrap=column not in FOLDED,
+            overflow="fold",  # in a narrow terminal a name takes several lines; nothing is cut off
+            min_width=FOLDED.get(column),
+            justify="right" if column in ("#", "step", "size") else "left",
+        )
+    for cells in rows:
+        table.add_row(*(cells[column] for column in fitting))
     console.print(table)
+    if left_out := [column for column in shown if column not in fitting]:
+        more = f"no room here for {', '.join(left_out)}; a wider terminal or --format csv shows all"
+        console.print(Text(more, style="dim"))
     for run in runs:
         if run.problem:
             console.print(Text(f"{run.name}: {run.problem}", style="red"))
+
+
+def _fitting(columns: Sequence[str], rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """The columns that fit into so many characters: the dispensable ones go first, the name never."""
+    needed = {name: max(len(name), *(row[name].cell_len for row in rows), 0) for name in columns}
+    needed = {name: min(size, FOLDED.get(name, size)) for name, size in needed.items()}
+    kept = list(columns)
+    for name in DISPENSABLE:
+        if sum(needed[column] + 2 for column in kept) <= width:
+            break
+        kept = [column for column in kept if column != name]
+    return kept
 
 
 def print_families(console: Console, runs: Sequence[RunSummary], links: Sequence[Link]) -> None:
@@ -226,10 +237,10 @@ def _tree_label(run: RunSummary | None, name: str) -> Text:
     text = Text(name, style="bold")
     if run is None:
         return text.append("  (not in this list)", style="dim")
-    accuracy = "" if run.accuracy is None else f"  {run.accuracy:.1%}"
+    told = f"  {run.told}" if run.told else ""
     text.append(f"  {run.objective}", style="not bold")
     text.append(f"  {run.state}", style=f"not bold {STYLES[run.state]}")
-    return text.append(f"{accuracy}  {show_bytes(run.disk_bytes)}", style="not bold")
+    return text.append(f"{told}  {show_bytes(run.disk_bytes)}", style="not bold")
 
 
 def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
@@ -297,16 +308,18 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         series = [row.metrics[name] for row in rows if name in row.metrics]
         if series:
             console.print(Text(f"{name:>12}  {series[0]:9.3f} {sparkline(series) or BARS[0]} {series[-1]:.3f}"))
+    headline = ACCURACY if facts["problem"] else RunDirectory(folder).headline()
     for item in facts["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
-        console.print(Text(show_evaluation({"name": item["name"], "step": item["step"], "results": results})))
+        about = {"name": item["name"], "step": item["step"], "headline": headline}
+        console.print(Text(show_evaluation(about | {"results": results})))
     for remark in facts["remarks"]:
         console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
     console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    table = Table.grid(padding=(0, 2))
+    table = Table("fact", "value", box=None, show_header=False, pad_edge=False, padding=(0, 2))
     for label, value in facts:
         table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, titled_grid
+from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import Band, Comparison, band_over_seeds
 
 LABEL_SHARE = 0.036  # least distance of two labels, as a share of the panel's height
@@ -43,7 +44,7 @@ def draw_comparison(comparison: Comparison, path: str | Path) -> Path:
     top = figure.add_subplot(grid[0, :])
     top.set_position((0.062, 0.515, 0.7, 0.385))
     _draw_curves(top, lines, comparison)
-    _draw_drift(figure.add_subplot(grid[1, 0]), lines)
+    _draw_drift(figure.add_subplot(grid[1, 0]), lines, comparison.headline)
     _draw_pace(figure.add_subplot(grid[1, 1]), lines, comparison)
     return save_picture(figure, path)
 
@@ -68,12 +69,14 @@ def _draw_curves(axes: Any, lines: Sequence[Line], comparison: Comparison) -> No
     _draw_start(axes, comparison)
     several = any(len(row.finished) > 1 for row in comparison.rows)
     band_note = "; band: lowest to highest seed" if several else ""
-    _dress(axes, "Learning curves", f"held-out answers that are right{band_note}", "updates")
+    headline = comparison.headline
+    what = "held-out answers that are right" if headline.counts_right else f"held-out: {headline.label}"
+    _dress(axes, "Learning curves", f"{what}{band_note}", "updates", headline.is_share)
     axes.margins(x=0.0)
-    _label_ends(axes, lines)
+    _label_ends(axes, lines, headline)
 
 
-def _label_ends(axes: Any, lines: Sequence[Line]) -> None:
+def _label_ends(axes: Any, lines: Sequence[Line], headline: Headline) -> None:
     """Rank, name and last value of each method, right of the panel, at the height where its curve ends."""
     low, high = axes.get_ylim()
     last = max(line.band.steps[-1] for line in lines)
@@ -92,7 +95,7 @@ def _label_ends(axes: Any, lines: Sequence[Line]) -> None:
         axes.text(1.1, heights[1], str(line.rank), **style, ha="right", fontweight="bold")
         name = line.name if len(line.name) <= NAME_LENGTH else f"{line.name[: NAME_LENGTH - 1]}…"
         axes.text(1.108, heights[1], name, **style)
-        axes.text(1.318, heights[1], f"{line.band.means[-1]:.1%}", **style, ha="right")
+        axes.text(1.318, heights[1], headline.show(line.band.means[-1]), **style, ha="right")
 
 
 def spread_labels(targets: Sequence[float], distance: float) -> list[float]:
@@ -120,13 +123,15 @@ def spread_labels(targets: Sequence[float], distance: float) -> list[float]:
     return places
 
 
-def _draw_drift(axes: Any, lines: Sequence[Line]) -> None:
-    """Reward (or, where evaluations have none, accuracy) against the KL from the start.
+def _draw_drift(axes: Any, lines: Sequence[Line], headline: Headline) -> None:
+    """Reward (or, where evaluations have none, the headline) against the KL from the start.
 
     Methods with a reward of their own have none that could be compared, and are left out.
     """
     has_reward = any(None not in line.band.rewards for line in lines)
-    subtitle = f"held-out {'reward' if has_reward else 'accuracy'}; higher with less drift is better"
+    name = "reward" if has_reward else headline.metric.replace("_", " ")
+    better = "higher" if has_reward or headline.higher_is_better else "lower"
+    subtitle = f"held-out {name}; {better} with less drift is better"
     if has_reward and any(None in line.band.rewards for line in lines):
         subtitle += "; without methods of another reward"
     drawn = 0
@@ -136,8 +141,8 @@ def _draw_drift(axes: Any, lines: Sequence[Line]) -> None:
         if points:
             _draw_path(axes, line, points)
             drawn += 1
-    title = "Reward against KL" if has_reward else "Accuracy against KL"
-    _dress(axes, title, subtitle, "KL from the start, nats per answer", is_share=not has_reward)
+    is_share = headline.is_share and not has_reward
+    _dress(axes, f"{name.capitalize()} against KL", subtitle, "KL from the start, nats per answer", is_share=is_share)
     if not drawn:
         axes.set(xticks=[], yticks=[])
         why = "no evaluation recorded kl_from_start"
@@ -148,7 +153,8 @@ def _draw_pace(axes: Any, lines: Sequence[Line], comparison: Comparison) -> None
     for line in reversed(lines):
         _draw_path(axes, line, list(zip(line.band.seconds, line.band.means, strict=True)))
     _draw_start(axes, comparison)
-    _dress(axes, "Accuracy against time", "seconds of training, evaluation left out", "seconds")
+    title = f"{comparison.headline.metric.replace('_', ' ').capitalize()} against time"
+    _dress(axes, title, "seconds of training, evaluation left out", "seconds", comparison.headline.is_share)
     axes.set_xlim(left=0)
 
 
@@ -167,10 +173,11 @@ def _draw_path(axes: Any, line: Line, points: Sequence[tuple[float, float]]) -> 
 def _draw_start(axes: Any, comparison: Comparison) -> None:
     if comparison.baseline is None:
         return
-    accuracy = comparison.baseline.results["accuracy"]
-    axes.axhline(accuracy, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    headline = comparison.headline
+    value = comparison.baseline.results[headline.metric]
+    axes.axhline(value, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
-        f"start {accuracy:.1%}", (1.0, accuracy), xycoords=axes.get_yaxis_transform(), xytext=(-2, 3),
+        f"start {headline.show(value)}", (1.0, value), xycoords=axes.get_yaxis_transform(), xytext=(-2, 3),
         textcoords="offset points", ha="right", fontsize=8, color="#777777",
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.reports.charts.panels import Panel, Series, axis_range
 from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
+from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 
 COLORS = ("#2f6fde", "#d9662b", "#2a9d6f", "#9a55c4")  # those of the style sheet
@@ -17,13 +18,18 @@ NUM_COLUMNS = 3
 
 @dataclass(frozen=True)
 class _Plan:
-    """A panel and what it shows: ``metrics`` of steps and ``evaluations`` by name, with their labels."""
+    """A panel and what it shows: ``metrics`` of steps and ``evaluations`` by name, with their labels.
+
+    ``only_with``, ``only_without``: for runs that record these metrics, or none of them.
+    """
 
     title: str
     caption: str
     metrics: Mapping[str, str]
     evaluations: Mapping[str, str] = field(default_factory=dict)
     is_share: bool = False
+    only_with: Sequence[str] = ()
+    only_without: Sequence[str] = ()
 
 
 def _one(name: str, title: str, caption: str, *, is_share: bool = False, is_evaluated: bool = False) -> _Plan:
@@ -41,10 +47,23 @@ _PLANS = (
     _Plan("Format", "share in the asked format; cut off at the limit", {"format": "in format", "truncated": "cut off"},
           {"format": "held-out"}, is_share=True),
     _one("entropy", "Entropy", "nats per token; near 0 nothing new is tried"),
-    _one("nll", "Loss", "per trained token"),
-    _one("margin", "Margin", "implicit reward of the better answer less that of the worse"),
+    _Plan("Loss", "per trained token", {"nll": "training"}, {"loss": "held-out"}, only_with=("nll",)),
+    _Plan("Loss", "mean over what is judged: of the objective, in training and held out", {"loss": "training"},
+          {"loss": "held-out"}, only_without=("nll", "uniform_groups", "divergence")),
+    _Plan("Margin", "score of the better answer less that of the worse", {"margin": "training"},
+          {"margin": "held-out"}, only_with=("chosen_score",)),
+    _Plan("Margin", "implicit reward of the better answer less that of the worse", {"margin": "training"},
+          only_without=("chosen_score",)),
     _one("pair_accuracy", "Pairs in the right order", "share of pairs; a tie counts half", is_share=True,
          is_evaluated=True),
+    _Plan("Scores of the answers of a pair", "given in training; they are comparable, their level means nothing",
+          {"chosen_score": "better", "rejected_score": "worse"}),
+    _one("final_accuracy", "Agreement with the labels", "share of answers whose last score is on the labelled side",
+         is_share=True, is_evaluated=True),
+    _one("row_accuracy", "Agreement with the labels", "share of answers whose implicit reward is on the labelled side",
+         is_share=True, is_evaluated=True),
+    _one("step_accuracy", "Agreement with the labels", "share of steps that are scored as they are labelled",
+         is_share=True, is_evaluated=True),
     _Plan("Log-probability of the answers of a pair", "nats per answer",
           {"chosen_logprob": "chosen", "rejected_logprob": "rejected"}),
     _one("divergence", "Divergence from the teacher", "nats per token"),
@@ -63,17 +82,29 @@ _PLANS = (
 # fmt: on
 
 
-def choose_panels(rows: Sequence[MetricsRow]) -> list[Panel]:
-    """The panels for which a run has numbers. Non-finite values are left out of the lines."""
-    evaluations = evaluation_points(rows)
-    panels = []
-    for plan in _PLANS:
+def choose_panels(rows: Sequence[MetricsRow], headline: Headline = ACCURACY) -> list[Panel]:
+    """The panels for which a run has numbers, that of its headline first. Non-finite values are in no line."""
+    evaluations, recorded = evaluation_points(rows), {name for row in rows for name in row.metrics}
+    panels: list[tuple[int, Panel]] = []
+    for plan in (*_PLANS, _further(headline)):
+        if (plan.only_with and not recorded & {*plan.only_with}) or recorded & {*plan.only_without}:
+            continue
+        shown = plan.evaluations or plan.metrics
+        held_out = {headline.metric: "held-out"} if headline.metric in shown else {}
         series = [s for name, label in plan.metrics.items() if (s := _metric_series(rows, name, label)) is not None]
-        for name, label in plan.evaluations.items():
+        for name, label in {**plan.evaluations, **held_out}.items():
             series += _evaluation_series(evaluations, name, label)
         if series:
-            panels.append(Panel(plan.title, plan.caption, series, plan.is_share))
-    return panels
+            rank = 0 if held_out else 1 if shown.keys() & {*headline.beside} else 2
+            panels.append((rank, Panel(plan.title, plan.caption, series, plan.is_share)))
+    return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
+
+
+def _further(headline: Headline) -> _Plan:
+    """A panel for a headline that no other shows: one that the recipe names."""
+    is_shown = any(headline.metric in (plan.evaluations or plan.metrics) for plan in _PLANS)
+    title = headline.label[:1].upper() + headline.label[1:]
+    return _Plan(title, "held-out", {}, {} if is_shown else {headline.metric: "held-out"}, headline.is_share)
 
 
 def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:

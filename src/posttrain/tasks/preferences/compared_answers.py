@@ -10,6 +10,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
 from posttrain.tasks.preferences.rows import read_prompt, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
 
@@ -17,6 +18,7 @@ ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 
 
 @register("task")
+@reads_rows
 def llmbar(*, path: str) -> Task:
     """LLMBar from a local file: pairs of which one follows the instruction; the other often reads better.
 
@@ -48,6 +50,7 @@ def llmbar(*, path: str) -> Task:
 
 
 @register("task")
+@reads_rows
 def pandalm(*, path: str) -> Task:
     """PandaLM's human test set from a local file: answers of small models, compared by three annotators.
 

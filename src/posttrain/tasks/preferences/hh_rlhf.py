@@ -13,6 +13,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped, collect
 from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub_file
 from posttrain.tasks.splits import Split, choose_split, opening_hash, prompt_hash
 from posttrain.tasks.thinking import answer_text
@@ -23,6 +24,7 @@ SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-reject
 
 
 @register("task", held_out="validation", learns_from_test="test_share")
+@reads_rows
 def hh_rlhf(
     *,
     split: Split = "train",

@@ -12,6 +12,7 @@ from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
 from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
@@ -28,6 +29,7 @@ Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
 
 
 @register("task", held_out="validation")
+@reads_rows
 def preferences(
     *,
     path: str,

@@ -10,6 +10,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import collect
 from posttrain.tasks.preferences.rows import read_pair, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example
@@ -18,6 +19,7 @@ SCORES = ("score_chosen", "score_rejected")
 
 
 @register("task", held_out="validation")
+@reads_rows
 def ultrafeedback(
     *,
     split: Split = "train",

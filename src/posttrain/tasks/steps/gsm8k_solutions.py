@@ -12,6 +12,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected
 from posttrain.tasks.preferences.rows import read_verdict, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.steps.judged_solutions import group_by_problem
@@ -22,6 +23,7 @@ _ANSWER = re.compile(r"\n(?:A:|####)\s*(\S[^\n]*)\s*\Z")
 
 
 @register("task", held_out="validation")
+@reads_rows
 def gsm8k_solutions(
     *,
     path: str,

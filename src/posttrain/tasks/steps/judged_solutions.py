@@ -12,6 +12,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped
 from posttrain.tasks.preferences.rows import read_verdict, require
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.thinking import answer_text
@@ -22,6 +23,7 @@ META_KEYS = ("level", "subject", "type")
 
 
 @register("task", held_out="validation")
+@reads_rows
 def judged_solutions(
     *,
     path: str,

@@ -10,6 +10,7 @@ from pydantic import Field
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.steps.gsm8k_solutions import strip_calculations
@@ -22,6 +23,7 @@ _FIRST_STEP = "Step 1:"
 
 
 @register("task", held_out="validation")
+@reads_rows
 def math_shepherd(
     *,
     split: Split = "train",

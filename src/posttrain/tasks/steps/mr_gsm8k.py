@@ -7,12 +7,14 @@ import re
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.steps.labelled_steps import read_step_texts, stepwise
 from posttrain.types import Example, Message
 
 
 @register("task")
+@reads_rows
 def mr_gsm8k(
     *,
     path: str | None = None,

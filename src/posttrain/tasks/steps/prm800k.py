@@ -12,6 +12,7 @@ from pydantic import Field
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub_file
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, classes_of, first_error, rating_classes, stepwise
@@ -22,6 +23,7 @@ StepPath = Sequence[Candidate]
 
 
 @register("task", held_out="validation")
+@reads_rows
 def prm800k(
     *,
     split: Split = "train",

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
@@ -17,6 +18,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
 @register("task", held_out="validation")
+@reads_rows
 def gsm8k(
     *,
     split: Split = "train",

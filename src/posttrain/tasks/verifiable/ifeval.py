@@ -12,11 +12,13 @@ from posttrain.graders.ifeval.language import known_languages
 from posttrain.graders.ifeval.table import read_arguments
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.types import Example, Message
 
 
 @register("task", held_out="test")
+@reads_rows
 def ifeval(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "google/IFEval") -> Task:
     """Prompts with instructions about the form of the response, such as a number of words; for evaluation only.
 

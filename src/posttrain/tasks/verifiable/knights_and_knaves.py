@@ -10,6 +10,7 @@ from pydantic import Field
 from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
@@ -21,6 +22,7 @@ People = Annotated[int, Field(ge=MIN_PEOPLE, le=MAX_PEOPLE)]
 
 
 @register("task", held_out="validation")
+@reads_rows
 def knights_and_knaves(
     *,
     split: Split = "train",

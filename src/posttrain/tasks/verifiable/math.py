@@ -12,6 +12,7 @@ from posttrain.graders.answers import last_boxed
 from posttrain.graders.math.extraction import read_boxes
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
@@ -21,6 +22,7 @@ _ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
 
 
 @register("task", held_out="validation")
+@reads_rows
 def math(
     *,
     split: Split = "train",

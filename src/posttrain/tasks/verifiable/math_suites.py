@@ -1,4 +1,7 @@
-"""The mathematics suites that models are compared on. All are test sets, for evaluation only."""
+"""The mathematics suites that models are compared on. All are test sets, for evaluation only.
+
+Those in the common layout are rows of a table; MATH-500 and SVAMP have layouts of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from posttrain.graders.answers import last_boxed
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.tasks.verifiable import math
 from posttrain.types import Example, Message
@@ -31,6 +35,7 @@ _MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
 
 
 @register("task", held_out="test")
+@reads_rows
 def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
     """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
 
@@ -55,135 +60,7 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
 
 
 @register("task", held_out="test")
-def aime24(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "HuggingFaceH4/aime_2024",
-    hub_split: str = "train",
-) -> Task:
-    """The 30 problems of AIME 2024; answers are whole numbers from 0 to 999, graded by ``numeric``.
-
-    Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
-
-    Args:
-        split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-        hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
-    """
-    return _problems("aime24", path, hub, hub_split, grader="numeric")
-
-
-@register("task", held_out="test")
-def aime25(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "math-ai/aime25",
-    hub_split: str = "test",
-) -> Task:
-    """The 30 problems of AIME 2025; answers are whole numbers from 0 to 999, graded by ``numeric``.
-
-    Keys, options and errors are those of ``aime24``.
-
-    Args:
-        split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-        hub_split: what its split is called there.
-    """
-    return _problems("aime25", path, hub, hub_split, grader="numeric")
-
-
-@register("task", held_out="test")
-def amc(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "AI-MO/aimo-validation-amc",
-    hub_split: str = "train",
-) -> Task:
-    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
-
-    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-    others call AMC 23 set ``hub: math-ai/amc23`` and ``hub_split: test``.
-
-    Args:
-        split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-        hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
-    """
-    return _problems("amc", path, hub, hub_split)
-
-
-@register("task", held_out="test")
-def minerva_math(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "math-ai/minervamath",
-    hub_split: str = "test",
-) -> Task:
-    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
-
-    Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
-    (``meta["answers"]``).
-
-    Args:
-        split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-        hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
-
-    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
-    """
-    return _problems("minerva_math", path, hub, hub_split)
-
-
-@register("task", held_out="test")
-def olympiad_bench(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "math-ai/olympiadbench",
-    hub_split: str = "test",
-) -> Task:
-    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
-
-    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
-    text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
-    meta, the first as ``subject``).
-
-    Args:
-        split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-        hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
-
-    Source: He et al. 2024 (arXiv 2402.14008).
-    """
-    return _problems("olympiad_bench", path, hub, hub_split)
-
-
-@register("task", held_out="test")
+@reads_rows
 def svamp(
     *,
     split: Literal["test"] = "test",
@@ -216,19 +93,82 @@ def svamp(
     return _read_suite("svamp", _rows(path, hub, hub_split), path or f"hub:{hub}", read)
 
 
+_OPTIONS = """
+Args:
+    split: there is nothing but a test split.
+    path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
+    hub: name of the data set on the hub.
+    hub_split: what its split is called there.
+
+Raises:
+    DataError: a missing or malformed file or row, with its line.
+    MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
+"""
+
+
+def _suite(
+    name: str, at: str, at_split: str, says: str, *, grader: str = "math", source: str = ""
+) -> Callable[..., Task]:
+    """The task of a suite in the common layout: a problem and its answer or answers. ``at``: where on the hub."""
+
+    def suite(
+        *, split: Literal["test"] = "test", path: str | None = None, hub: str = at, hub_split: str = at_split
+    ) -> Task:
+        def read(row: Row) -> Example:
+            key = "question" if "problem" not in row.data and "question" in row.data else "problem"
+            golds = read_golds(row, ("answer", "final_answer"))
+            return _example(name, row, row.text(key).strip(), golds, grader)
+
+        return _read_suite(name, _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+
+    suite.__name__ = suite.__qualname__ = name
+    suite.__doc__ = f"{says}{_OPTIONS}" + (f"\nSource: {source}\n" if source else "")
+    return register("task", held_out="test")(reads_rows(suite))
+
+
+_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+"""
+aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", _AIME.format(year=2024), grader="numeric")
+aime25 = _suite("aime25", "math-ai/aime25", "test", _AIME.format(year=2025), grader="numeric")
+amc = _suite(
+    "amc",
+    "AI-MO/aimo-validation-amc",
+    "train",
+    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+others call AMC 23 set ``hub: math-ai/amc23`` and ``hub_split: test``.
+""",
+)
+minerva_math = _suite(
+    "minerva_math",
+    "math-ai/minervamath",
+    "test",
+    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+(``meta["answers"]``).
+""",
+    source="Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.",
+)
+olympiad_bench = _suite(
+    "olympiad_bench",
+    "math-ai/olympiadbench",
+    "test",
+    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+meta, the first as ``subject``).
+""",
+    source="He et al. 2024 (arXiv 2402.14008).",
+)
+
+
 def _rows(path: str | None, hub: str, hub_split: str) -> Iterable[Row]:
     return read_file(path) if path is not None else read_hub(hub, None, hub_split)
-
-
-def _problems(name: str, path: str | None, hub: str, hub_split: str, grader: str = "math") -> Task:
-    """A suite in the common layout: a problem and its answer or answers."""
-
-    def read(row: Row) -> Example:
-        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
-        golds = read_golds(row, ("answer", "final_answer"))
-        return _example(name, row, row.text(key).strip(), golds, grader)
-
-    return _read_suite(name, _rows(path, hub, hub_split), path or f"hub:{hub}", read)
 
 
 def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row], Example]) -> Task:

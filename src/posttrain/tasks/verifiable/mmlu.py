@@ -12,6 +12,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.graders.choice import LETTERS
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
+from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
 from posttrain.types import Example, Message
 
@@ -46,6 +47,7 @@ _AREA_OF = {subject: area for area, subjects in AREAS.items() for subject in sub
 
 
 @register("task", held_out="validation")
+@reads_rows
 def mmlu(
     *,
     split: Literal["validation", "test"] = "test",

@@ -6,7 +6,9 @@ rollouts keeps the batch that it is in the middle of.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from posttrain.types import Batch, Rollout
 
@@ -25,3 +27,8 @@ class TrainBatch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
+
+
+def num_batches(passes: float, num_examples: int, batch: int) -> int:
+    """Batches of ``batch`` examples that go ``passes`` times through ``num_examples``; the last may reach further."""
+    return math.ceil(Fraction(passes).limit_denominator(10**6) * num_examples / batch)

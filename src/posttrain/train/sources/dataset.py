@@ -20,11 +20,12 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import TrainBatch
+from posttrain.train.sources import TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Sample, collate
 
 FIXED_CHUNK = 256
+UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
 
 
 class SupervisedSource:
@@ -52,6 +53,7 @@ class SupervisedSource:
         self.train_all = recipe.data.train_on == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.origin = task.origin
         self.units: list[tuple[Row, ...]] = []
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
@@ -79,6 +81,12 @@ class SupervisedSource:
         return TrainBatch(
             self.batch_of(draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.units)))
         )
+
+    def length_of(self, passes: float) -> tuple[int, str]:
+        """How many steps go ``passes`` times through the data, rounded up, and a line that says so."""
+        steps = num_batches(passes, self.num_examples, self.batch)
+        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
+        return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
         """The given units, with the streams that the objective reads."""

@@ -26,7 +26,7 @@ from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit
-from posttrain.train.sources import TrainBatch
+from posttrain.train.sources import TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -68,6 +68,7 @@ class RolloutSource:
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.origin = task.origin
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:
@@ -107,6 +108,14 @@ class RolloutSource:
             if draw.timing:
                 draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
+
+    def length_of(self, passes: float) -> tuple[int, str]:
+        """How many steps sample every prompt ``passes`` times, rounded up, and a line that says so."""
+        batches = num_batches(passes, self.num_examples, self.options.prompts)
+        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
+        what = "steps" if self.updates == 1 else "rollout batches"
+        each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
+        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         """The rollout batch that updates after ``step`` still train on, as tensors to save."""
@@ -282,16 +291,18 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Tensor |
 def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> dict[str, float]:
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
-    ``num_tokens_right`` and ``num_tokens_wrong`` are mean lengths of correct and other answers,
-    absent when there are none. ``grading_failures``: the share whose grading had to be stopped, if there are any.
+    ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
+    so are ``num_tokens_right`` and ``num_tokens_wrong``, mean lengths of right and other answers among these.
+    ``grading_failures``: the share whose grading had to be stopped, if there are any.
     """
     rollouts = [r for group in groups for r in group]
     lengths = [len(r.completion.ids) for r in rollouts]
-    right = [len(r.completion.ids) for r in rollouts if r.parts["correct"] == 1.0]
-    wrong = [len(r.completion.ids) for r in rollouts if r.parts["correct"] != 1.0]
+    graded = [r for r in rollouts if r.outcome != "ungraded"]
+    right = [len(r.completion.ids) for r in graded if r.parts["correct"] == 1.0]
+    wrong = [len(r.completion.ids) for r in graded if r.parts["correct"] != 1.0]
     facts = {
         "reward": statistics.fmean(r.reward for r in rollouts),
-        "accuracy": len(right) / len(rollouts),
+        **({"accuracy": len(right) / len(graded)} if graded else {}),
         "format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts),
         "num_tokens": statistics.fmean(lengths),
         "truncated": statistics.fmean(float(r.completion.finish == "length") for r in rollouts),

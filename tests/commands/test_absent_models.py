@@ -1,0 +1,100 @@
+"""A model or run that is not there is refused at once: no library that loads models is imported, no hub asked twice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import UsageError
+from posttrain.models import sources
+from posttrain.runs.paths import refuse_absent
+
+CLOSED = "http://127.0.0.1:9"  # nobody listens on the port for discarding
+COMMANDS = [
+    ["generate", "nothere"],
+    ["evaluate", "runs/nothing", "--task", "stories"],
+    ["evaluate", "tiny", "--against", "org/nothing"],
+    ["evaluate", "tiny", "--best-of", "runs/nothing"],
+    ["chat", "./nothing"],
+    ["studio", "nothing"],
+    ["quantize", "nothing", "--bits", "8"],
+    ["activations", "tiny", "--paired", "nothing", "--layer", "1"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_it_is_refused_before_anything_heavy_is_imported(words: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": CLOSED, "HF_HOME": str(tmp_path / "hub")}
+    script = (
+        "import sys; from posttrain.cli import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "no such run or folder" in done.stderr
+    assert "nothing" in done.stderr or "nothere" in done.stderr
+    assert done.stdout == "[]\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_or_in_the_cache_is_let_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "recipe.yaml").write_text("")
+    (tmp_path / "hub" / "models--org--model").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "one", "runs/one", "runs/one/checkpoints/step-9", "hub", "org/model"):
+        refuse_absent("runs", name)
+    with pytest.raises(UsageError, match=r"'runs/two': no such run or folder\. .*Runs there: one"):
+        refuse_absent("runs", "runs/two")
+
+
+def test_a_hub_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked, never = [], threading.Event()
+
+    def connect(where: tuple[str, int], timeout: float) -> None:
+        asked.append(where)
+        never.wait(5)
+        raise OSError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://silent.example")
+    monkeypatch.setattr(sources, "HUB_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "getproxies", dict)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    sources._answers.cache_clear()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"silent\.example does not answer"):
+            sources.refuse_out_of_reach("org/model")
+    never.set()
+    assert asked == [("silent.example", 443)]
+    sources._answers.cache_clear()
+
+
+def test_a_proxy_is_asked_in_the_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"127.0.0.1:{proxy.getsockname()[1]}"
+        monkeypatch.setattr(sources, "getproxies", lambda: {"https": address})
+        monkeypatch.setattr(sources, "proxy_bypass", lambda host: False)
+        sources._answers.cache_clear()
+        assert sources._answers("https://hub.example")
+    sources._answers.cache_clear()
+
+
+def test_python_m_is_the_command() -> None:
+    words = [sys.executable, "-m", "posttrain", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.startswith("posttrain ")

@@ -1,0 +1,105 @@
+"""Tables: whole in a pipe, with the name in a narrow terminal, and as CSV, Markdown or JSON where that is asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from posttrain.cli import main
+from posttrain.commands.console import OutputConsole, Text, open_console, print_table, tables_as
+from posttrain.commands.runs.show import print_runs
+from posttrain.evals.tables import TextTable
+from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.runs.listing import list_runs
+
+LONG = " ".join(["word"] * 80)
+
+
+def make_table() -> Table:
+    table = Table("name", "what", title=Text("things"))
+    table.add_column("number", justify="right")
+    table.add_row(Text("a\x1b[31m"), LONG, "1")
+    table.add_row("b", "x,\ny|z", "2")
+    return table
+
+
+def test_a_pipe_gets_the_whole_width(capsys: pytest.CaptureFixture[str]) -> None:
+    open_console().print(make_table())
+    assert LONG in capsys.readouterr().out
+
+
+def test_every_form_holds_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    written = {}
+    for form in ("json", "csv", "md"):
+        with tables_as(form):
+            console = open_console()
+            console.print("beside it")
+            print("and this")
+            console.print(make_table())
+            print_table(console, TextTable("more", ["k", "95 %", "95 %"], [["1", "2", "3"]]))
+        captured = capsys.readouterr()
+        assert captured.err == "beside it\nand this\n"
+        assert "\x1b" not in captured.out
+        written[form] = captured.out
+    things, more = json.loads(written["json"])
+    assert things["rows"] == [
+        {"name": "a\\x1b[31m", "what": LONG, "number": "1"},
+        {"name": "b", "what": "x, y|z", "number": "2"},
+    ]
+    assert (things["title"], more["title"]) == ("things", "more")
+    assert more["rows"] == [{"k": "1", "95 %": "2", "95 % (2)": "3"}]
+    first, second = written["csv"].split("\n\n")
+    assert list(csv.reader(io.StringIO(first))) == [
+        ["name", "what", "number"],
+        ["a\\x1b[31m", LONG, "1"],
+        ["b", "x, y|z", "2"],
+    ]
+    assert second == "k,95 %,95 % (2)\n1,2,3\n"
+    assert "| name | what | number |\n| --- | --- | ---: |\n" in written["md"]
+    assert r"x, y\|z" in written["md"]
+
+
+COMMANDS = [["recipes"], ["data"], ["explain", "aggregation"], ["runs"], ["runs", "list"], ["runs", "show", "a"]]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_with_tables_take_a_form(
+    words: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert main([*words, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main([*words, "--format", "csv"]) == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out.split("\n\n")[0])))
+    assert len(rows) > 1
+    assert len({len(row) for row in rows}) == 1
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("a", "a-run-with-a-name"):
+        run = RunDirectory(tmp_path / "runs" / name)
+        run.folder.mkdir(parents=True)
+        run.recipe_path.write_text(
+            "model: {name: tiny}\ntask: {name: stories}\nobjective: {name: grpo}\ntrain: {steps: 10}\n"
+        )
+        run.write_status(RunStatus("finished", 10, 10, 1, "here", 5.0))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("width", [30, 50, 80])
+def test_a_narrow_terminal_keeps_the_name(width: int, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = OutputConsole(width=width, force_terminal=True, color_system=None, markup=False)
+    print_runs(console, list_runs(runs))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("run")
+    assert any(line.startswith("a-run-with-a") for line in lines)
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert ("no room here for" in " ".join(lines)) == (width < 80)
+    assert "state" in lines[0]
+    assert ("held-out" in lines[0]) == (width >= 50)

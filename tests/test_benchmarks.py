@@ -1,0 +1,116 @@
+"""Every script in benchmarks/ runs in its smallest form: one that no test runs breaks silently."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+# By script: the words behind it, what it needs beside us, and what its output says.
+SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
+    "demo.py": ([["--seeds", "0"]], None, "seed 0: base 0.0 %"),
+    "dictionaries.py": (
+        [["--only", "speed", "--steps", "1", "--repeats", "1"], ["--only", "planted", "--scale", "0.01"]],
+        None,
+        "wrote ",
+    ),
+    "differences.py": ([["--rows", "3000", "--steps", "20"]], None, "difference_k1_of_24"),
+    "engine.py": ([["--threads", "1", "--pairs", "1"]], None, "1 thread(s)  ragged"),
+    "extraction.py": ([["--repeats", "1"]], None, '"bit_equal": true'),
+    "kill_and_resume.py": ([["--kind", "sft", "--kills", "1", "--steps", "8"]], None, "all equal"),
+    "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
+    "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
+    "training.py": (
+        [["--ours", "--part", part, "--rounds", "1", "--steps", "1"] for part in ("grpo", "sft")],
+        None,
+        '"our_seconds"',
+    ),
+    "training_pairs.py": (
+        [["--side", "ours", "--part", part, "--steps", "1"] for part in ("rm", "dpo")],
+        None,
+        "peak_megabytes",
+    ),
+}
+ELSEWHERE = {
+    "grading.py": "tests/adversaries/test_benchmark.py",
+    "two_checkouts.py": "tests/test_two_checkouts.py",
+}
+PARTS = {"parity_trl.py", "training_reward.py"}  # of other scripts
+
+
+def test_every_script_has_a_test() -> None:
+    scripts = {path.name for path in FOLDER.glob("*.py")}
+    assert scripts == {*SMALLEST, *ELSEWHERE, *PARTS}
+    for script, test in ELSEWHERE.items():
+        assert script in (FOLDER.parent / test).read_text()
+    for part in PARTS:
+        assert 'if __name__ == "__main__"' not in (FOLDER / part).read_text()
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A script as a module that writes its results into ``tmp_path``."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+
+    def load_script(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(Path(name).stem, FOLDER / name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        is_file = module.RESULTS.suffix == ".json"
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results" / module.RESULTS.name if is_file else tmp_path)
+        (tmp_path / "results").mkdir()
+        return module
+
+    yield load_script
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(FOLDER) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def write_pairs(folder: Path) -> None:
+    folder.mkdir()
+    rows = [
+        {
+            "chosen": f"\n\nHuman: {i}?\n\nAssistant: It is {i}.",
+            "rejected": f"\n\nHuman: {i}?\n\nAssistant: No{'!' * i}",
+        }
+        for i in range(60)
+    ]
+    for split in ("train", "test"):
+        with gzip.open(folder / f"{split}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs(
+    name: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands, package, said = SMALLEST[name]
+    if package is not None:
+        pytest.importorskip(package, reason="what it is compared with is not installed")
+    before = {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
+    script = load(name)
+    if name == "reward_model_hh.py":
+        write_pairs(tmp_path / "pairs")
+        train = script.train
+        short = ["--train.steps", "1", "--eval.every", "0"]
+        monkeypatch.setattr(script, "train", lambda *words: train(*words[:3], [*words[3], *short]))
+    for words in commands:
+        monkeypatch.setattr(sys, "argv", [str(FOLDER / name), *words])
+        assert not script.main()
+        assert said in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()} == before
