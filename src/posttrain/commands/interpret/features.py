@@ -23,7 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Which dictionary, over which rows, and what is shown of it."""
     parser.usage = "posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]"
     parser.epilog = EPILOG
-    parser.add_argument("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder")
+    parser.add_argument(
+        "dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, a folder, or a name on the hub"
+    )
     parser.add_argument("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)")
     parser.add_argument("--site", metavar="NAME", help="of these rows, such as resid.20 (default: the dictionary's)")
     parser.add_argument(
@@ -57,7 +59,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     place = find_dictionary(arguments.dictionary, arguments.runs_dir)
-    page = Path(arguments.out) if arguments.out else (place.run or place.folder) / PAGE
+    page = Path(arguments.out) if arguments.out else (place.run or (Path() if place.fetched else place.folder)) / PAGE
     if page.suffix != ".html":
         raise UsageError(
             f"--out {page}: this is the page, so give a name that ends in .html; the JSON stands beside it"

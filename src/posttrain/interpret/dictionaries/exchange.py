@@ -24,6 +24,7 @@ from torch import Tensor
 from posttrain.errors import DataError
 from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.published import site_of_hook
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows
 from posttrain.store.durable import replace_file, storage_errors
@@ -104,10 +105,19 @@ def _configuration(dictionary: Dictionary, metadata: Mapping[str, Any]) -> dict[
 def read_metadata(folder: str | Path) -> dict[str, Any]:
     """What a dictionary's ``cfg.json`` says it was trained on (model, hook, layer ...); empty where it says nothing.
 
+    Files of others say it beside ``metadata`` too, and name hooks: ``site`` and ``target`` are filled in from them.
+
     Raises:
         DataError: there is no such file, or it is damaged.
     """
-    return dict(_read_configuration(Path(folder) / CONFIG).get("metadata") or {})
+    configuration = _read_configuration(Path(folder) / CONFIG)
+    beside = {key: configuration[key] for key in ("model_name", "hook_name", "hook_name_out") if key in configuration}
+    metadata = beside | dict(configuration.get("metadata") or {})
+    hooks = {"site": metadata.get("hook_name") or configuration.get("hook_point")}
+    if _is_transcoder(configuration):
+        hooks["target"] = metadata.get("hook_name_out")
+    places = {key: site for key, hook in hooks.items() if (site := site_of_hook(hook)) is not None}
+    return places | metadata
 
 
 def load_dictionary(folder: str | Path) -> Dictionary:
@@ -153,6 +163,10 @@ def _read_configuration(path: Path) -> dict[str, Any]:
         raise DataError(path, f"cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise DataError(path, "not the configuration of a dictionary")
+    if content.get("architecture", "standard") == "standard" and content.get("activation_fn_str") == "topk":
+        # SAELens before version 6; a k that is missing is refused as the function
+        k = dict(content.get("activation_fn_kwargs") or {}).get("k")
+        content |= {"architecture": "topk", "k": k, "activation_fn_str": None if isinstance(k, int) else "topk"}
     missing = [key for key in ("d_in", "d_sae") if not isinstance(content.get(key), int)]
     if missing:
         raise DataError(path, f"says nothing of {', '.join(missing)}")
@@ -175,6 +189,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
     architecture = str(configuration.get("architecture", "standard"))
+    if configuration.get("finetuning_scaling_factor"):
+        raise DataError(path, "a finetuning_scaling_factor cannot be used here")
+    function = configuration.get("activation_fn_str", configuration.get("activation_fn"))
+    if function not in (None, "relu"):
+        raise DataError(path, f"activation function {function!r}; here are relu, topk (with k) and jumprelu")
     activation = str(configuration.get("activation", "?")) if architecture == "crosscoder" else architecture
     if _is_transcoder(configuration):
         activation = activation.removesuffix("transcoder").removesuffix("skip_").removesuffix("_") or "standard"
