@@ -243,3 +243,17 @@ def test_real_rows() -> None:
     mixed = hh_rlhf(path=train, test_path=test, test_share=0.3).examples
     assert sum(not e.responses for e in mixed) == 1075
     assert len(mixed) == 1075 + 2508
+
+
+def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_counted(tmp_path: Path) -> None:
+    rows = [pair(f"question {n}", *(["more?", "yes"] if n % 3 else [])) for n in range(120)]
+    rows += [pair(f"question {n}", "more?", "again") for n in range(120)]  # dialogues that begin as another does
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    for split in ("train", "validation", "test"):
+        whole = hh_rlhf(path=path, split=split, validation_share=0.3)
+        parts = [hh_rlhf(path=path, split=split, validation_share=0.3, half=half) for half in ("first", "second")]
+        hashes = [{opening_hash(example) for example in part.examples} for part in parts]
+        assert not hashes[0] & hashes[1]
+        assert sum(len(part.examples) for part in parts) == len(whole.examples)
+        assert all(len(part.examples) > 0.25 * len(whole.examples) for part in parts)
+        assert [part.dropped["of the other half"] for part in parts] == [len(p.examples) for p in parts[::-1]]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.text
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,8 +22,10 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
-from posttrain.evals.tables import TextTable, to_markdown
 from posttrain.untrusted import harmless, harmless_json
+
+if TYPE_CHECKING:  # training prints no table of an evaluation
+    from posttrain.evals.tables import TextTable
 
 PIPED_COLUMNS = 120
 MAX_COLUMNS = 10_000
@@ -163,15 +165,23 @@ def _tables_to_csv(tables: Sequence[TextTable]) -> str:
     return "\n".join(parts)
 
 
+def _tables_to_markdown(tables: Sequence[TextTable]) -> str:
+    from posttrain.evals.tables import to_markdown
+
+    return "\n".join(to_markdown(table) for table in tables)
+
+
 WRITERS: dict[str, Callable[[Sequence[TextTable]], str]] = {
     "json": _tables_to_json,
     "csv": _tables_to_csv,
-    "md": lambda tables: "\n".join(to_markdown(table) for table in tables),
+    "md": _tables_to_markdown,
 }
 
 
 def read_table(table: Table) -> TextTable:
     """The texts of a table of rich, without their styles."""
+
+    from posttrain.evals.tables import TextTable
 
     def text_of(cell: Any) -> str:
         return harmless(cell.plain if isinstance(cell, rich.text.Text) else str(cell)).replace("\n", " ").strip()

@@ -11,6 +11,7 @@ from posttrain.errors import DataError
 from posttrain.types import Example, Message
 
 Split = Literal["train", "validation", "test"]
+Half = Literal["first", "second"]
 
 
 def prompt_hash(example: Example) -> float:
@@ -25,6 +26,20 @@ def opening_hash(example: Example) -> float:
     """
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     return _hash(example.messages[:first])
+
+
+def choose_half(
+    examples: Sequence[Example], half: Half | None, hash_of: Callable[[Example], float] = prompt_hash
+) -> list[Example]:
+    """The examples of one half of all prompts, in order; all where ``half`` is None.
+
+    The halves are told apart by the 40th bit of a prompt's hash, which says nothing of its split: so two models can
+    learn from the same file and never see the same prompt, held-out ones included.
+    """
+    if half is None:
+        return list(examples)
+    wanted = {"first": 0, "second": 1}[half]
+    return [example for example in examples if int(hash_of(example) * 2**40) & 1 == wanted]
 
 
 def _hash(messages: Sequence[Message]) -> float:

@@ -15,7 +15,7 @@ from posttrain.tasks.collect import Collected, Dropped, collect
 from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
 from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.splits import Split, choose_split, opening_hash, prompt_hash
+from posttrain.tasks.splits import Half, Split, choose_half, choose_split, opening_hash, prompt_hash
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Response
 
@@ -34,6 +34,7 @@ def hh_rlhf(
     hub: str = "Anthropic/hh-rlhf",
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.02,
     test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    half: Half | None = None,
     strip_thinking: bool = False,
 ) -> Task:
     """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
@@ -60,6 +61,8 @@ def hh_rlhf(
             learn their preferences; but the test split is then no longer unseen. Where one side has too few
             prompts for the share, the other is thinned by a hash and counted. Test prompts that begin as a held-out
             dialogue does are left out and counted. Other splits are as without it.
+        half: only the dialogues of one half, told by a hash of their first human turn: so a second reward model can
+            judge what the first has never seen. The others are counted.
         strip_thinking: leave ``<think>`` … ``</think>`` out of the answers.
 
     Raises:
@@ -81,7 +84,10 @@ def hh_rlhf(
         if len(unseen) < len(test.examples):
             found.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
         examples = mix_prompts(examples, unseen, test_share, found)
-    return Task("hh_rlhf", split, examples, dict(found.dropped))
+    kept = choose_half(examples, half, opening_hash)
+    if half is not None:
+        found.dropped["of the other half"] += len(examples) - len(kept)
+    return Task("hh_rlhf", split, kept, dict(found.dropped))
 
 
 def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
