@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 53410
+MAX_PACKAGE_LINES = 53580
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2150,
@@ -33,11 +33,11 @@ ROOMS: dict[str, int] = {
     "evals": 2860,
     "reward_models": 1460,
     "train": 3020,
-    "interpret": 7320,
+    "interpret": 7410,
     "runs": 2670,
     "sweeps": 3270,
     "reports": 3055,
-    "commands": 6510,
+    "commands": 6565,
 }
 
 

@@ -10,6 +10,7 @@ from posttrain.commands.options.argument_types import naturals, new_place, posit
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from posttrain.commands.interpret.steering import DictionaryPlace
     from posttrain.interpret.features.features import FeatureReport
     from posttrain.interpret.features.judges import Judge
 
@@ -59,6 +60,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
+def page_of(place: DictionaryPlace, name: str = PAGE) -> Path:
+    """Where the page of a dictionary is written; of one that lies in the hub's cache, the working directory."""
+    return (place.run or (Path() if place.fetched else place.folder)) / name
+
+
 def _judge(arguments: argparse.Namespace) -> Judge | None:
     from posttrain.engines.models import open_model
     from posttrain.interpret.features.judges import model_judge, remote_judge
@@ -100,8 +106,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     place = find_dictionary(arguments.dictionary, arguments.runs_dir)
-    name = PAGE if arguments.features is None else SOME
-    page = Path(arguments.out) if arguments.out else (place.run or (Path() if place.fetched else place.folder)) / name
+    page = Path(arguments.out) if arguments.out else page_of(place, PAGE if arguments.features is None else SOME)
     if page.suffix != ".html":
         raise UsageError(
             f"--out {page}: this is the page, so give a name that ends in .html; the JSON stands beside it"
