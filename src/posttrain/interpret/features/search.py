@@ -1,4 +1,4 @@
-"""Features found in ``features.json`` by a label, a token that they are active on or speak for, a context, or a number."""
+"""Features found in ``features.json``: by label, token that they are active on or speak for, context, or number."""
 
 from __future__ import annotations
 
