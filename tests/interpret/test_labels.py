@@ -89,7 +89,7 @@ def test_a_judge_that_knows_tells_all_contexts_apart(made: tuple[FeatureReport, 
     assert (everywhere.balanced_accuracy, everywhere.silent) == (None, 0)
     assert labelled.features[7].label is None
     assert labelled.about["labels"] == {
-        "labelled": 7, "too_few_contexts": 1, "no_label": 0, "without_silent_contexts": 1,
+        "labelled": 7, "too_few_contexts": 1, "no_label": 0, "without_silent_contexts": 1, "unreadable_answers": 0,
     }  # fmt: skip
     stored = json.loads(write_features(labelled, tmp_path / "features.json").read_text())["features"]
     assert stored[2]["label"]["text"] == "tok2"
@@ -131,6 +131,7 @@ def test_a_judge_that_does_not_look(
     label = labelled.features[0].label
     assert label is not None
     assert (label.text, label.balanced_accuracy, label.unreadable) == (answer, accuracy, unreadable)
+    assert labelled.about["labels"]["unreadable_answers"] == (6 * 8 + 4 if unreadable else 0)
     silent = label_features(*made, TEXTS, lambda questions: ["<think>on and on"[:7] + "</think> \n"] * len(questions))
     assert silent.about["labels"]["no_label"] == 7
 

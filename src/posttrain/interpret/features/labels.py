@@ -102,6 +102,7 @@ def label_features(
         "too_few_contexts": len(report.features) - len(asked),
         "no_label": len(asked) - len(labels),
         "without_silent_contexts": sum(label.balanced_accuracy is None for label in labels.values()),
+        "unreadable_answers": sum(label.unreadable for label in labels.values()),
     }
     features = [replace(feature, label=labels.get(feature.number)) for feature in report.features]
     return replace(report, features=features, about=report.about | {"labels": counts})
