@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 52590
+MAX_PACKAGE_LINES = 53580
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2150,
@@ -28,16 +28,16 @@ ROOMS: dict[str, int] = {
     "render": 1100,
     "tasks": 4920,
     "store": 2300,
-    "models": 2230,
+    "models": 2235,
     "engines": 3020,
     "evals": 2860,
     "reward_models": 1460,
     "train": 3020,
-    "interpret": 6590,
+    "interpret": 7410,
     "runs": 2670,
     "sweeps": 3270,
-    "reports": 3050,
-    "commands": 6440,
+    "reports": 3055,
+    "commands": 6565,
 }
 
 

@@ -75,6 +75,12 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
             assert len(context["tokens"]) == len(tokenizer.encode(text))
     about = found["about"]
     assert (about["model"], about["site"], about["notices"]) == ("tiny", "resid.2", [])
+    assert found["features"][12]["address"] == "features.html#feature-12"
+    before = Path("runs/sae/features.html").read_bytes()
+    assert main(["sae", "features", "sae", "--features", "3", "--no-lens", "--quiet"]) == 0
+    assert Path("runs/sae/features.html").read_bytes() == before  # the page of all features keeps its addresses
+    some = json.loads(Path("runs/sae/features-some.json").read_text())["features"]
+    assert [feature["address"] for feature in some] == ["features-some.html#feature-3"]
     assert "Eva has 3" not in Path("runs/sae/features.html").read_text()  # tokens by their number, each text once
 
 
@@ -109,13 +115,32 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "features", "sae", "--activations", "pair", "--source", "post", "--quiet"]) == 0
 
 
+def test_features_are_labelled_by_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    judging = ["--features", "0,1,2", "--contexts", "3", "--judge", "tiny", "--judge-template", "plain", "--no-lens"]
+    assert main(["sae", "features", "sae", *judging, "--out", "labelled.html"]) == 0
+    shown = capsys.readouterr().out
+    stored = json.loads(Path("labelled.json").read_text())
+    counts = stored["about"]["labels"]
+    assert f"{counts['labelled']} labels" in shown
+    assert counts["labelled"] + counts["too_few_contexts"] + counts["no_label"] == 3
+    assert counts["labelled"] == sum("label" in feature for feature in stored["features"]) > 0
+    for arguments, message in (
+        (["--judge-model", "m"], "--judge-template and --judge-model are about --judge"),
+        (["--judge", "tiny", "--judge-model", "m"], "--judge-model is about a server"),
+        (["--judge", "./nobody"], "./nobody"),
+        (["--judge", "http://"], "http://"),
+    ):
+        assert main(["sae", "features", "sae", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     metadata = {"site": "resid.2", "source": "model", "models": [{"model": "tiny", "weights_hash": "0" * 64}]}
     save_dictionary(Dictionary(D, 5, kind="l1"), "stranger", metadata)
     assert main(["sae", "features", "stranger", "--activations", "runs/sae/activations", "--features", "2"]) == 0
     note = "the dictionary was trained on another model than the one whose rows these are (tiny)"
     assert f"note: {note}" in capsys.readouterr().out
-    assert f"<li>Mind: {note}.</li>" in Path("stranger/features.html").read_text()
+    assert f"<li>Mind: {note}.</li>" in Path("stranger/features-some.html").read_text()
 
 
 def test_generation_is_steered(capsys: pytest.CaptureFixture[str]) -> None:

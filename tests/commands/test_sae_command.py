@@ -13,6 +13,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [
@@ -40,7 +41,7 @@ def test_from_a_recipe_to_a_dictionary(
     assert (metadata["model_name"], metadata["site"], metadata["layer"]) == ("tiny", "resid.2", 2)
     assert metadata["hook_name"] == "blocks.1.hook_resid_post"
     assert len(metadata["models"][0]["weights_hash"]) == 64
-    store = ActivationStore.open(run / "activations")
+    store = ActivationStore.open(recorded_for(run) or "")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
     dictionary = load_dictionary(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()
@@ -101,8 +102,62 @@ def test_what_is_said_of_mistakes(
     assert "this trains a dictionary; run it with: posttrain sae train tiny/sae" in capsys.readouterr().err
 
 
+def test_a_transcoder_from_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sae", "train", "tiny/transcoder", *SMALL, "--dictionary.k", "4"]) == 0
+    assert "in place:   CE 2." in capsys.readouterr().out
+    run = Path("runs/tiny-transcoder")
+    results = json.loads((run / "dictionary.json").read_text())
+    metadata = read_metadata(run / "dictionary")
+    assert [metadata[key] for key in ("site", "target")] == ["mlp_in.2", "mlp.2"]
+    assert metadata["hook_name_out"] == "blocks.1.hook_mlp_out"
+    store = ActivationStore.open(recorded_for(run) or "")
+    chosen = torch.arange(store.num_rows - 300, store.num_rows)
+    written, dictionary = store.gather(chosen, "mlp.2"), load_dictionary(run / "dictionary")
+    error = (dictionary(store.gather(chosen, "mlp_in.2")) - written).square().sum()
+    fvu = float(error / (written - written.mean(0)).square().sum())
+    assert fvu == pytest.approx(results["held_out"]["fvu"], rel=0.05)
+    assert fvu < 1
+    assert results["recovered"]["ce"] < results["recovered"]["ce_spliced"] < results["recovered"]["ce_zero"]
+    assert main(["sae", "features", "tiny-transcoder", "--features", "1,2", "--quiet"]) == 0
+    assert main(["generate", "tiny", "Eva has", "--sae", "tiny-transcoder", "--steer", "1=2", "--max-tokens", "2"]) == 0
+    assert "mlp.2: 1 +2" in "".join(capsys.readouterr())
+
+
 def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "train", "sae-qwen3-14b-layer20", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "coefficient: 0.0003" in shown
     assert "site: resid.20" in shown
+
+
+def test_several_layers_are_recorded_in_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [*SMALL, "--activations.outliers", "0"]
+    small[small.index("--eval.documents") + 1] = "0"
+    several = ["sae", "train", "tiny/sae", *small, "--run", "both", "--activations.site", "resid.1,resid.3"]
+    assert main(several) == 0
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("activations recorded before") == 1
+    assert len(list(Path("runs/activations").glob("resid*"))) == 1
+    places = {recorded_for(Path("runs") / f"both-{site}") for site in ("resid.1", "resid.3")}
+    assert [ActivationStore.open(place or "").sites for place in places] == [("resid.1", "resid.3")]
+    assert read_metadata("runs/both-resid.3/dictionary")["hook_name"] == "blocks.2.hook_resid_post"
+    assert main(["sae", "train", "tiny/sae", *small, "--run", "one", "--activations.site", "resid.3", "--quiet"]) == 0
+    weights = [Path("runs") / name / "dictionary" / "sae_weights.safetensors" for name in ("one", "both-resid.3")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert not torch.equal(
+        load_dictionary("runs/both-resid.1/dictionary").W_dec, load_dictionary("runs/one/dictionary").W_dec
+    )
+
+    capsys.readouterr()
+    assert main(several) == 2
+    assert "Continue it with --resume" in capsys.readouterr().err
+    (Path("runs") / "both-resid.3").rename("elsewhere")
+    assert main([*several, "--resume", "--quiet"]) == 0
+    assert weights[1].read_bytes() == weights[0].read_bytes()
+    assert main(["runs", "resume", "both-resid.1", "--quiet"]) == 0

@@ -50,12 +50,26 @@ def test_what_is_filled_in() -> None:
     assert same.fingerprint() == load_sae_recipe("tiny/sae").resolve().fingerprint()
 
 
+def test_several_sites_are_a_recipe_each() -> None:
+    recipe = load_sae_recipe("tiny/sae", [("activations.site", "resid.1, mlp.3")]).resolve()
+    parts = recipe.each_site()
+    assert [(part.activations.site, part.activations.sites) for part in parts] == [
+        ("resid.1", ["resid.1", "mlp.3"]),
+        ("mlp.3", ["resid.1", "mlp.3"]),
+    ]
+    again = SaeRecipe.model_validate(parts[1].dump()).resolve()
+    assert again.each_site() == [again]
+    assert again.fingerprint() == parts[1].fingerprint() != parts[0].fingerprint()
+
+
 REFUSED: list[tuple[list[tuple[str, str]], str]] = [
     ([("train.step", "3")], r"command line: train.step: section 'train' has no key 'step'. Did you mean 'steps'\?"),
     ([("dictionary.kk", "3")], r"dictionary.kk: dictionary 'batchtopk' has no key 'kk'. Did you mean 'k'\?"),
     ([("dictionary", "topp")], r"there is no dictionary named 'topp'. Did you mean 'topk'\?"),
     ([("activations.folder", "x")], "give either 'folder', with activations, or the 'model'"),
     ([("activations.text", "x")], "give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'"),
+    ([("activations.site", "resid.1,resid.1")], "'site' is one place such as resid.20, or a list of different ones"),
+    ([("activations.sites", "[resid.1]")], "'sites' are recorded together: those of 'site' among them"),
     ([("activations.source", "mean")], "activations.source: Input should be 'model', 'base', 'post', 'difference'"),
     ([("train.batch", "1")], "command line: train.batch: Input should be greater than or equal to 2; got 1"),
     ([("trian.batch", "1")], r"trian: a recipe of a dictionary has no key 'trian'. Did you mean 'train'\?"),

@@ -69,7 +69,11 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
 
 
-def refuse_out_of_reach(name: str) -> None:
+def refuse_out_of_reach(
+    name: str,
+    what: str = "run or folder",
+    remedy: str = "Download the model beforehand and give its folder, or use the embedded one, tiny",
+) -> None:
     """Refuse a name of the hub that is not in its cache while the hub does not answer: libraries would try for minutes.
 
     Raises:
@@ -83,8 +87,8 @@ def refuse_out_of_reach(name: str) -> None:
         return
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
     raise UsageError(
-        f"{shorten(name)}: no such run or folder here, nor in the cache of the hub, and the hub cannot be asked "
-        f"({why}). Download the model beforehand and give its folder, or use the embedded one, tiny"
+        f"{shorten(name)}: no such {what} here, nor in the cache of the hub, and the hub cannot be asked "
+        f"({why}). {remedy}"
     )
 
 

@@ -57,8 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--site",
         action="extend",
         type=lambda text: text.split(","),
-        metavar="resid|mlp|attn",
-        help="the residual stream after a layer, or what its MLP or its attention adds (default: resid)",
+        metavar="resid|mlp|attn|mlp_in",
+        help="the residual stream after a layer, what its MLP or its attention adds, what its MLP reads "
+        "(default: resid)",
     )
     what.add_argument("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
     what.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")

@@ -14,6 +14,7 @@ from posttrain.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from posttrain.commands.train import TrainRequest
+    from posttrain.interpret.dictionaries.recipe import SaeRecipe
     from posttrain.recipes.recipe import Recipe
 
 # The actions of ``posttrain sae``: what each does, and where its body is.
@@ -23,9 +24,10 @@ SAE_ACTIONS = {
     "diff": "what training changed: two models seen through the same features",
 }
 SAE_TRAIN_EPILOG = """\
-any key of the recipe is an option:
+any key of the recipe is an option; several sites are recorded in one pass, for a dictionary each:
   posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
+  posttrain sae train tiny/sae --activations.site resid.1,resid.2
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
 """
 
@@ -65,15 +67,29 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
-    """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
-    from posttrain.commands.progress import choose_progress, show_duration
+    """Check the recipe, record activations if it says so, train, measure, and write the dictionary, or one a site."""
     from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+    from posttrain.runs.directory import name_of_recipe, run_names
 
     recipe = load_sae_recipe(arguments.recipe, arguments.overrides).resolve()
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
+    recipes = recipe.each_site()
+    if len(recipes) == 1:
+        return _train(arguments, recipes[0], arguments.run, arguments.resume)
+    base = arguments.run or name_of_recipe(arguments.recipe)
+    for each in recipes:
+        name = f"{base}-{each.activations.one_site}"
+        code = _train(arguments, each, name, arguments.resume and name in run_names(arguments.runs_dir))
+        if code:
+            return code
+    return 0
+
+
+def _train(arguments: argparse.Namespace | TrainRequest, recipe: SaeRecipe, name: str | None, resume: bool) -> int:
+    from posttrain.commands.progress import choose_progress, show_duration
     from posttrain.interpret.dictionaries.run import DICTIONARY, train_run
     from posttrain.runs.launch import launch
 
@@ -81,10 +97,10 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         result = launch(
             cast("Recipe", recipe),  # a run directory asks no more of a recipe than this one has
             root=arguments.runs_dir,
-            name=arguments.run,
+            name=name,
             recipe_name=arguments.recipe,
-            resume=arguments.resume,
-            accept_changes=arguments.accept_changes,
+            resume=resume,
+            accept_changes=arguments.accept_changes and resume == arguments.resume,
             observer=progress,
             train=partial(train_run, allow_large=arguments.yes),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +14,19 @@ from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
-from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, column, row_norms
+from posttrain.interpret.activations.shards import (
+    FORMAT,
+    ActivationStore,
+    Source,
+    StoreIndex,
+    StoreWriter,
+    column,
+    documents_hash,
+    row_norms,
+)
 from posttrain.interpret.activations.sites import Extractor, read_site
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.models.load import LoadedModel
+from posttrain.models.load import LoadedModel, load_tokenizer
 from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection
 
@@ -207,6 +218,47 @@ def record(
         UsageError, StorageError: see ``Recorder`` and ``Recorder.write``.
     """
     return Recorder(models, documents, sites, **options).write(folder)
+
+
+def recording_key(
+    models: Sequence[ModelSection],
+    documents: Sequence[Sequence[int]],
+    sites: Sequence[str],
+    *,
+    dtype: Dtype = "bf16",
+    outliers: float = OUTLIER_FACTOR,
+    batch: int | None = None,
+    data: Mapping[str, Any] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+) -> str | None:
+    """16 hexadecimal digits of all that decides the rows of a recording; no model is loaded for it.
+
+    The files of the weights (not the model's name), the tokens of the documents and where they come from, the sites,
+    the stored dtype, what is left out, and how the model computes: dtype, quantization, kind of device, batch.
+    None where a model has no files of weights to tell it by.
+
+    Raises:
+        UsageError: no such model.
+    """
+    hashes = [weights_hash(model.name) for model in models]
+    if not all(hashes):
+        return None
+    facts = {
+        "format": FORMAT,
+        "weights": hashes,
+        "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
+        "devices": [_kind_of_device(model.device) for model in models],
+        "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
+        "documents": documents_hash(documents, prompt_lengths),
+        "data": dict(data or {}),
+        "sites": list(sites),
+        "settings": [dtype, outliers, batch],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _kind_of_device(asked: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:

@@ -155,6 +155,20 @@ def _from_json(data: Mapping[str, Any]) -> StoreIndex:
     return StoreIndex(**fields)
 
 
+def check_files(folder: Path, index: StoreIndex, *, contents: bool = True) -> None:
+    """Refuse a recording, finished or not, that lost a file; with ``contents`` also one whose bytes were changed.
+
+    Raises:
+        DataError: with the file.
+    """
+    hashes = {DOCUMENTS: index.documents_sha256} | {shard.file: shard.sha256 for shard in index.shards}
+    for file, expected in hashes.items():
+        if not (folder / file).is_file():
+            raise DataError(folder / file, "this file of the recording is missing; record again into a new folder")
+        if contents and _hash_file(folder / file) != expected:
+            raise DataError(folder / file, "this file was changed after it was recorded; record again")
+
+
 ROW_FACTS = ("tokens", "document", "position")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "I64": torch.int64}
 
@@ -180,12 +194,7 @@ class ActivationStore:
         index = read_index(path)
         if not index.finished:
             raise DataError(path, "this recording was interrupted; the same command again goes on with it")
-        hashes = {DOCUMENTS: index.documents_sha256} | {shard.file: shard.sha256 for shard in index.shards}
-        for file, expected in hashes.items():
-            if not (path / file).is_file():
-                raise DataError(path / file, "this file of the recording is missing; record again into a new folder")
-            if verify and _hash_file(path / file) != expected:
-                raise DataError(path / file, "this file was changed after it was recorded; record again")
+        check_files(path, index, contents=verify)
         return cls(path, index)
 
     @property
@@ -426,6 +435,11 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
                 f"{folder} was recorded with another `{key}`: {stored.get(key)!r} there, {asked.get(key)!r} now. "
                 "Give another folder, or delete that one"
             )
+
+
+def documents_hash(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> str:
+    """SHA-256 of the documents as they are stored, by which the same texts in the same tokens are known."""
+    return _hash(_pack_documents(documents, prompt_lengths or [0] * len(documents)))
 
 
 def _pack_documents(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> bytes:

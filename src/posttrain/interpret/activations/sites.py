@@ -1,9 +1,10 @@
-"""Where in a transformer activations are read, and the reading: ``resid.20``, ``mlp.20``, ``attn.20``.
+"""Where in a transformer activations are read, and the reading: ``resid.20``, ``mlp.20``, ``attn.20``, ``mlp_in.20``.
 
 Layer L (1 .. num_layers) is the block with index L − 1. ``resid.L`` is what that block gives, ``hidden_states[L]`` in
 transformers (but for the last layer, whose ``hidden_states`` have gone through the final norm; ours have not).
 ``resid.0`` is what the first block reads, the embeddings. ``mlp.L`` and ``attn.L`` are what the block's two halves add
-to the residual stream, after any norm of their own: ``resid.L = resid.(L−1) + attn.L + mlp.L``.
+to the residual stream, after any norm of their own: ``resid.L = resid.(L−1) + attn.L + mlp.L``. ``mlp_in.L`` is what
+the MLP reads, after the norm before it.
 
 Nothing above the last site is computed: no logits, no key-value cache. Rows are padded on the right and no attention
 mask is given: attention is causal, so no token sees padding, and SDPA needs no matrix of scores. Long contexts
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm
 
-PLACES = ("resid", "mlp", "attn")
+PLACES = ("resid", "mlp", "attn", "mlp_in")
+_MLPS = ("mlp", "feed_forward", "block_sparse_moe")  # what a block calls its MLP itself, without norms around it
 # What architectures call (attention, MLP) of a block. The first pair whose sum is what the block adds is taken; where
 # outputs are normed before they are added, the norms come first.
 _HALVES = (
@@ -59,7 +61,9 @@ def read_site(name: str) -> Site:
     """
     place, dot, layer = name.partition(".")
     if place not in PLACES or not dot or not layer.isdecimal() or (place != "resid" and int(layer) == 0):
-        raise UsageError(f"{name!r} is no site: they are called resid.20, mlp.20 or attn.20 (resid.0: the embeddings)")
+        raise UsageError(
+            f"{name!r} is no site: they are called resid.20, mlp.20, attn.20 or mlp_in.20 (resid.0: the embeddings)"
+        )
     return Site(int(layer), place)
 
 
@@ -275,7 +279,7 @@ def _refuse_eager(backbone: Any) -> None:
 
 
 def module_of(backbone: Any, site: Site) -> tuple[nn.Module, bool]:
-    """The module that gives what a site means, and whether its input is meant and not its output (``resid.0``).
+    """The module that gives what a site means, and whether its input is meant and not its output.
 
     Raises:
         UsageError: a block whose halves are not known here.
@@ -283,6 +287,9 @@ def module_of(backbone: Any, site: Site) -> tuple[nn.Module, bool]:
     if site.place == "resid":
         return blocks_of(backbone)[1][max(site.layer, 1) - 1], site.layer == 0
     attention, mlp = halves_of(backbone, site.layer)
+    if site.place == "mlp_in":
+        block = blocks_of(backbone)[1][site.layer - 1]
+        return next(getattr(block, name) for name in _MLPS if hasattr(block, name)), True
     return mlp if site.place == "mlp" else attention, False
 
 

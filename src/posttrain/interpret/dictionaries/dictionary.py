@@ -1,9 +1,14 @@
-"""A dictionary of features: sparse autoencoder, crosscoder or difference autoencoder, by the number of its sources.
+"""A dictionary of features: sparse autoencoder, crosscoder, difference autoencoder or transcoder.
 
     pre = Σₘ (xₘ − b_dec[m]) · W_enc[m] + b_enc     f = the kind's selection of pre     x̂ₘ = f · W_dec[:, m] + b_dec[m]
 
 ``x`` [n, M, d] are activations of M models at the same tokens; with M = 1 (an autoencoder) the middle axis may be
 left out. A difference autoencoder is one with M = 1 on the difference of two models' activations.
+
+A transcoder (Dunefsky et al. 2024) reads what an MLP reads and writes what it gives, y; with a skip (Paulo et al. 2025)
+a linear map of its input, which begins at zero, is added:
+
+    pre = x · W_enc + b_enc     f = selection of pre     ŷ = f · W_dec + b_dec [+ x · W_skip]
 """
 
 from __future__ import annotations
@@ -32,11 +37,14 @@ class Dictionary(nn.Module):
         kind: a word of kind ``dictionary``.
         options: of that word.
         matryoshka: how many features the nested dictionaries have (Bussmann et al. 2025), rising; the whole is added.
+        transcoder: rows of training are pairs [n, 2, d]: what is read, and what is to be written; M is 1.
+        skip: with ``W_skip`` [d, d].
         seed: of the first weights: random decoder rows of norm 1 (all sources together), the encoder their transpose.
 
     Parameters: ``W_enc`` [M, d, F], ``W_dec`` [F, M, d], ``b_enc`` [F], ``b_dec`` [M, d]; ``threshold`` [F] is a
     parameter where the kind learns it, else a buffer. Buffers: ``input_scale`` [M], which activations are multiplied by
-    before anything else (``fold`` puts it into the weights), ``since_fired`` [F], rows seen since a feature was active.
+    before anything else (``fold`` puts it into the weights), ``since_fired`` [F], rows seen since a feature was active;
+    of a transcoder ``output_scale`` [1], which belongs to y.
 
     Raises:
         UnknownWord, RecipeError: there is no such kind, or an option is wrong.
@@ -46,6 +54,8 @@ class Dictionary(nn.Module):
     threshold: Tensor
     input_scale: Tensor
     since_fired: Tensor
+    output_scale: Tensor
+    W_skip: nn.Parameter | None
 
     def __init__(
         self,
@@ -56,9 +66,15 @@ class Dictionary(nn.Module):
         options: Mapping[str, Any] | None = None,
         matryoshka: Sequence[int] | None = None,
         seed: int = 0,
+        *,
+        transcoder: bool = False,
+        skip: bool = False,
     ) -> None:
         super().__init__()
+        assert sources == 1 or not transcoder, "a transcoder is of one model"
+        assert transcoder or not skip, "a skip is of a transcoder"
         self.d, self.features, self.sources, self.kind = d, num_features, sources, kind
+        self.transcoder = transcoder
         entry = find("dictionary", kind, "dictionary")
         self.options = entry.options(options or {}, "dictionary")
         self.codes = entry.bind(self.options, "dictionary")
@@ -80,11 +96,14 @@ class Dictionary(nn.Module):
             self.register_buffer("threshold", threshold)
         self.register_buffer("input_scale", torch.ones(sources))
         self.register_buffer("since_fired", torch.zeros(num_features, dtype=torch.int64))
+        if transcoder:
+            self.register_buffer("output_scale", torch.ones(1))
+        self.register_parameter("W_skip", nn.Parameter(torch.zeros(d, d)) if skip else None)
 
     def pre_activations(self, x: Tensor) -> Tensor:
         """[n, F] from activations [n, M, d] (or [n, d] with one source), in the precision of the weights."""
         flat, _ = self._flat(x)
-        centred = flat - self.b_dec.reshape(-1)
+        centred = flat if self.transcoder else flat - self.b_dec.reshape(-1)
         return centred @ self.W_enc.reshape(-1, self.features) + self.b_enc
 
     def encode(self, x: Tensor) -> Tensor:
@@ -98,19 +117,34 @@ class Dictionary(nn.Module):
         positive = torch.relu(pre)
         return positive if self.architecture == "standard" else positive * (pre > self.threshold)
 
-    def decode(self, features: Tensor) -> Tensor:
-        """Activations [n, M, d] (with one source [n, d]) from features [n, F]."""
+    def decode(self, features: Tensor, read: Tensor | None = None) -> Tensor:
+        """Activations [n, M, d] (with one source [n, d]) from features [n, F].
+
+        ``read``: the rows that the features are of, which a skip needs.
+        """
         flat = features.to(self.W_dec.dtype) @ self.W_dec.reshape(self.features, -1) + self.b_dec.reshape(-1)
-        x = flat.reshape(-1, self.sources, self.d) / self.input_scale[:, None]
+        if self.W_skip is not None:
+            assert read is not None, "a skip adds a map of what was read"
+            flat = flat + self.scaled(read) @ self.W_skip
+        scale = self.output_scale if self.transcoder else self.input_scale
+        x = flat.reshape(-1, self.sources, self.d) / scale[:, None]
         return x[:, 0] if self.sources == 1 else x
 
+    def sides(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What is read and what is to be written, [n, M, d] each, of rows of training; the same of an autoencoder."""
+        return (rows[:, :1], rows[:, 1:]) if self.transcoder else (rows, rows)
+
     def forward(self, x: Tensor) -> Tensor:
-        """The reconstruction of ``x``, in its shape."""
-        return self.decode(self.encode(x)).reshape(x.shape)
+        """The reconstruction of ``x``, or what a transcoder writes when it reads ``x``, in its shape."""
+        return self.decode(self.encode(x), x).reshape(x.shape)
 
     def scaled(self, x: Tensor) -> Tensor:
         """[n, M·d]: activations as training sees them, multiplied by ``input_scale``."""
         return self._flat(x)[0]
+
+    def scaled_target(self, y: Tensor) -> Tensor:
+        """[n, d]: what a transcoder is to write, as training sees it."""
+        return y.to(self.W_dec.dtype).reshape(len(y), self.d) * self.output_scale
 
     def _flat(self, x: Tensor) -> tuple[Tensor, int]:
         rows = len(x)
@@ -120,13 +154,24 @@ class Dictionary(nn.Module):
 
     @torch.no_grad()
     def prepare(self, sample: Tensor) -> None:
-        """Set ``input_scale`` so that E‖xₘ‖ = √d, and ``b_dec`` to the mean, from a sample of activations."""
-        x = sample.float().reshape(len(sample), self.sources, self.d)
+        """Set ``input_scale`` so that E‖xₘ‖ = √d, and ``b_dec`` to the mean, from a sample of activations.
+
+        Of a transcoder, ``output_scale`` and ``b_dec`` are so for what it writes; ``b_enc`` takes the mean of what it
+        reads away, where it can go on learning.
+        """
+        x = sample.float().reshape(len(sample), -1, self.d)
         norms = x.norm(dim=2).mean(0)
         if not bool((norms > 0).all()) or not bool(torch.isfinite(norms).all()):
             raise UsageError("the activations are all zero, or not finite: there is nothing to learn from them")
-        self.input_scale.copy_(math.sqrt(self.d) / norms)
-        self.b_dec.copy_(x.mean(0) * self.input_scale[:, None])
+        scales, means = math.sqrt(self.d) / norms, x.mean(0)
+        if self.transcoder:
+            self.input_scale.copy_(scales[:1])
+            self.output_scale.copy_(scales[1:])
+            self.b_enc.copy_(-(means[0] * scales[0]) @ self.W_enc[0])
+            self.b_dec.copy_(means[1:] * scales[1:, None])
+            return
+        self.input_scale.copy_(scales)
+        self.b_dec.copy_(means * self.input_scale[:, None])
 
     @torch.no_grad()
     def normalize(self) -> None:
@@ -145,6 +190,12 @@ class Dictionary(nn.Module):
         value and the rows of the decoder are divided.
         """
         scale = self.input_scale
+        if self.transcoder:
+            scale = self.output_scale
+            for matrix in (self.W_enc, self.W_skip):
+                if matrix is not None:
+                    matrix.mul_(self.input_scale / scale)
+            self.input_scale, self.output_scale = torch.ones_like(scale), torch.ones_like(scale)
         self.b_dec.div_(scale[:, None])
         if self.sources == 1:
             self.b_enc.div_(scale)

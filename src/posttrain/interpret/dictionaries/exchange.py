@@ -4,7 +4,8 @@ A folder holds ``sae_weights.safetensors`` and ``cfg.json``. With one source the
 ``W_dec`` [F, d], ``b_enc`` [F], ``b_dec`` [d], and for jumprelu ``threshold`` [F]; the architectures are standard,
 topk and jumprelu (which a BatchTopK dictionary becomes). A crosscoder, which SAELens has no name for, is the same file
 with a leading axis of sources (``W_enc`` [M, d, F], ``W_dec`` [M, F, d], ``b_dec`` [M, d]) and ``architecture:
-crosscoder``.
+crosscoder``. A transcoder is ``transcoder`` or ``jumprelu_transcoder``, with ``W_skip`` [d, d] (written · read)
+``skip_transcoder`` or ``jumprelu_skip_transcoder``; one of kind topk, which SAELens cannot name, ``topk_transcoder``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from posttrain.errors import DataError
 from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.published import site_of_hook
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows
 from posttrain.store.durable import replace_file, storage_errors
@@ -53,6 +55,8 @@ def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mappin
     tensors = {name: value.detach() for name, value in zip(_NAMES, _weights(folded), strict=True)}
     if folded.architecture == "jumprelu":
         tensors["threshold"] = folded.threshold.detach()
+    if folded.W_skip is not None:
+        tensors["W_skip"] = folded.W_skip.detach().T
     if folded.sources == 1:
         tensors |= {name: tensors[name].squeeze(0) for name in ("W_enc", "W_dec", "b_dec")}
     with storage_errors("the dictionary", place):
@@ -74,16 +78,21 @@ def _weights(dictionary: Dictionary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _configuration(dictionary: Dictionary, metadata: Mapping[str, Any]) -> dict[str, Any]:
     own = {"kind": dictionary.kind, "options": dictionary.options, "matryoshka": list(dictionary.prefixes[:-1])}
     architecture = dictionary.architecture if dictionary.sources == 1 else "crosscoder"
+    if dictionary.transcoder:
+        skip = "skip_" if dictionary.W_skip is not None else ""
+        architecture = f"{architecture}_{skip}transcoder".removeprefix("standard_")
     configuration = {
         "architecture": architecture,
         "d_in": dictionary.d,
         "d_sae": dictionary.features,
         "dtype": "float32",
         "device": "cpu",
-        "apply_b_dec_to_input": True,
+        "apply_b_dec_to_input": not dictionary.transcoder,
         "normalize_activations": "none",
         "reshape_activations": "none",
     }
+    if dictionary.transcoder:
+        configuration |= {"d_out": dictionary.d}
     if dictionary.architecture == "topk":
         configuration |= {"k": int(dictionary.options["k"]), "rescale_acts_by_decoder_norm": False}
     if architecture == "crosscoder":
@@ -96,10 +105,19 @@ def _configuration(dictionary: Dictionary, metadata: Mapping[str, Any]) -> dict[
 def read_metadata(folder: str | Path) -> dict[str, Any]:
     """What a dictionary's ``cfg.json`` says it was trained on (model, hook, layer ...); empty where it says nothing.
 
+    Files of others say it beside ``metadata`` too, and name hooks: ``site`` and ``target`` are filled in from them.
+
     Raises:
         DataError: there is no such file, or it is damaged.
     """
-    return dict(_read_configuration(Path(folder) / CONFIG).get("metadata") or {})
+    configuration = _read_configuration(Path(folder) / CONFIG)
+    beside = {key: configuration[key] for key in ("model_name", "hook_name", "hook_name_out") if key in configuration}
+    metadata = beside | dict(configuration.get("metadata") or {})
+    hooks = {"site": metadata.get("hook_name") or configuration.get("hook_point")}
+    if _is_transcoder(configuration):
+        hooks["target"] = metadata.get("hook_name_out")
+    places = {key: site for key, hook in hooks.items() if (site := site_of_hook(hook)) is not None}
+    return places | metadata
 
 
 def load_dictionary(folder: str | Path) -> Dictionary:
@@ -118,16 +136,21 @@ def load_dictionary(folder: str | Path) -> Dictionary:
         tensors |= {name: tensors[name].unsqueeze(0) for name in ("W_enc", "W_dec", "b_dec")}
     _check_shapes(tensors, configuration, sources, place / WEIGHTS)
     kind, options, prefixes = _own_words(configuration, architecture)
+    transcoder = _is_transcoder(configuration)
     dictionary = Dictionary(
-        int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None
-    )
-    _convert(tensors, configuration)
+        int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None,
+        transcoder=transcoder, skip="W_skip" in tensors,
+    )  # fmt: skip
+    if not transcoder:
+        _convert(tensors, configuration)
     with torch.no_grad():
         dictionary.W_enc.copy_(tensors["W_enc"])
         dictionary.W_dec.copy_(tensors["W_dec"].transpose(0, 1))
         dictionary.b_enc.copy_(tensors["b_enc"])
         dictionary.b_dec.copy_(tensors["b_dec"])
         dictionary.threshold.copy_(tensors.get("threshold", torch.zeros(dictionary.features)))
+        if dictionary.W_skip is not None:
+            dictionary.W_skip.copy_(tensors["W_skip"].T)
     return dictionary.requires_grad_(False)
 
 
@@ -140,6 +163,10 @@ def _read_configuration(path: Path) -> dict[str, Any]:
         raise DataError(path, f"cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise DataError(path, "not the configuration of a dictionary")
+    if content.get("architecture", "standard") == "standard" and content.get("activation_fn_str") == "topk":
+        # SAELens before version 6; a k that is missing is refused as the function
+        k = dict(content.get("activation_fn_kwargs") or {}).get("k")
+        content |= {"architecture": "topk", "k": k, "activation_fn_str": None if isinstance(k, int) else "topk"}
     missing = [key for key in ("d_in", "d_sae") if not isinstance(content.get(key), int)]
     if missing:
         raise DataError(path, f"says nothing of {', '.join(missing)}")
@@ -162,13 +189,26 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
     architecture = str(configuration.get("architecture", "standard"))
+    if configuration.get("finetuning_scaling_factor"):
+        raise DataError(path, "a finetuning_scaling_factor cannot be used here")
+    function = configuration.get("activation_fn_str", configuration.get("activation_fn"))
+    if function not in (None, "relu"):
+        raise DataError(path, f"activation function {function!r}; here are relu, topk (with k) and jumprelu")
     activation = str(configuration.get("activation", "?")) if architecture == "crosscoder" else architecture
+    if _is_transcoder(configuration):
+        activation = activation.removesuffix("transcoder").removesuffix("skip_").removesuffix("_") or "standard"
+        if configuration.get("d_out", configuration["d_in"]) != configuration["d_in"]:
+            raise DataError(path, "a transcoder that writes another width (d_out) than it reads cannot be used here")
     if activation not in _KINDS:
-        raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder")
+        raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder, transcoder")
     for key, wanted in (("normalize_activations", "none"), ("reshape_activations", "none")):
         if configuration.get(key) not in (None, wanted):
             raise DataError(path, f"{key}: {configuration[key]!r}; only {wanted!r} can be used here. Fold it first")
     return activation
+
+
+def _is_transcoder(configuration: Mapping[str, Any]) -> bool:
+    return str(configuration.get("architecture")).endswith("transcoder")
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any], sources: int, path: Path) -> None:
@@ -179,7 +219,11 @@ def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any
         "b_enc": (features,),
         "b_dec": (sources, d),
         "threshold": (features,),
+        "W_skip": (d, d),
     }
+    needs_skip = "skip_transcoder" in str(configuration.get("architecture"))
+    if needs_skip != ("W_skip" in tensors):
+        raise DataError(path, f"{'has no' if needs_skip else 'has a'} tensor W_skip, unlike cfg.json's architecture")
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             raise DataError(path, f"{name} has the shape {tuple(tensors[name].shape)}, but cfg.json means {shape}")
@@ -207,7 +251,8 @@ def _convert(tensors: dict[str, Tensor], configuration: Mapping[str, Any]) -> No
 
 
 # What other tools call the output of the block with this index.
-_HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out"}
+_HOOKS = {"resid": "blocks.{}.hook_resid_post", "mlp": "blocks.{}.hook_mlp_out", "attn": "blocks.{}.hook_attn_out",
+          "mlp_in": "blocks.{}.ln2.hook_normalized"}  # fmt: skip
 
 
 def hook_name(site: str) -> str:
@@ -226,6 +271,7 @@ def describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str
         "hook_name": hook_name(site),
         "context_size": index.data.get("context_tokens"),
         "site": site,
+        **({} if rows.target is None else {"hook_name_out": hook_name(rows.target), "target": rows.target}),
         "layer": read_site(site).layer,
         "layer_convention": index.layer_convention,
         "source": rows.source,

@@ -23,7 +23,10 @@ def build_dictionary(rows: Rows, word: DictionaryWord, seed: int) -> Dictionary:
         UsageError: prefixes that do not fit the number of features.
     """
     features, prefixes = word.num_features(rows.d), word.prefixes(rows.d) or None
-    return Dictionary(rows.d, features, rows.sources, word.name, word.options, prefixes, seed)
+    return Dictionary(
+        rows.d, features, rows.sources, word.name, word.options, prefixes, seed,
+        transcoder=rows.has_targets, skip=word.skip,
+    )  # fmt: skip
 
 
 class Learner:
@@ -54,15 +57,20 @@ class Learner:
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
-        """The loss of raw rows [n, M, d] at a step; which features fired, and the running threshold, are kept."""
+        """The loss of raw rows [n, M, d], of a transcoder [n, 2, d], at a step.
+
+        Which features fired, and the running threshold, are kept.
+        """
         dictionary = self.dictionary
+        read, wanted = dictionary.sides(batch)
         loss, measured = dictionary_loss(
             dictionary,
-            dictionary.scaled(batch),
+            dictionary.scaled(read),
             progress=step / self.settings.steps,
             auxk=self.auxk,
             dead=dictionary.since_fired > self.dead_rows if self.auxk else None,
             dtype=_DTYPES[self.settings.precision],
+            targets=dictionary.scaled_target(wanted) if dictionary.transcoder else None,
         )
         self.measured = measured
         dictionary.since_fired.add_(len(batch)).masked_fill_(measured.fired, 0)

@@ -72,7 +72,10 @@ def in_batches(rows: Rows, start: int, end: int, size: int = 4096) -> Iterator[T
 
 @torch.no_grad()
 def measure(dictionary: Dictionary, batches: Iterable[Tensor]) -> Quality:
-    """Quality on batches [n, M, d] of raw activations; on the dictionary's device."""
+    """Quality on batches [n, M, d] of raw activations; on the dictionary's device.
+
+    Of a transcoder the batches are pairs [n, 2, d], and FVU is that of what it is to write.
+    """
     device = dictionary.b_dec.device
     total = torch.zeros((dictionary.sources, dictionary.d), dtype=torch.float64, device=device)
     squares, errors = (torch.zeros(dictionary.sources, dtype=torch.float64, device=device) for _ in range(2))
@@ -80,9 +83,9 @@ def measure(dictionary: Dictionary, batches: Iterable[Tensor]) -> Quality:
     count = 0
     shift: Tensor | None = None
     for batch in batches:
-        x = batch.to(device).reshape(len(batch), dictionary.sources, dictionary.d)
-        features = dictionary.encode(x)
-        errors += (dictionary.decode(features).reshape(x.shape) - x).double().square().sum((0, 2))
+        read, x = dictionary.sides(batch.to(device).reshape(len(batch), -1, dictionary.d))
+        features = dictionary.encode(read)
+        errors += (dictionary.decode(features, read).reshape(x.shape) - x).double().square().sum((0, 2))
         # about a point near the mean, so that subtracting two large sums does not cost digits
         shift = x.double().mean(0) if shift is None else shift
         moved = x.double() - shift
@@ -217,8 +220,8 @@ def recovered_by(
         section = section.model_copy(update={"name": source.model})
     model = load_model(section, seed=0).model
     site = rows.site or store.sites[0]
-    limit = store.index.limits.get(column(site, source.name), float("inf"))
-    return recover(model, dictionary, site, documents, limit)
+    limit = store.index.limits.get(column(rows.target or site, source.name), float("inf"))
+    return recover(model, dictionary, site, documents, limit, target=rows.target)
 
 
 def results_of(quality: Quality, recovered: Recovered | None) -> dict[str, Any]:

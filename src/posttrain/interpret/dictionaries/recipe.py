@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,17 +20,26 @@ from posttrain.recipes.sections import ModelSection, Section, Word, Words, as_li
 SECTION = "dictionary"
 
 
-class ActivationsSection(Section):
-    """What is learned from: a ``folder`` that `posttrain activations` made, or what is recorded into the run first.
+def _split_sites(value: Any) -> Any:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) and "," in value else value
 
-    ``site``: such as ``resid.20``, the output of the 20th block. ``source``: of a folder with two models ``base``,
+
+class ActivationsSection(Section):
+    """What is learned from: a ``folder`` that `posttrain activations` made, or what is recorded first (``recording``).
+
+    ``site``: such as ``resid.20``, the output of the 20th block; of several (``[resid.10, resid.20]``) each gets a
+    dictionary in a run of its own. ``sites``: those that are recorded in the same pass (default: all of ``site``).
+    ``target``: the site that a transcoder writes while it reads
+    ``site``: ``mlp.20`` with ``mlp_in.20`` is what an MLP does. ``source``: of a folder with two models ``base``,
     ``post``, their ``difference`` (post − base) or ``both`` (a crosscoder). To record: ``model``, with ``paired`` for a
     second model over the same tokens, and one of ``task``, ``text`` (a file) and ``rollouts`` (a run), as
     `posttrain activations` takes them.
     """
 
     folder: str | None = None
-    site: str | None = None
+    site: Annotated[str | list[str] | None, BeforeValidator(_split_sites)] = None
+    sites: list[str] | None = None
+    target: str | None = None
     source: Literal["model", "base", "post", "difference", "both"] | None = None
     model: ModelSection | None = None
     paired: str | None = None
@@ -55,19 +64,35 @@ class ActivationsSection(Section):
             raise ValueError(
                 "'folder' has its texts and models already; leave out 'task', 'text', 'rollouts', 'paired'"
             )
+        named = self.site if isinstance(self.site, list) else [self.site]
+        targets = [] if self.target is None else [self.target]
+        if not named or len(set(named)) < len(named):
+            raise ValueError("'site' is one place such as resid.20, or a list of different ones")
+        if self.target is not None and (len(named) != 1 or named[0] in (None, self.target)):
+            raise ValueError("'target' is what a transcoder writes; it goes with one other 'site', which it reads")
+        if self.sites is not None and (self.folder is not None or not {*named, *targets} <= set(self.sites)):
+            raise ValueError("'sites' are recorded together: those of 'site' among them, and none with a 'folder'")
         return self
+
+    @property
+    def one_site(self) -> str | None:
+        """The place of one dictionary (``SaeRecipe.each_site``)."""
+        assert not isinstance(self.site, list), "a recipe of several dictionaries is trained one by one"
+        return self.site
 
 
 class DictionaryWord(Word):
     """A kind of dictionary with its options, and how large it is.
 
     ``expansion``: features for each coordinate of an activation, unless ``features`` says how many. ``matryoshka``:
-    sizes of nested dictionaries, each of which reconstructs alone, as shares of all features.
+    sizes of nested dictionaries, each of which reconstructs alone, as shares of all features. ``skip``: a
+    transcoder with a linear map of what it reads beside its features (Paulo et al. 2025).
     """
 
     expansion: float = Field(default=8.0, gt=0)
     features: int | None = Field(default=None, ge=1)
     matryoshka: list[Annotated[float, Field(gt=0, lt=1)]] | None = None
+    skip: bool = False
 
     def num_features(self, d: int) -> int:
         return self.features if self.features is not None else max(1, round(self.expansion * d))
@@ -133,6 +158,12 @@ class SaeRecipe(Content):
     eval: DictionaryEvalSection = Field(default_factory=DictionaryEvalSection)
     track: Annotated[Words, BeforeValidator(as_list)] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _check_skip(self) -> Self:
+        if self.dictionary.skip and self.activations.target is None:
+            raise ValueError("dictionary.skip is for a transcoder; give activations.target, the site that it writes")
+        return self
+
     def resolve(self) -> SaeRecipe:
         """The recipe with every word's options checked and all their defaults filled in.
 
@@ -150,6 +181,18 @@ class SaeRecipe(Content):
         activations.template = complete_word(activations.template, "template", "activations.template")
         resolved.track = [complete_word(word, "tracker", f"track.{i}") for i, word in enumerate(resolved.track)]
         return resolved
+
+    def each_site(self) -> list[SaeRecipe]:
+        """A recipe for each dictionary; where the sites are several, all of them name the same recording."""
+        sites = self.activations.site
+        if not isinstance(sites, list):
+            return [self]
+        recorded = None if self.activations.folder is not None else self.activations.sites or sites
+        changes = [{"site": site, "sites": recorded} for site in sites]
+        return [
+            self.model_copy(update={"activations": self.activations.model_copy(update=change)}, deep=True)
+            for change in changes
+        ]
 
 
 def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> SaeRecipe:

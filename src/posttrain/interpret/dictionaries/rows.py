@@ -1,13 +1,10 @@
 """Which rows a dictionary is trained on, in which order: a function of the seed and the step.
 
-Rows come from a tensor or from recorded activations, which are opened, or recorded first. The last documents are held
-out for measuring."""
+Rows come from a tensor or from recorded activations (``recording``). The last documents are held out for measuring."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,15 +12,8 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
-from posttrain.interpret.activations.loading import tokenizer_hash
-from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
-from posttrain.interpret.dictionaries.recipe import ActivationsSection
-from posttrain.models.load import load_tokenizer
+from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.randomness import generator, permutation
-from posttrain.render.template import build_template
-from posttrain.tasks.base import build_task
 
 # What is read of a store with the sources base and post: one of them, what training added, or both at once.
 DIFFERENCE, BOTH = "difference", "both"
@@ -36,9 +26,10 @@ class Rows(Protocol):
     num_rows: int
     d: int
     sources: int
+    has_targets: bool
 
     def gather(self, rows: Tensor) -> Tensor:
-        """float32 [n, M, d] of the rows ``int64 [n]``."""
+        """float32 [n, M, d] of the rows ``int64 [n]``; with targets [n, 2, d], what is read and what is written."""
         ...
 
     def boundary(self, row: int) -> int:
@@ -47,11 +38,12 @@ class Rows(Protocol):
 
 
 class TensorRows:
-    """Rows of a tensor [n, d] or [n, M, d]."""
+    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
         self.x = x.unsqueeze(1) if x.dim() == 2 else x
-        self.num_rows, self.sources, self.d = self.x.shape
+        self.num_rows, sources, self.d = self.x.shape
+        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.x[rows].float()
@@ -68,13 +60,17 @@ class StoreRows:
         site: may be left out where there is one.
         source: ``model``, ``base`` or ``post``: an autoencoder of one model; ``difference``: post − base; ``both``:
             a crosscoder's two sources. None where one model was recorded.
+        target: another site of the same model and width, which a transcoder writes.
 
     Raises:
-        UsageError: there is no such site or source.
+        UsageError: there is no such site or source, or the target does not fit.
     """
 
-    def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
-        self.store, self.site = store, site
+    def __init__(
+        self, store: ActivationStore, site: str | None = None, source: str | None = None, target: str | None = None
+    ) -> None:
+        self.store, self.site, self.target = store, site, target
+        self.has_targets = target is not None
         paired = store.sources == ("base", "post")
         known = [*store.sources, *((DIFFERENCE, BOTH) if paired else ())]
         self.source = source if source is not None or len(known) > 1 else known[0]
@@ -83,8 +79,16 @@ class StoreRows:
             raise UsageError(f"activations.source: {what}; these activations have {', '.join(known)}")
         self.num_rows, self.d = store.num_rows, store.width(site)
         self.sources = 2 if self.source == BOTH else 1
+        if target is not None and (self.source in (DIFFERENCE, BOTH) or store.width(target) != self.d):
+            raise UsageError(
+                f"activations.target: {target}: a transcoder is of one model (activations.source), and reads and "
+                "writes activations of the same width"
+            )
 
     def gather(self, rows: Tensor) -> Tensor:
+        if self.target is not None:
+            pair = (self.store.gather(rows, site, self.source).float() for site in (self.site, self.target))
+            return torch.stack(list(pair), dim=1)
         if self.source not in (DIFFERENCE, BOTH):
             return self.store.gather(rows, self.site, self.source).float().unsqueeze(1)
         base, post = (self.store.gather(rows, self.site, source).float() for source in ("base", "post"))
@@ -169,67 +173,3 @@ class RowBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["seed"] == self.seed, "the data order of another seed"
         self.step = int(state["step"])
-
-
-# A recording above this is begun only when that was asked for.
-LARGE_BYTES = 1 << 30
-
-
-def open_or_record(
-    section: ActivationsSection, folder: Path, notify: Callable[[str], None], *, allow_large: bool = False
-) -> ActivationStore:
-    """The folder that a recipe names; else a recording in ``folder``, which goes on where it was interrupted.
-
-    Raises:
-        UsageError: no such model, site or text; too little room; or more than 1 GiB without ``allow_large``.
-        DataError: a folder without finished activations.
-    """
-    if section.folder is not None:
-        return ActivationStore.open(section.folder)
-    assert section.model is not None, "the section's validator"
-    assert section.site is not None, "the section's validator"
-    documents = read_documents(section)
-    paired = [] if section.paired is None else [section.model.model_copy(update={"name": section.paired})]
-    recorder = Recorder(
-        [section.model, *paired],
-        documents.ids,
-        [section.site],
-        dtype=section.dtype,
-        outliers=section.outliers,
-        batch=section.batch,
-        data=documents.data,
-        dropped=documents.dropped,
-        prompt_lengths=documents.prompt_lengths,
-    )
-    there = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    missing = recorder.size.num_bytes - there
-    free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
-    what = f"{recorder.size.rows:,} tokens of activations, {recorder.size.num_bytes / 1e9:.2f} GB at most"
-    if missing > free:
-        raise UsageError(f"{folder}: {what}, but {free / 1e9:.2f} GB are free; set activations.max_rows lower")
-    if missing > LARGE_BYTES and not allow_large:
-        raise UsageError(f"{what}: add --yes to record them, or set activations.max_rows lower")
-    if not (folder / INDEX).is_file() or not read_index(folder).finished:
-        notify(f"recording {what}, in {folder}")
-    return recorder.write(folder)
-
-
-def read_documents(section: ActivationsSection) -> Documents:
-    """The texts of a section that records.
-
-    Raises:
-        UsageError, DataError: they cannot be read, or were made with another tokenizer.
-    """
-    assert section.model is not None, "the section's validator"
-    tokenizer = load_tokenizer(section.model.name, trust_remote_code=section.model.runs_remote_code)
-    limits: dict[str, Any] = {"context_tokens": section.context_tokens, "max_tokens": section.max_rows}
-    if section.text is not None:
-        return texts(section.text, tokenizer, **limits)
-    if section.rollouts is not None:
-        run = Path(section.rollouts)
-        if tokenizer_hash(load_tokenizer(str(run))) != tokenizer_hash(tokenizer):
-            raise UsageError(f"activations.rollouts: {run}: its tokenizer is not that of {section.model.name}")
-        return recorded_rollouts(run / "rollouts.db", about=run.name, **limits)
-    assert section.task is not None, "the section's validator"
-    task = build_task(section.task, "activations.task")
-    return task_prompts(task, tokenizer, build_template(section.template, "activations.template"), **limits)

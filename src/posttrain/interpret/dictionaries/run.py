@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,14 @@ from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
 from posttrain.interpret.dictionaries.measures import recovered_by, results_of
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.rows import StoreRows, open_or_record
+from posttrain.interpret.dictionaries.recording import forget_recorded, open_or_record
+from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.dictionaries.training import train_dictionary
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import TrackedMetrics, TrackedRun, build_trackers
 from posttrain.train.files import Observer, RunFiles
 
-DICTIONARY, ACTIVATIONS, RESULTS = "dictionary", "activations", "dictionary.json"
+DICTIONARY, RESULTS = "dictionary", "dictionary.json"
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,9 @@ def train_run(
         observer("notice", {"message": message})
 
     trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
-    recorded = files.folder / ACTIVATIONS
-    is_new = not recorded.exists()
-    store = open_or_record(recipe.activations, recorded, notify, allow_large=allow_large)
-    rows = StoreRows(store, recipe.activations.site, recipe.activations.source)
+    store = open_or_record(recipe.activations, files.folder, notify, allow_large=allow_large)
+    asked = recipe.activations
+    rows = StoreRows(store, asked.one_site, asked.source, asked.target)
     metrics = TrackedMetrics(files.metrics, trackers)
     try:
         trained = train_dictionary(
@@ -55,8 +54,8 @@ def train_run(
             should_stop=should_stop,
         )
     except UsageError:
-        if is_new and not resume:  # so that the run, which came to nothing, can be taken back
-            shutil.rmtree(recorded, ignore_errors=True)
+        if not resume:  # so that the run, which came to nothing, can be taken back
+            forget_recorded(files.folder)
         raise
     finally:
         metrics.close()

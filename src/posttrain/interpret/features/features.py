@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +269,23 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """What a judge says a feature stands for, and how that fared at detection (``labels``).
+
+    ``balanced_accuracy``: None where no context is silent; of ``active`` contexts ``recognized``, of ``silent`` ones
+    ``rejected``; ``unreadable`` answers count as wrong.
+    """
+
+    text: str
+    balanced_accuracy: float | None
+    active: int
+    recognized: int
+    silent: int
+    rejected: int
+    unreadable: int
+
+
+@dataclass(frozen=True, slots=True)
 class Feature:
     """One feature over recorded rows.
 
@@ -287,6 +304,7 @@ class Feature:
     contexts: tuple[Context, ...]
     promoted: tuple[Likely, ...] = ()
     suppressed: tuple[Likely, ...] = ()
+    label: Label | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,10 +449,14 @@ def _cut(value: float, document: int, position: int, ids: list[int], window: lis
 def write_features(report: FeatureReport, path: str | Path) -> Path:
     """``features.json``: ``about``, then ``features`` with one feature on each line; tokens as texts.
 
+    It is the index of the page beside it: each feature has its address there, ``features.html#feature-12``.
+
     Raises:
         StorageError: the disk is full or not writable.
     """
-    lines = ",\n".join(json.dumps(_plain(feature, report.texts)) for feature in report.features)
+    page = Path(path).with_suffix(".html").name
+    plain = ({"address": f"{page}#feature-{x.number}"} | _plain(x, report.texts) for x in report.features)
+    lines = ",\n".join(map(json.dumps, plain))
     content = f'{{"about": {json.dumps(report.about)},\n"features": [\n{lines}\n]}}\n'
     place = Path(path)
     replace_file(place, content.encode())
@@ -444,6 +466,7 @@ def write_features(report: FeatureReport, path: str | Path) -> Path:
 def _plain(feature: Feature, texts: dict[int, str]) -> dict[str, Any]:
     return {
         "feature": feature.number,
+        **({} if feature.label is None else {"label": asdict(feature.label)}),
         "active": feature.active,
         "density": rounded(feature.density),
         "mean": rounded(feature.mean),

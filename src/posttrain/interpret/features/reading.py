@@ -14,10 +14,12 @@ from posttrain.interpret.activations.loading import tokenizer_hash
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.dictionaries.run import ACTIVATIONS
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
-from posttrain.interpret.features.logit_lens import Lens, load_lens
+from posttrain.interpret.features.judges import Judge
+from posttrain.interpret.features.labels import draw_windows, label_features
+from posttrain.interpret.features.logit_lens import Lens, load_lens, show_tokens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection
 
@@ -28,6 +30,7 @@ class FeaturesRequest:
 
     ``name``: what the dictionary is called, ``folder`` where it is, ``activations`` the folder of the rows. ``site``,
     ``source``, ``model``: None is the dictionary's own. ``lens``: with the logit lens, for which the model is loaded.
+    ``seed``: of the silent contexts that labels are scored on.
     """
 
     name: str
@@ -40,19 +43,24 @@ class FeaturesRequest:
     contexts: int = 10
     tokens: int = 10
     lens: bool = True
+    seed: int = 0
 
 
 def read_features(
-    asked: FeaturesRequest, resolve: Callable[[str], str], observe: Callable[[int, int], None] | None = None
+    asked: FeaturesRequest,
+    resolve: Callable[[str], str],
+    observe: Callable[[int, int], None] | None = None,
+    judge: Judge | None = None,
 ) -> FeatureReport:
     """One pass over all rows; ``about["notices"]`` says what a reader should know of rows of another model.
 
     Args:
         resolve: what is loaded for the name of a model.
         observe: told how many rows are read, of how many.
+        judge: labels the features, of which half of the contexts are shown to it.
 
     Raises:
-        UsageError: no such feature, site, source or model, or a model with other tokens than the rows'.
+        UsageError: no such feature, site, source or model (needed by a judge), or one with other tokens than the rows'.
     """
     dictionary, metadata = load_dictionary(asked.folder), read_metadata(asked.folder)
     check_features(dictionary, asked.features)
@@ -77,8 +85,10 @@ def read_features(
         "layer_convention": store.index.layer_convention,
         "notices": notices,
     }
+    if judge is not None and tokenizer is None:
+        raise UsageError("--judge: no model is known, so contexts have no texts; name it with --model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return describe_features(
+    report = describe_features(
         dictionary.to(device),
         store,
         site=site,
@@ -91,10 +101,15 @@ def read_features(
         about=about,
         observe=observe,
     )
+    if judge is None:
+        return report
+    windows = draw_windows(dictionary, StoreRows(store, site, source), asked.seed)
+    texts = report.texts | show_tokens(tokenizer, [index for ids in windows.ids for index in ids])
+    return label_features(report, windows, texts, judge, asked.seed)
 
 
 def default_activations(folder: Path, run: Path | None) -> str:
-    """What the run of a dictionary was trained on: recorded in it, or the folder that its recipe names.
+    """What the run of a dictionary was trained on: recorded for it, or the folder that its recipe names.
 
     Raises:
         UsageError: neither is there.
@@ -102,8 +117,9 @@ def default_activations(folder: Path, run: Path | None) -> str:
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
         raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
-    if (run / ACTIVATIONS / INDEX).is_file():
-        return str(run / ACTIVATIONS)
+    place = recorded_for(run)
+    if place is not None:
+        return str(place)
     recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
     if recorded is None or not (Path(recorded) / INDEX).is_file():
         missing = "its activations were deleted" if recorded is None else f"its activations are no more in {recorded}"

@@ -1,5 +1,8 @@
 """What a reconstruction costs a model: its own activations at one site replaced while it predicts.
 
+A transcoder stands in for what computes its target from its site: what it makes of the site is put at the target, and
+the MLP that would have written it no longer counts.
+
 CE recovered = (CE_without − CE_spliced) / (CE_without − CE), where ``without`` puts zeros (or the mean) at the site; KL
 recovered = 1 − KL(model ‖ spliced) / KL(model ‖ without). 1: nothing is lost; 0: as bad as nothing there at all. Zeros
 are what published figures compare with; the mean is the harder baseline.
@@ -8,6 +11,7 @@ are what published figures compare with; the mean is the harder baseline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +51,12 @@ class Recovered:
 
 @torch.no_grad()
 def recover(
-    model: Any, dictionary: Dictionary, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
+    model: Any,
+    dictionary: Dictionary,
+    site: str,
+    documents: Sequence[Sequence[int]],
+    limit: float = float("inf"),
+    target: str | None = None,
 ) -> Recovered:
     """What is recovered on documents (token ids), one at a time.
 
@@ -57,19 +66,32 @@ def recover(
     Args:
         model: a causal LM in eval mode.
         dictionary: on raw activations of that site, with one source.
+        target: the site that a transcoder writes; everything is replaced there.
 
     Raises:
-        UsageError: no document with two tokens, or a dictionary of several sources.
+        UsageError: no document with two tokens, a dictionary of several sources, or a transcoder without a target.
     """
+    if dictionary.transcoder != (target is not None):
+        raise UsageError("splicing a transcoder takes the site that it reads and the target that it writes")
+    written = target or site
     texts = [ids for ids in documents if len(ids) > 1]
     if dictionary.sources != 1 or not texts:
         raise UsageError("splicing takes a dictionary of one model's activations, and a document of two tokens")
     device = next(model.parameters()).device
     dictionary = dictionary.to(device)
-    mean = _mean_activation(model, site, texts, device, dictionary.d)
+    mean = _mean_activation(model, written, texts, device, dictionary.d)
     zero = torch.zeros_like(mean)
+    latest: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        latest[:] = [x]
+        return x
+
+    def spliced(x: Tensor) -> Tensor:
+        return dictionary(latest[0].reshape(-1, dictionary.d).float() if dictionary.transcoder else x)
+
     variants: dict[str, Callable[[Tensor], Tensor]] = {
-        "spliced": lambda x: dictionary(x),
+        "spliced": spliced,
         "zero": lambda x: zero.expand_as(x),
         "mean": lambda x: mean.expand_as(x),
     }
@@ -79,7 +101,8 @@ def recover(
         clean = _log_probs(model, tokens)
         sums["ce"] += _cross_entropy(clean, tokens)
         for name, change in variants.items():
-            with replaced(model, site, _but_for_outliers(change, limit)):
+            reading = replaced(model, site, keep) if dictionary.transcoder else nullcontext()
+            with reading, replaced(model, written, _but_for_outliers(change, limit)):
                 changed = _log_probs(model, tokens)
             sums[f"ce_{name}"] += _cross_entropy(changed, tokens)
             sums[f"kl_{name}"] += float((clean.exp() * (clean - changed)).sum(dtype=torch.float64))

@@ -48,7 +48,7 @@ class Steering:
     Args:
         model: a causal LM, or a peft model around one.
         dictionary: on raw activations of that site. Of a crosscoder the last source's rows are added.
-        site: such as ``resid.20``.
+        site: such as ``resid.20``; of a transcoder the one that it writes.
         change: which features, and how.
 
     Raises:
@@ -61,11 +61,16 @@ class Steering:
         width = backbone.config.get_text_config().hidden_size
         if dictionary.d != width:
             raise UsageError(f"the dictionary is for activations of width {dictionary.d}; this model has {width}")
+        if change.values and dictionary.transcoder:
+            raise UsageError(
+                "a transcoder reads elsewhere than it writes, so its features can be added but not taken out"
+            )
         if change.values and dictionary.sources > 1:
             raise UsageError("a crosscoder reads two models at once, so its features can be added but not taken out")
         strengths = {feature: x for feature, x in change.strengths.items() if x != 0}
         steered, clamped = (check_features(dictionary, list(features)) for features in (strengths, change.values))
-        rows = (dictionary.W_dec.detach()[:, -1].float() / dictionary.input_scale[-1]).cpu()
+        scale = dictionary.output_scale if dictionary.transcoder else dictionary.input_scale
+        rows = (dictionary.W_dec.detach()[:, -1].float() / scale[-1]).cpu()
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
         self.added = torch.tensor(list(strengths.values())) @ unit if strengths else None
         self.clamped = clamped
@@ -115,7 +120,7 @@ def load_steering(model: Any, folder: str | Path, change: Change, site: str | No
         DataError: there is no dictionary.
     """
     dictionary, metadata = load_dictionary(folder), read_metadata(folder)
-    place = site or metadata.get("site")
+    place = site or metadata.get("target") or metadata.get("site")
     if not isinstance(place, str):
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
     if change.values and metadata.get("source") in _UNREADABLE:
