@@ -17,20 +17,20 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50120
+MAX_PACKAGE_LINES = 50510
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2040,
+    "ground": 2050,
     "recipes": 880,
     "algorithms": 1840,
-    "graders": 4390,
+    "graders": 4590,
     "rewards": 390,
     "render": 980,
-    "tasks": 4730,
+    "tasks": 4890,
     "store": 2090,
     "models": 2160,
     "engines": 3020,
-    "evals": 2830,
+    "evals": 2850,
     "reward_models": 1460,
     "train": 2920,
     "interpret": 6590,
