@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 50510
+MAX_PACKAGE_LINES = 51560
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2050,
@@ -29,15 +29,15 @@ ROOMS: dict[str, int] = {
     "tasks": 4890,
     "store": 2090,
     "models": 2160,
-    "engines": 3020,
+    "engines": 3650,
     "evals": 2850,
-    "reward_models": 1460,
+    "reward_models": 1630,
     "train": 2920,
     "interpret": 6590,
     "runs": 2550,
     "sweeps": 2550,
-    "reports": 2870,
-    "commands": 5940,
+    "reports": 2910,
+    "commands": 6140,
 }
 
 
