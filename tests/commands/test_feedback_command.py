@@ -86,6 +86,7 @@ def test_two_answers_are_labelled_by_the_model(place: Path, capsys: pytest.Captu
         (["--out", "pairs.json"], "--out pairs.json: pairs are written as JSON lines; give a name that ends in .jsonl"),
         (["--way", "label", "--temperature", "0"], "--way label: two different answers are compared"),
         (["--template", "r1_zero"], "--template r1_zero: it writes <think> and <answer> as tokens of their own"),
+        (["--principles", "nothere.yaml"], "--principles nothere.yaml: no such file; give a YAML file of principles"),
         (["--task.pth", "x"], "has no key 'pth'"),
         (["--engin", "x"], "there is no option --engin. Did you mean --engine?"),
     ],
@@ -93,7 +94,8 @@ def test_two_answers_are_labelled_by_the_model(place: Path, capsys: pytest.Captu
 def test_what_cannot_be_is_said_in_one_message(
     place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert feedback("tiny", *arguments) == 2
+    given = [] if "--principles" in arguments else ["--principles", "rule.yaml"]
+    assert main(["feedback", "tiny", "--task", "stories", *given, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

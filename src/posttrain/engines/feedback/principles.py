@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError, RunFailure
+from posttrain.errors import RecipeError, RunFailure, UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.graders.behaviour.principles import Objection
 from posttrain.recipes.document import Content, Document
 from posttrain.recipes.sections import Section, Word
@@ -83,9 +84,14 @@ def read_principles(path: str, way: Way) -> list[Principle]:
     """The principles of a file that can be used in a way, in its order.
 
     Raises:
+        UsageError: no file.
         RecipeError: with file, line and key; or a principle that does not say what that way needs.
         UnknownWord: a rule that there is not.
     """
+    kind = kind_of_file(path)
+    if kind != "file":
+        what = "no such file" if kind == "nothing" else f"this is a {kind}"
+        raise UsageError(f"--principles {path}: {what}; give a YAML file of principles (docs/data.md shows one)")
     document: Document[PrinciplesContent] = Document.load(PrinciplesContent, path)
     usable = []
     names: set[str] = set()
