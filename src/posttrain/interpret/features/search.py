@@ -1,4 +1,4 @@
-"""Features found in ``features.json`` by a label, a token that they are active on or speak for, a context, or a number."""
+"""Features of ``features.json`` by a label, a token that they fire on or speak for, a context, or a number."""
 
 from __future__ import annotations
 
