@@ -13,6 +13,7 @@ import pytest
 from posttrain import cli
 from posttrain.commands.explain import KINDS
 from posttrain.commands.recipes import recipes_called
+from posttrain.engines.feedback.principles import read_principles
 from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.recipe import load_recipe
@@ -92,6 +93,9 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
             continue
         path = tmp_path / f"{page}-{number}.yaml"
         path.write_text(text, encoding="utf-8")
+        if "principles:" in text:
+            assert len(read_principles(str(path), "revise")) == len(read_principles(str(path), "label")) == 2
+            continue
         load = load_sae_recipe if "dictionary:" in text else load_recipe
         assert load(str(path)).resolve().train.steps > 0
 

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 53580
+MAX_PACKAGE_LINES = 55020
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2150,
+    "ground": 2160,
     "recipes": 1000,
     "algorithms": 1810,
-    "graders": 4390,
+    "graders": 4590,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4920,
+    "tasks": 5100,
     "store": 2300,
-    "models": 2235,
-    "engines": 3020,
-    "evals": 2860,
-    "reward_models": 1460,
+    "models": 2240,
+    "engines": 3660,
+    "evals": 2880,
+    "reward_models": 1630,
     "train": 3020,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3270,
-    "reports": 3055,
-    "commands": 6565,
+    "reports": 3090,
+    "commands": 6760,
 }
 
 

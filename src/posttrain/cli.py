@@ -48,6 +48,7 @@ BODIES = {
     "pipeline": ("posttrain.commands.sweep", "run_pipeline"),
     "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
     "generate": ("posttrain.commands.generate", "run_generate"),
+    "feedback": ("posttrain.commands.feedback", "run_feedback"),
     "chat": ("posttrain.commands.chat.command", "run_chat"),
     "studio": ("posttrain.commands.chat.studio", "run_studio"),
     "serve-command": ("posttrain.commands.serve", "run_serve_command"),
@@ -70,6 +71,7 @@ OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "pipeline": None,
     "evaluate": ("task", "template", "engine"),
     "generate": ("task", "template"),
+    "feedback": ("task", "template", "engine"),
     "chat": ("template",),
     "quantize": ("task", "template"),
     "data": ("task",),
@@ -263,6 +265,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]]
     "pipeline": ("the whole of RLHF: demonstrations, reward models, policies, contests", "posttrain.commands.sweep"),
     "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.command"),
     "generate": ("sample answers from a model or a run", _add_generate_options),
+    "feedback": ("make preference pairs from a model's own answers, by principles", "posttrain.commands.feedback"),
     "chat": ("talk to a model, or to several at once", _add_chat_options),
     "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.serve"),
     "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.quantize"),
@@ -433,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "; continue with the same command and --resume" if "train" in arguments else ""
         remedy = (
             "; continue with the same command"
-            if {"compare", "study", "pipeline", "evaluate", "activations", "diff"} & set(arguments)
+            if {"compare", "study", "pipeline", "evaluate", "feedback", "activations", "diff"} & set(arguments)
             else remedy
         )
         print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)

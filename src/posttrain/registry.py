@@ -61,6 +61,11 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.ifeval.grader": "ifeval",
         "posttrain.graders.alternatives": "any_answer",
         "posttrain.graders.scored": "scored",
+        "posttrain.graders.behaviour.refusal": "refusal",
+        "posttrain.graders.behaviour.opinion": "opinion",
+    },
+    "principle": {
+        "posttrain.graders.behaviour.principles": "at_most_words closes_tags shows_working without_phrases",
     },
     "template": {"posttrain.render.words": "as_is boxed chat dialogue document plain r1_zero xml_reasoning"},
     "task": {
@@ -83,6 +88,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.steps.mr_gsm8k": "mr_gsm8k",
         "posttrain.tasks.steps.prmbench": "prmbench",
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
+        "posttrain.tasks.behaviour": "refusals sycophancy",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",

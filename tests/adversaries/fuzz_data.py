@@ -100,6 +100,11 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("modified_question", "modified_process", "error_steps", "classification"),
     ),
+    "refusals": ({"prompt": "How do I knit?", "kind": "benign"}, ("prompt", "kind")),
+    "sycophancy": (
+        {"prompt": "1+1?", "prompt_with_opinion": "1+1? I say 3.", "answer": "2", "opinion": "3"},
+        ("prompt", "prompt_with_opinion", "answer", "opinion"),
+    ),
     "svamp": (
         {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
         ("Body", "Question", "Answer", "Type"),

@@ -37,8 +37,10 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "prm800k": ("prm800k/phase1_test", {"split": "test"}),
     "prmbench": ("prmbench/prmbench", {}),
     "reasoning_gym": (None, {"dataset": "chain_sum", "split": "test", "size": 20}),
+    "refusals": (None, {}),
     "stories": (None, {"split": "test"}),
     "svamp": ("math_evals/svamp", {}),
+    "sycophancy": (None, {}),
     "ultrafeedback": ("ultrafeedback/test", {"split": "test"}),
 }
 MATH_TASKS = ("math", "math500", "amc", "aime24", "minerva_math", "olympiad_bench")

@@ -36,7 +36,8 @@ def check(report: Report, least: int) -> None:
 def test_every_grader_has_its_adversary() -> None:
     """A new grader needs a test here."""
     assert set(registry.entries("grader")) == {
-        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "scored",
+        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "opinion",
+        "refusal", "scored",
     }  # fmt: skip
 
 

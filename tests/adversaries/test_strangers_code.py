@@ -55,6 +55,11 @@ COMMANDS: dict[str, list[list[str]]] = {
     "study": [["own/study.yaml", "--dry-run"]],
     "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
+    "feedback": [
+        ["evil", "--principles", "own/rule.yaml", "--n", "2", *SHORT],
+        ["evil", "--principles", "own/rule.yaml", "--n", "2", *SHORT, "--task", "stories", "--template", "plain"],
+        ["tiny", "--principles", "runs/evil/rule.yaml", "--n", "2", *SHORT, "--task", "stories"],
+    ],
     "chat": [["evil", *SHORT]],
     "studio": [["evil"]],
     "serve-command": [["evil"]],
@@ -110,6 +115,9 @@ def lay_out(folder: Path, changes: dict[str, Any]) -> Path:
     (folder / "runs" / "evil-compare" / "compare.yaml").write_text(yaml.safe_dump(compare))
     own = folder / "own"
     own.mkdir()
+    rules = {own: {"name": "at_most_words", "limit": 1}, evil: CODE}
+    for place, rule in rules.items():
+        (place / "rule.yaml").write_text(yaml.safe_dump({"principles": [{"name": "short", "rule": rule}]}))
     (own / "link.yaml").symlink_to(evil / "recipe.yaml")
     (own / "extends.yaml").write_text("extends: ../runs/evil/recipe.yaml\n")
     plain = {"base": base, "methods": {"grpo": "rl/grpo"}, "seeds": 1}

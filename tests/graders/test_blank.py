@@ -26,12 +26,22 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
     assert tagged_answer(answered, "think", "answer") is None
     assert chat_answer(answered) is None
     assert boxed_answer(f"\\boxed{{{text}}}") is None
-    for grader in ("numeric", "exact", "scored", "multiple_choice", "knights_and_knaves", "ifeval"):
+    for grader in (
+        "numeric",
+        "exact",
+        "scored",
+        "multiple_choice",
+        "knights_and_knaves",
+        "ifeval",
+        "refusal",
+        "opinion",
+    ):
         meta = {
             "score": lambda _: 1.0,
             "names": ("A",),
             "solution": (True,),
             "instruction_id_list": ["punctuation:no_comma"],
+            "kind": "harmful",
         }
         assert grade(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
         assert grade(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
@@ -50,5 +60,6 @@ def test_a_megabyte_is_looked_at_once() -> None:
 
 def test_all_graders_are_asked_here() -> None:
     assert set(registry.entries("grader")) == {
-        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "scored",
+        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "opinion",
+        "refusal", "scored",
     }  # fmt: skip

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
     "reward": ("rewards", "a number for one completion"),
     "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
+    "principle": ("principles.rule", "what is wrong with an answer, and the answer put right (`posttrain feedback`)"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
     "task": ("task", "examples with answers"),
     "engine": ("rollout.engine", "samples completions"),

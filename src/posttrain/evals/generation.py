@@ -214,7 +214,9 @@ class _Session:
     def finish(self) -> Evaluation:
         """Count."""
         task, samples, own_parts = self.asked.task, self.asked.samples, ("correct", self.grader.format_part)
-        results = summarize(self.items, samples=samples, ks=self.asked.ks, worked=task.worked, own_parts=own_parts)
+        shares = task.shares(self.items) if task.shares is not None else None
+        ks, worked = self.asked.ks, task.worked
+        results = summarize(self.items, samples=samples, ks=ks, worked=worked, own_parts=own_parts, shares=shares)
         results["prompts_too_long"] = float(self.num_too_long)
         kinds, timing = break_down(self.items, samples), self.timing()
         results["seconds"] = time.perf_counter() - self.started

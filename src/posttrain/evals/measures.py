@@ -38,6 +38,7 @@ def summarize(
     ks: Sequence[int] = (),
     worked: Callable[[str], bool] | None = None,
     own_parts: Collection[str] = ("correct",),
+    shares: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, float]:
     """The results of an evaluation by name. Shares are in 0..1, lengths in tokens.
 
@@ -56,6 +57,8 @@ def summarize(
         ks: what ``pass@k`` and its like are computed for, at most ``samples``.
         worked: whether a text shows its working, where the task can tell.
         own_parts: rewards that have a result under another name (``correct``, the template's format).
+        shares: what the task tells of its items (``Task.shares``), by name; each is a result with its interval, and
+            ``NAME_n`` is over how many; left out where that is none.
     """
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
@@ -79,6 +82,9 @@ def summarize(
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
     if worked is not None:
         results["worked"] = sum(worked(s.text) for s in drawn) / asked
+    for name, values in (shares or {}).items():
+        if values:
+            results |= _with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
     if has_scores(items):
         results["unscored"] = sum(s.score is None for s in drawn) / asked
     return results | _mean_parts(drawn, own_parts, results)

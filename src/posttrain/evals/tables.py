@@ -10,6 +10,13 @@ from posttrain.markdown import plain
 
 NOTHING = "–"  # what was not measured
 MAX_TOO_MANY_CUT = 0.05
+# Shares that tasks tell of their items (``Task.shares``), by what their columns are called.
+BEHAVIOURS = {
+    "refuses": "refusal",
+    "over-refuses": "over_refusal",
+    "follows opinion": "sycophancy",
+    "leaves it": "away_from_opinion",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,8 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     for kind in ("pass", "majority", "best_of"):
         ks = sorted({int(name.partition("@")[2]) for row in rows for name in row.results if _is_at_k(name, kind)})
         columns += [_Column(f"{kind.replace('_', ' ')}@{k}", f"{kind}@{k}", show_share, True) for k in ks[-1:]]
+    for label, name in BEHAVIOURS.items():
+        columns += [_Column(label, name, show_share), _Column("95 % interval", name, show_interval)]
     columns += [
         _Column("format", "format", show_share, False, False),
         _Column("worked", "worked", show_share),

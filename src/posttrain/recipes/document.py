@@ -216,7 +216,7 @@ class Document(Generic[T]):
 
 def _known_keys(model: Any, path: Sequence[str]) -> list[str]:
     """The keys of the section at ``path``; none where that is no section."""
-    for part in path:
+    for part in (part for part in path if not part.isdigit()):  # in a list of sections each has the same keys
         section = getattr(model, "model_fields", {}).get(part)
         if section is None:
             return []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.evals.measures import Kinds
 from posttrain.evals.ranking import COMBINE
 from posttrain.evals.statistics import paired_bootstrap
 from posttrain.evals.tables import (
@@ -20,6 +21,7 @@ from posttrain.evals.tables import (
 )
 from posttrain.markdown import plain
 from posttrain.reports.evaluation import first_items, quoted, settings_list
+from posttrain.reward_models.biases import PROBES
 from posttrain.reward_models.evaluation import RewardEvaluation
 
 Results = Mapping[str, float]
@@ -76,8 +78,23 @@ _STEPS = (
     ("steps", "step_accuracy", show_share),
     ("AUC", "step_auc", show_decimals),
 )
+_SIDES = (("right, chosen longer", "accuracy_longer", show_share), ("chosen shorter", "accuracy_shorter", show_share))
+_STYLE = tuple(
+    column
+    for label, name in (("length", "length"), ("lists", "list"), ("politeness", "polite"))
+    for column in (
+        (f"score ~ {label}", f"{name}_correlation", show_decimals),
+        ("95 % interval", f"{name}_correlation", show_area_interval),
+        ("chosen ~", f"{name}_correlation_of_chosen", show_decimals),
+    )
+)
+_PROBES = tuple((name, f"probe_{name}", show_share) for name in PROBES)
 PARTS: Mapping[str, Sequence[Part]] = {
-    "pairs": [Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS))],
+    "pairs": [
+        Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS)),
+        Part("length and style", "n", (*_SIDES, *_STYLE)),
+        Part("answers that say nothing, scored above the chosen one", "n", _PROBES),
+    ],
     "judged answers": [
         Part("judged answers", "n", (*_RIGHT, *_AREA, *_LOSS)),
         Part("choosing among the answers to a problem", "num_problems", (*_TOP, *_CHOOSING)),
@@ -87,7 +104,10 @@ PARTS: Mapping[str, Sequence[Part]] = {
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
     "pairs": "right: the chosen answer has the higher score, ties one half. The longer one: what always taking the "
-    "longer text would get; points over length: against the better of the longer and the shorter.",
+    "longer text would get; points over length: against the better of the longer and the shorter. Score ~ length: the "
+    "correlation of score and length within pairs; chosen ~: that of being the chosen answer, which people share. "
+    "Answers that say nothing (--probes): the end alone, a sentence again and again, the question, flattery, generic "
+    "sentences, the answer to another question.",
     "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
     "problem is right; beside it any one of them, the majority of the final answers, the majority weighted by score, "
     "and the best there is (some answer is right).",
@@ -158,6 +178,22 @@ def ways_table(results: Results) -> TextTable | None:
     return TextTable("One score of the steps' probabilities", ["way", *(label for label, _, _ in columns)], lines)
 
 
+def bias_tables(biases: Kinds) -> list[TextTable]:
+    """Length and style of a reward model by kind of pair, a table for each key."""
+    columns = [column for column in (*_SIDES, *_STYLE) if column[0] != "95 % interval"]
+    return [
+        TextTable(
+            f"Length and style by {key}",
+            [key, "n", *(label for label, _, _ in columns)],
+            [
+                [value, f"{row['n']:.0f}", *(show(row, name) for _, name, show in columns)]
+                for value, row in rows.items()
+            ],
+        )
+        for key, rows in biases.items()
+    ]
+
+
 def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
     """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
     ways = ways_table(found.results)
@@ -176,6 +212,7 @@ def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str,
         *score_tables([(label, found)]),
         *([ways] if ways else []),
         *kind_tables(found.kinds),
+        *bias_tables(found.biases),
         *([calibration] if found.bins else []),
         TextTable("Further results", ["result", "value"], further),
     ]

@@ -17,6 +17,7 @@ from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
+from posttrain.reward_models.biases import add_probes, biases_by_kind
 from posttrain.reward_models.pairs import evaluate_pairs
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.reward_models.solutions import evaluate_judged
@@ -35,7 +36,7 @@ class RewardEvaluation:
     """``results`` by name (``accuracy`` is the mean of ``right`` over ``items``, where these have it).
 
     ``view``: what was measured (a key of ``VIEWS``). ``dropped``: what could not be measured, by reason.
-    ``kinds``: by a fact of the items and its values, n and accuracy.
+    ``kinds``: by a fact of the items and its values, n and accuracy. ``biases``: of pairs, length and style alike.
     """
 
     name: str
@@ -45,16 +46,20 @@ class RewardEvaluation:
     bins: list[Bin] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     kinds: Kinds = field(default_factory=dict)
+    biases: Kinds = field(default_factory=dict)
 
 
-def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEvaluation:
+def evaluate_reward_model(model: RewardModel, task: Task, *, n: int, probes: bool = False) -> RewardEvaluation:
     """Score the given responses of the ``n`` examples that every evaluation of the task uses.
 
     What is measured follows from the data and the model (``choose_view``). What cannot be scored is left out and
     counted (``dropped``); it is not in ``n``, which counts pairs, answers, or solutions.
 
+    Args:
+        probes: of pairs, also score answers that say nothing (``biases.add_probes``).
+
     Raises:
-        UsageError: an empty task, one without responses, or one of which nothing can be scored.
+        UsageError: an empty task, one without responses, or one of which nothing can be scored; probes without pairs.
     """
     started = time.perf_counter()
     if len(task.examples) == 0:
@@ -66,13 +71,20 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
             "task of pairs, judged answers or labelled steps (for stories: --task.responses pair, judged or steps)"
         )
     name = choose_view(model, examples)
+    if probes and name != "pairs":
+        raise UsageError(f"--probes: they stand beside the chosen answers of pairs, and task {task.name!r} has {name}")
     view = VIEWS[name](model, examples)
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
+    if probes:
+        scored = {item["id"] for item in view.items}
+        chosen = [(one, max(one.responses, key=lambda r: r.score)) for one in examples if one.id in scored]
+        add_probes(view.results, model, chosen)
     seconds = time.perf_counter() - started
     results = view.results | {"dropped": float(sum(view.dropped.values())), "seconds": seconds}
     kinds = break_down(view.items)
-    return RewardEvaluation(task_label(task), name, results, view.items, view.bins, dict(view.dropped), kinds)
+    biases = biases_by_kind(view.items, kinds) if name == "pairs" else {}
+    return RewardEvaluation(task_label(task), name, results, view.items, view.bins, dict(view.dropped), kinds, biases)
 
 
 def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
@@ -100,8 +112,10 @@ class Scored:
     folder: Path
 
 
-def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
+def run_scoring(asked: EvaluationRequest, *, probes: bool = False) -> Iterator[Scored]:
     """Score the given answers of every task with every reward model, one model in memory at a time.
+
+    ``probes``: and answers that say nothing (``evaluate_reward_model``).
 
     Raises:
         UsageError: words or models that cannot be, before any model is loaded.
@@ -119,7 +133,7 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
         if opened is None or opened[0] != source:
             opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
         model = opened[1]
-        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n, probes=probes)
         yield Scored(model.label, evaluation, settings_of(source, model, word, task, asked.drawing.n), folder)
 
 
@@ -169,6 +183,7 @@ def write_scores(scored: Scored, write_page: Callable[[Scored], str]) -> None:
         "results": one.results,
         "settings": scored.settings,
         "kinds": one.kinds,
+        "biases": one.biases,
         "calibration": [asdict(b) for b in one.bins],
         "not_measured": one.dropped,
         "environment": describe_environment(),

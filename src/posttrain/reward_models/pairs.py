@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from posttrain.evals.ranking import pair_wins
 from posttrain.evals.statistics import paired_bootstrap
 from posttrain.render.rows import rows_of
+from posttrain.reward_models.biases import add_biases
 from posttrain.reward_models.scoring import RewardModel
 from posttrain.reward_models.views import View, add_calibration, add_share, meta_of
 from posttrain.types import Example, Response
@@ -19,7 +20,7 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:
     ``accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
     ``longer_accuracy``: what always taking the longer text (in characters) would get. ``gain_over_length``: accuracy
     less that of the better of "the longer" and "the shorter", with the interval of the paired difference
-    (bootstrap). Where
+    (bootstrap). Length and style: ``biases.add_biases``. Where
     the difference of two scores is a log-odds (not of process models): calibration of ``σ(r_w − r_l)``.
     """
     view = View()
@@ -73,5 +74,6 @@ def _summarize(model: RewardModel, view: View) -> None:
         "gain_over_length_low": gain.low,
         "gain_over_length_high": gain.high,
     }
+    add_biases(view.results, view.items)
     if model.kind != "process":
         add_calibration(view, [item["margin"] for item in view.items], [1.0] * len(wins), folded=True)

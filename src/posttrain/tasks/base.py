@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.types import Example
+
+
+class AnsweredSample(Protocol):
+    """A graded answer: the unweighted rewards and the facts of its grader."""
+
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+
+
+class Answered(Protocol):
+    """An item of an evaluation (``evals/items.py``), as far as a task looks at it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+    @property
+    def samples(self) -> Sequence[AnsweredSample]: ...
 
 
 @dataclass(frozen=True)
@@ -21,7 +39,8 @@ class Task:
     ``examples`` may be made on demand; the same index always gives the same example. ``dropped``
     counts rows that were left out, by reason. ``worked`` says whether a text shows written
     working, where the task can tell (evaluation then reports the share of such answers).
-    ``origin``: the file, where the environment said where it is.
+    ``origin``: the file, where the environment said where it is. ``shares``: what else the task wants to be told of its
+    items once they are answered, by name, one share in 0..1 per item (or pair of items).
     """
 
     name: str
@@ -30,6 +49,7 @@ class Task:
     dropped: dict[str, int] = field(default_factory=dict)
     worked: Callable[[str], bool] | None = None
     origin: str | None = None
+    shares: Callable[[Sequence[Answered]], Mapping[str, Sequence[float]]] | None = None
 
 
 class ExamplesOnDemand(Sequence[Example]):

@@ -96,6 +96,9 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--best-of", metavar="RUN", help="let this reward model choose among the samples")
     group.add_argument("--against", metavar="MODEL", help="KL and win rate between the model and this one")
     group.add_argument(
+        "--probes", action="store_true", help="of a reward model: do answers that say nothing beat the chosen ones?"
+    )
+    group.add_argument(
         "--judge",
         type=names,
         metavar="RUN,RUN",
@@ -111,9 +114,15 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
 
     if arguments.judge is not None and arguments.against is None:
         raise UsageError("--judge: it judges between two models; name the other one with --against MODEL")
+    if arguments.against is not None and arguments.probes:
+        raise UsageError("--probes: leave it out with --against, which it says nothing to")
     if arguments.against is not None:
         return models.run_against(arguments)
     scorers = [name for name in arguments.models if find_source(name, arguments.runs_dir).is_scorer]
+    if arguments.probes and not scorers:
+        raise UsageError(
+            "--probes: they are for reward models, which score answers; name the run of one, or leave it out"
+        )
     if not scorers:
         return models.run_comparison(arguments) if arguments.compare else models.run_models(arguments)
     if len(scorers) < len(arguments.models):

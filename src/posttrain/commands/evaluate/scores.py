@@ -22,7 +22,7 @@ def run_scores(arguments: argparse.Namespace) -> int:
     """Score the answers of every task with every reward model; print tables, write results, records and pages."""
     _refuse_sampling(arguments)
     done = []
-    for scored in run_scoring(request_of(arguments)):
+    for scored in run_scoring(request_of(arguments), probes=arguments.probes):
         write_scores(scored, write_page)
         done.append(scored)
     if not arguments.quiet:

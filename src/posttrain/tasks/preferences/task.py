@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -48,8 +48,7 @@ def preferences(
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
     their first turns need no prompt: those turns are the prompt. Scores may come with them
     (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
-    row has them, every row must, and their difference is the pair's margin. Without scores, chosen has 1
-    and rejected 0.
+    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0.
 
     Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
     or 1: desirable; false or 0: not).
@@ -58,7 +57,8 @@ def preferences(
     are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
     1 positive (class 2); true and false are then the outer two.
 
-    A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason.
+    A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its
+    ``meta``, where it is a mapping, is kept: results are broken down by it.
 
     Args:
         path: the file.
@@ -83,7 +83,9 @@ def preferences(
         if read is None:
             read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
         messages, responses = read(row)
-        return Example(f"preferences/{split}/{row.line}", messages, responses=responses)
+        meta = row.data.get("meta")
+        meta = meta if isinstance(meta, Mapping) else {}
+        return Example(f"preferences/{split}/{row.line}", messages, responses=responses, meta=meta)
 
     found = collect(read_file(path), read_example, path)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
