@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 51560
+MAX_PACKAGE_LINES = 51570
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2050,
@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "tasks": 4890,
     "store": 2090,
     "models": 2160,
-    "engines": 3650,
+    "engines": 3660,
     "evals": 2850,
     "reward_models": 1630,
     "train": 2920,
