@@ -120,8 +120,8 @@ def _prepare(arguments: argparse.Namespace, out: Path) -> tuple[OpenedModel, Fee
     source = find_source(arguments.model, arguments.runs_dir)
     task_word = _choose_task(words.get("task"), source)
     template, engine = words.get("template"), words["engine"]
-    if template is None and source.recipe is None:
-        template = Word(name="plain")
+    if source.recipe is None and (template is None or not template.name):
+        template = Word(name="plain", **(template.options if template is not None else {}))
     task = build_task(task_word, "--task")
     template = complete_template(template, source)
     model = open_model(source, template, engine=engine, dtype=arguments.dtype, device=arguments.device)
