@@ -383,6 +383,8 @@ def refuse_absent_models(namespace: argparse.Namespace) -> None:
     Raises:
         UsageError: with its name.
     """
+    if getattr(namespace, "export_pt", None) or getattr(namespace, "import_pt", None):
+        return  # there the first argument is a folder of activations, which says itself what it is not
     for option in MODELS.get(namespace.command, ()):
         named = getattr(namespace, option)
         for name in [named] if isinstance(named, str) else named or ():
