@@ -16,9 +16,11 @@ from posttrain.commands.recipes import recipes_called
 from posttrain.engines.feedback.principles import read_principles
 from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
 from posttrain.sweeps.compare import load_comparison
+from posttrain.sweeps.pipelines.plan import load_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,11 +77,13 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
     namespace = cli.parse(words[1:])
     if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
         assert load_comparison(namespace.recipe, namespace.overrides, folder="unused", over=namespace.over).cells
+    elif namespace.command == "pipeline" and not namespace.recipe.endswith(".yaml"):
+        assert load_pipeline(namespace.recipe, namespace.overrides, folder="unused", methods=namespace.methods).parts
     elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
         resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
         assert resolved.objective.name
     elif namespace.command == "recipes" and namespace.action == "show":
-        assert load_recipe(namespace.name).description
+        assert namespace.name in recipe_names()
     elif namespace.command == "explain" and namespace.name is not None:
         found = kinds_of(namespace.name) or recipes_called(namespace.name) or namespace.name in KINDS
         assert found, f"{place}: nothing is called that"
@@ -131,8 +135,10 @@ print(brief(50), brief(51), find("reward", "brief").options({{}}))
 print(sorted(parts_asked(["distance"])))
 asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
+from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import load_comparison
+from posttrain.sweeps.pipelines.plan import load_pipeline
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
 plan = load_comparison({str(tmp_path / "mine.yaml")!r}, folder="unused")

@@ -19,8 +19,8 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.sweeps.compare import comparison_names, training_recipe_names
 
 PACKAGE = Path(posttrain.__file__).parent
-# Those of `posttrain sae` and `posttrain study` have tests of their own.
-OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *study_names())}
+# Those of `posttrain sae`, `posttrain study` and `posttrain pipeline` have tests of their own.
+OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *study_names(), *recipe_names("pipeline/"))}
 FILES = sorted(
     path
     for path in (PACKAGE / "recipes").rglob("*.yaml")
@@ -66,7 +66,8 @@ def coin(text: str) -> float:
 
 def test_the_package_finds_every_file() -> None:
     assert training_recipe_names() == NAMES
-    assert set(recipe_names()) == {*NAMES, *comparison_names(), *interpretation_names(), *study_names()}
+    others = {*comparison_names(), *interpretation_names(), *study_names(), *recipe_names("pipeline/")}
+    assert set(recipe_names()) == {*NAMES, *others}
     assert {"sae-qwen3-14b-layer20", "tiny/sae"} <= set(interpretation_names())
     assert {"grpo-gsm8k", "grpo-math", "sft-math", "tiny/pretrain", "tiny/sft", "tiny/grpo"} <= set(NAMES)
 

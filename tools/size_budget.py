@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55020
+MAX_PACKAGE_LINES = 55030
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2160,
@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "train": 3020,
     "interpret": 7410,
     "runs": 2670,
-    "sweeps": 3270,
+    "sweeps": 3280,
     "reports": 3090,
     "commands": 6760,
 }

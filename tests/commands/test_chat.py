@@ -181,4 +181,4 @@ def test_two_models_answer_below_one_another_and_the_end_of_the_input_ends_it(
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "./no-such-model"]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "no such run or folder" in capsys.readouterr().err

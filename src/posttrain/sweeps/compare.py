@@ -66,7 +66,7 @@ from posttrain.sweeps.methods import (
     with_source_of,
     without_method,
 )
-from posttrain.sweeps.plan import Plan, Training, plan_run, plan_start
+from posttrain.sweeps.plan import Part, Plan, Training, plan_run, plan_start
 from posttrain.sweeps.sources import (
     Source,
     SweepFile,
@@ -205,22 +205,26 @@ def load_comparison(
     if start is not None:
         for recipe in (base, *(row.recipe for row in rows if "model.name" not in row.differs)):
             recipe.model.name = start.weights
-    parts = [start] if start is not None else []
-    for seed in seeds:
-        for row in rows:
-            needs = ["start"] if start is not None and row.recipe.model.name == start.weights else []
-            role = "cell of the comparison"
-            parts.append(plan_run(Path(folder), "methods", row.name, seed, row.recipe, role, needs))
     return ComparisonPlan(
         folder=Path(folder),
         description=content.description,
-        parts=[*parts],
+        parts=_parts(Path(folder), start, rows, seeds),
         num_seeds=len(seeds),
         resolved=resolved,
         base=base,
         start_source=label_of(content.start) if content.start is not None else base.model.name,
         methods=rows,
     )
+
+
+def _parts(folder: Path, start: Training | None, rows: Sequence[Method], seeds: Sequence[int]) -> list[Part]:
+    """The start, if there is one, then a cell for each row, seed by seed."""
+    parts: list[Part] = [start] if start is not None else []
+    for seed in seeds:
+        for row in rows:
+            needs = ["start"] if start is not None and row.recipe.model.name == start.weights else []
+            parts.append(plan_run(folder, "methods", row.name, seed, row.recipe, "cell of the comparison", needs))
+    return parts
 
 
 def rows_over(recipe: str, key: str, values: Sequence[str]) -> dict[str, Any]:

@@ -78,16 +78,21 @@ def hh_rlhf(
     examples = choose_split(found.examples, split, validation_share, place, opening_hash)
     if split == "train" and test_share > 0:
         test = _read(test_path, hub, "test", subset, "test", strip_thinking)
-        found.dropped.update(test.dropped)
-        held_out = {opening_hash(e) for e in found.examples} - {opening_hash(e) for e in examples}
-        unseen = [e for e in test.examples if opening_hash(e) not in held_out]
-        if len(unseen) < len(test.examples):
-            found.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
-        examples = mix_prompts(examples, unseen, test_share, found)
+        examples = mix_prompts(examples, _unseen(test, found, examples), test_share, found)
     kept = choose_half(examples, half, opening_hash)
     if half is not None:
         found.dropped["of the other half"] += len(examples) - len(kept)
     return Task("hh_rlhf", split, kept, dict(found.dropped))
+
+
+def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list[Example]:
+    """Test dialogues that begin as no held-out one does; the others, and what was dropped, are counted in ``whole``."""
+    whole.dropped.update(test.dropped)
+    held_out = {opening_hash(e) for e in whole.examples} - {opening_hash(e) for e in train}
+    unseen = [e for e in test.examples if opening_hash(e) not in held_out]
+    if len(unseen) < len(test.examples):
+        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
+    return unseen
 
 
 def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
