@@ -26,7 +26,7 @@ the same command again goes on where it stopped; finished parts are kept:
 PIPELINE_EPILOG = """\
 the same command again goes on where it stopped; finished parts are kept:
   posttrain pipeline tiny
-  posttrain pipeline hh-gpt2 --methods ppo,dpo --seeds 1
+  posttrain pipeline tiny-hh --methods ppo,dpo --seeds 1
   posttrain pipeline tiny --run gentler --policies.grpo.regularize.kl 0.1
 """
 EPILOGS = {"compare": COMPARE_EPILOG, "study": STUDY_EPILOG, "pipeline": PIPELINE_EPILOG}
