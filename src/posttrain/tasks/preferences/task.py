@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
 from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
@@ -60,6 +62,9 @@ def preferences(
 
     A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason.
 
+    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as pairs: of each question the n-th
+    right answer with the n-th wrong one; answers without a partner are dropped and counted.
+
     Args:
         path: the file.
         split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
@@ -83,9 +88,10 @@ def preferences(
         if read is None:
             read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
         messages, responses = read(row)
-        return Example(f"preferences/{split}/{row.line}", messages, responses=responses)
+        return Example(f"preferences/{split}/{row.number}", messages, responses=responses)
 
-    found = collect(read_file(path), read_example, path)
+    dropped: Counter[str] = Counter()
+    found = collect(paired_rows(read_file(path), dropped), read_example, path, dropped)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
     return Task("preferences", split, chosen, dict(found.dropped))
 
