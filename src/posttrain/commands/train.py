@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from posttrain.commands.progress import Progress, choose_progress, show_duration
 from posttrain.errors import INTERRUPTED
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import find
+from posttrain.untrusted import harmless
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
+        _print_memory(recipe)
         return 0
     from posttrain.runs.launch import launch
 
@@ -70,6 +73,21 @@ def refuse_tasks(recipe: Recipe) -> None:
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)
+
+
+def _print_memory(recipe: Recipe) -> None:
+    """The parts of the memory on stderr, so that stdout stays a recipe that can be run."""
+    from posttrain.commands.runs.show import show_bytes
+    from posttrain.train.memory import stated_memory
+
+    memory = stated_memory(recipe)
+    if isinstance(memory, str):
+        print(harmless(f"memory: no estimate, for {memory}"), file=sys.stderr)
+        return
+    print("memory of one process, an estimate (docs/memory.md says what is counted):", file=sys.stderr)
+    for name, num_bytes in memory.rows():
+        if num_bytes:
+            print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)
 
 
 def _print_end(progress: Progress, step: int) -> None:
