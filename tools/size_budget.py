@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 52590
+MAX_PACKAGE_LINES = 53210
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2150,
@@ -26,18 +26,18 @@ ROOMS: dict[str, int] = {
     "graders": 4390,
     "rewards": 390,
     "render": 1100,
-    "tasks": 4920,
+    "tasks": 5050,
     "store": 2300,
-    "models": 2230,
+    "models": 2290,
     "engines": 3020,
     "evals": 2860,
     "reward_models": 1460,
-    "train": 3020,
+    "train": 3420,
     "interpret": 6590,
     "runs": 2670,
     "sweeps": 3270,
     "reports": 3050,
-    "commands": 6440,
+    "commands": 6470,
 }
 
 

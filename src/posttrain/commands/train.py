@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,14 +80,15 @@ def refuse_tasks(recipe: Recipe) -> None:
 def _print_memory(recipe: Recipe) -> None:
     """The parts of the memory on stderr, so that stdout stays a recipe that can be run."""
     from posttrain.commands.runs.show import show_bytes
-    from posttrain.train.memory import stated_memory
 
-    memory = stated_memory(recipe)
-    if isinstance(memory, str):
-        print(harmless(f"memory: no estimate, for {memory}"), file=sys.stderr)
+    command = [sys.executable, "-c", "from posttrain.train.memory import tell_memory; tell_memory()"]
+    done = subprocess.run(command, input=recipe.to_yaml(), capture_output=True, text=True, check=False)
+    stated = json.loads(done.stdout) if done.returncode == 0 else "it could not be worked out"
+    if isinstance(stated, str):
+        print(harmless(f"memory: no estimate, for {stated}"), file=sys.stderr)
         return
     print("memory of one process, an estimate (docs/memory.md says what is counted):", file=sys.stderr)
-    for name, num_bytes in memory.rows():
+    for name, num_bytes in stated:
         if num_bytes:
             print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)
 

@@ -1,9 +1,9 @@
-"""What one process of a training run holds in memory, part by part, from the recipe and the model's configuration alone.
+"""What one process of a training run holds in memory, part by part, from its recipe and its model's configuration.
 
 Nothing is loaded and nothing runs: shapes come from one layer that is built without memory, the rest is arithmetic. The
 numbers are for the longest rows that the recipe allows. With N tokens of a micro-batch in the stream that the trainer
 computes over (a prompt that several rows share once; up to a multiple of 128), Q and K slots of queries and keys (a row
-that continues a shared prompt has it among its keys), M trained tokens, L layers, width d, MLP width f, attention widths
+that continues a shared prompt has it among its keys), M trained tokens, L layers, width d, MLP width f, widths
 a = heads · head_dim and k = kv_heads · head_dim, s bytes of a weight (2 for bfloat16, else 4), the parts are, in bytes:
 
 weights
@@ -40,7 +40,9 @@ runs without a fused kernel keeps more.
 from __future__ import annotations
 
 import copy
+import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,8 +58,9 @@ from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import stated_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.models.stated_sizes import read_object
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import AdapterSection
+from posttrain.strict_yaml import read_yaml
 from posttrain.train.checks import Words, words_of
 from posttrain.train.optimizer import EMBEDDING_NAMES
 
@@ -146,6 +149,18 @@ class Micro:
         return self.rows * self.answer * (self.prompt + self.answer) if self.prompt else 0
 
 
+def tell_memory() -> None:
+    """For a process of its own: a resolved recipe from stdin as YAML; ``stated_memory`` of it to stdout as JSON.
+
+    Whoever only prints a recipe need not load transformers.
+    """
+    try:
+        stated = stated_memory(validate_recipe(read_yaml(sys.stdin.read(), "recipe")[0], is_own=False).resolve())
+    except PosttrainError as error:
+        stated = str(error)
+    print(json.dumps(stated if isinstance(stated, str) else stated.rows()))
+
+
 def stated_memory(recipe: Recipe) -> Memory | str:
     """``memory_of`` a resolved recipe by the configuration that is at hand, or in a few words why there is none."""
     try:
@@ -170,8 +185,7 @@ def _with_loaded_adapter(recipe: Recipe) -> Recipe:
         return recipe
     settings = read_object(Path(source) / ADAPTER_CONFIG)
     try:
-        targets = settings["target_modules"]
-        section = AdapterSection(rank=settings["r"], targets=targets if isinstance(targets, str) else sorted(targets))
+        section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
     except (KeyError, TypeError, ValueError):
         raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"adapter": section})})

@@ -62,8 +62,7 @@ def preferences(
 
     A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason.
 
-    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as pairs: of each question the n-th
-    right answer with the n-th wrong one; answers without a partner are dropped and counted.
+    Of an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
 
     Args:
         path: the file.
@@ -90,8 +89,7 @@ def preferences(
         messages, responses = read(row)
         return Example(f"preferences/{split}/{row.number}", messages, responses=responses)
 
-    dropped: Counter[str] = Counter()
-    found = collect(paired_rows(read_file(path), dropped), read_example, path, dropped)
+    found = collect(paired_rows(read_file(path), dropped := Counter()), read_example, path, dropped)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
     return Task("preferences", split, chosen, dict(found.dropped))
 
