@@ -89,7 +89,7 @@ def preferences(
         messages, responses = read(row)
         return Example(f"preferences/{split}/{row.number}", messages, responses=responses)
 
-    found = collect(paired_rows(read_file(path), dropped := Counter()), read_example, path, dropped)
+    found = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
     return Task("preferences", split, chosen, dict(found.dropped))
 
