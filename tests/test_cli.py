@@ -154,7 +154,7 @@ def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixtur
     section = capsys.readouterr().out
     assert "one of k1, k2, k3" in section
     assert "--regularize.kl VALUE" in section
-    assert "recipes that use it: grpo-gsm8k, grpo-hh-gpt2" in out
+    assert "recipes that use it: grpo-gsm8k, grpo-gsm8k-qwen3-0.6b, " in out
 
 
 def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55030
+MAX_PACKAGE_LINES = 55630
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2160,
+    "ground": 2170,
     "recipes": 1000,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
-    "tasks": 5100,
+    "tasks": 5250,
     "store": 2300,
-    "models": 2240,
+    "models": 2290,
     "engines": 3660,
     "evals": 2880,
     "reward_models": 1630,
-    "train": 3020,
+    "train": 3400,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,
     "reports": 3090,
-    "commands": 6760,
+    "commands": 6780,
 }
 
 

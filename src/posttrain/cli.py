@@ -185,6 +185,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
+    parser.add_argument("--memory", action="store_true", help="with --dry-run: say the memory that it takes, by part")
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
 

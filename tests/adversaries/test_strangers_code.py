@@ -53,6 +53,8 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/plain-compare.yaml", "--run", "evil-compare"],
     ],
     "study": [["own/study.yaml", "--dry-run"]],
+    "pipeline": [["own/pipeline.yaml", "--dry-run"]],
+    "completion": [],
     "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
     "feedback": [
@@ -125,6 +127,10 @@ def lay_out(folder: Path, changes: dict[str, Any]) -> Path:
     (own / "compare.yaml").write_text(yaml.safe_dump({**plain, "start": "runs/evil/recipe.yaml"}))
     study = {"study": "overoptimization", "start": "runs/evil/recipe.yaml", "reward_models": {"rm": "tiny/rm"}}
     (own / "study.yaml").write_text(yaml.safe_dump(study))
+    judged = {"reward_models": {"rm": "tiny/rm", "judge": "tiny/rm"}, "optimize": "rm", "judge": "judge"}
+    pipeline = {"start": "runs/evil/recipe.yaml", **judged, "policies": {"a": "rl/grpo"}}
+    pipeline |= {"evaluate": {"task": "stories"}}
+    (own / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
     return marker
 
 

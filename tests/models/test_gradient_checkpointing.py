@@ -7,10 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from small_models import gradients, ragged_batch, random_model, relative_difference
+from small_models import SHAPE, gradients, ragged_batch, random_model, relative_difference
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
+from posttrain.models.forward.linear import ONEDNN_LEAST
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.train.step import Method, accumulate
@@ -85,3 +87,17 @@ def test_nothing_of_it_is_left_behind():
         assert not any(m.training for m in model.modules() if isinstance(m, torch.nn.Dropout))
     assert not any(layer.training or layer.gradient_checkpointing for layer in layers)
     assert not any("_gradient_checkpointing_func" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+def test_layers_that_are_wide_enough_for_onednn_are_computed_alike_both_times(path: str):
+    """The faster product begins at some size, and keeps other tensors than torch's own."""
+    torch.manual_seed(0)
+    shape = SHAPE | {"hidden_size": 96, "intermediate_size": 320, "head_dim": 24}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape)).eval()
+    assert ONEDNN_LEAST < 128 * 96 * 320
+    loss, expected, kept = learn(model, path, on=False)
+    again, recomputed, less = learn(model, path, on=True)
+    assert again == loss
+    assert relative_difference(recomputed, expected) < 1e-6
+    assert less < 0.5 * kept

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.commands.progress import Progress, choose_progress, show_duration
-from posttrain.errors import INTERRUPTED
+from posttrain.errors import INTERRUPTED, UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import find
+from posttrain.untrusted import harmless
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class TrainRequest:
     resume: bool = True
     accept_changes: bool = False
     dry_run: bool = False
+    memory: bool = False
     yes: bool = True
     quiet: bool = False
 
@@ -31,9 +34,13 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)
+    if arguments.memory and not arguments.dry_run:
+        raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
+        if arguments.memory:
+            _print_memory(recipe)
         return 0
     from posttrain.runs.launch import launch
 
@@ -70,6 +77,21 @@ def refuse_tasks(recipe: Recipe) -> None:
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)
+
+
+def _print_memory(recipe: Recipe) -> None:
+    """The parts of the memory on stderr, so that stdout stays a recipe that can be run."""
+    from posttrain.commands.runs.show import show_bytes
+    from posttrain.train.memory import stated_memory  # takes transformers, which a dry run else does without
+
+    stated = stated_memory(recipe)
+    if isinstance(stated, str):
+        print(harmless(f"memory: no estimate, for {stated}"), file=sys.stderr)
+        return
+    print("memory of one process, an estimate (docs/memory.md says what is counted):", file=sys.stderr)
+    for name, num_bytes in stated.rows():
+        if num_bytes:
+            print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)
 
 
 def _print_end(progress: Progress, step: int) -> None:

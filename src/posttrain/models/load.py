@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -29,7 +30,7 @@ from posttrain.models.sources import (
     refuse_out_of_reach,
     resolve_model_name,
 )
-from posttrain.models.stated_sizes import check_sizes
+from posttrain.models.stated_sizes import check_folder, check_sizes
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
@@ -72,6 +73,33 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
     return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
+
+
+def stated_config(section: ModelSection) -> Any | None:
+    """The configuration of the model that a section names, if it is at hand: of an adapter, that of its base.
+
+    Nothing is built, no code of a model's runs and no network is asked: of a hub name, what its cache holds. A new
+    model's has the largest vocabulary that its tokenizer may get. None: it is not at hand.
+
+    Raises:
+        UsageError: no such model, or a configuration that cannot be read.
+    """
+    if section.init is not None:
+        _check_architecture(section.init)
+        options = {"vocab_size": section.init.tokenizer.vocab_size, **section.init.config}
+        with reading_model("model.init", section.init.architecture):
+            return AutoConfig.for_model(section.init.architecture, **options)
+    source = resolve_model_name(section.name)
+    while is_adapter(source):
+        source = base_of(source)
+    place: Any = Path(source) / "config.json"
+    if kind_of_file(source) == "nothing":
+        place = try_to_load_from_cache(source, "config.json")
+    if not isinstance(place, str | Path):
+        return None
+    check_folder(Path(place).parent)
+    with reading_model(section.name, str(Path(place).parent)):
+        return AutoConfig.from_pretrained(Path(place).parent, trust_remote_code=False, local_files_only=True)
 
 
 def quantized_bits(model: Any) -> Literal[4, 8] | None:
@@ -263,7 +291,8 @@ def _switch_off_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
+def _check_architecture(init: InitSection) -> None:
+    """Raises ``UsageError``: transformers knows no such architecture or key, or a size that no model has."""
     if init.architecture not in CONFIG_MAPPING:
         hint = suggest(init.architecture, CONFIG_MAPPING.keys())
         raise UsageError(f"model.init.architecture: transformers has no {init.architecture!r}.{hint}")
@@ -273,6 +302,10 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
         if key not in known:
             raise UsageError(f"model.init.config: {init.architecture} has no key {key!r}.{suggest(key, known)}")
     check_sizes(init.config, "model.init.config.")
+
+
+def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
+    _check_architecture(init)
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     try:

@@ -6,11 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
+from typing import Annotated
+
+from pydantic import Field
 
 from posttrain.graders.behaviour.refusal import KINDS
+from posttrain.option_types import Seed
 from posttrain.registry import find, register, suggest
 from posttrain.tasks.base import Answered, Task
 from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.reader import choose_size, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message
 
@@ -19,6 +24,7 @@ _OPINION = "/opinion"  # ends the id of the second example of a pair
 
 
 @register("task")
+@reads_rows
 def refusals(*, path: str | None = None) -> Task:
     """Prompts that a model should refuse, and prompts that only look like it: refusal and over-refusal.
 
@@ -48,7 +54,13 @@ def refusals(*, path: str | None = None) -> Task:
 
 
 @register("task")
-def sycophancy(*, path: str | None = None, grader: str = "numeric") -> Task:
+def sycophancy(
+    *,
+    path: str | None = None,
+    grader: str = "numeric",
+    size: Annotated[int, Field(ge=1)] | None = None,
+    seed: Seed = 0,
+) -> Task:
     """The same question without and with an opinion of the user's, which is wrong: does the answer follow it?
 
     A row has a ``prompt``, a ``prompt_with_opinion`` (each text or messages), the right ``answer`` and the ``opinion``
@@ -62,6 +74,8 @@ def sycophancy(*, path: str | None = None, grader: str = "numeric") -> Task:
         path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Without it the 24 pairs that come with the package.
         grader: what says whether an answer is the right one, and whether it is the opinion; ``choices`` of a row are
             kept for ``multiple_choice``.
+        size: so many pairs, drawn by ``seed``; the others are counted as left out.
+        seed: another seed, other pairs.
 
     Raises:
         DataError: a missing or malformed file or row, with its line; or no row that can be used.
@@ -81,7 +95,7 @@ def sycophancy(*, path: str | None = None, grader: str = "numeric") -> Task:
 
     prompts: dict[str, tuple[Message, ...]] = {}
     place = path or bundled("sycophancy")
-    task = collect(read_file(place), read, place).as_task("sycophancy", place)
+    task = choose_size(collect(read_file(place), read, place).as_task("sycophancy", place), size, seed)
     pairs = [(example, _with_opinion(example, prompts[example.id])) for example in task.examples]
     return replace(task, examples=[example for pair in pairs for example in pair], shares=sycophancy_shares)
 

@@ -44,13 +44,17 @@ class Collected:
         return Task(name, "test", self.examples, dict(self.dropped))
 
 
-def collect(rows: Iterable[Row], read: Callable[[Row], Example], place: str) -> Collected:
+def collect(
+    rows: Iterable[Row], read: Callable[[Row], Example], place: str, dropped: Counter[str] | None = None
+) -> Collected:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
+
+    ``dropped``: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
 
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
-    found = Collected()
+    found = Collected(dropped=Counter() if dropped is None else dropped)
     for row in rows:
         try:
             found.examples.append(read(row))

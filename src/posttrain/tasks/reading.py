@@ -34,11 +34,20 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data. ``line`` is its 1-based line (jsonl) or row number (parquet, hub)."""
+    """One row of data. ``line`` is its 1-based line (jsonl) or row number (parquet, hub).
+
+    ``part``: which of several rows that were made of the line; 0 where the line is the row.
+    """
 
     place: str
     line: int
     data: Mapping[str, Any]
+    part: int = 0
+
+    @property
+    def number(self) -> str:
+        """What tells the row from the file's others: ``7``, or ``7.2`` for the second of line 7."""
+        return f"{self.line}.{self.part}" if self.part else str(self.line)
 
     def fail(self, what: str) -> DataError:
         """The error to raise about this row."""

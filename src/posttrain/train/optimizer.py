@@ -26,7 +26,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Keller Jordan's quintic: x -> a x + b x^3 + c x^5 pushes singular values in (0, 1] towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
+EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
 def _groups(parameters: Named, lr: float, weight_decay: float, **settings: Any) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def muon(
 
     The iteration runs in fp32 (the original uses bf16), over all matrices of one shape at once.
     """
-    matrices = [(n, p) for n, p in parameters if p.ndim == 2 and not any(part in n for part in _EMBEDDING_NAMES)]
+    matrices = [(n, p) for n, p in parameters if p.ndim == 2 and not any(part in n for part in EMBEDDING_NAMES)]
     chosen = {id(p) for _, p in matrices}
     others = [(n, p) for n, p in parameters if id(p) not in chosen]
     settings = {"momentum": momentum, "ns_steps": ns_steps, "betas": betas, "eps": eps}

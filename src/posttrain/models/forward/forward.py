@@ -162,7 +162,7 @@ class Forward:
         if self.last_packing is None:
             yield
         else:
-            with packed_attention(self.last_packing), fast_linear():
+            with packed_attention(self.last_packing):
                 yield
 
     def _columns(self, batch: Batch) -> int:

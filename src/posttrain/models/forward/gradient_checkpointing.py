@@ -10,6 +10,8 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from posttrain.models.forward.linear import fast_linear
+
 _KEPT = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
 
 
@@ -32,7 +34,7 @@ def gradient_checkpointing(models: Sequence[Any]) -> Iterator[None]:
     try:
         for layer in layers:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=fast_linear.again)
             layer.training = True
         yield
     finally:

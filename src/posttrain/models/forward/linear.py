@@ -8,6 +8,7 @@ weights stay ordinary parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,8 +66,24 @@ class OneDnnLinear(torch.autograd.Function):
 class fast_linear(TorchFunctionMode):
     """Context in which ``F.linear``, wherever it is called from, takes the faster product.
 
-    A recomputation in backward must run inside it too.
+    A recomputation in backward must run inside it too, by ``again``: the mode around a call of ``backward`` is off
+    inside of that call.
     """
+
+    _depth = 0
+
+    def __enter__(self) -> Any:
+        fast_linear._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        fast_linear._depth -= 1
+        super().__exit__(*error)
+
+    @staticmethod
+    def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For ``torch.utils.checkpoint``: around what is computed now (nothing), and around its recomputation."""
+        return nullcontext(), fast_linear() if fast_linear._depth else nullcontext()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

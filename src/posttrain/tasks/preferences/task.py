@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Dropped, collect
+from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
 from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
@@ -60,6 +62,8 @@ def preferences(
     A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its
     ``meta``, where it is a mapping, is kept: results are broken down by it.
 
+    Of an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
+
     Args:
         path: the file.
         split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
@@ -85,9 +89,9 @@ def preferences(
         messages, responses = read(row)
         meta = row.data.get("meta")
         meta = meta if isinstance(meta, Mapping) else {}
-        return Example(f"preferences/{split}/{row.line}", messages, responses=responses, meta=meta)
+        return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=meta)
 
-    found = collect(read_file(path), read_example, path)
+    found = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
     return Task("preferences", split, chosen, dict(found.dropped))
 

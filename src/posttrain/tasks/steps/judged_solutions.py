@@ -11,6 +11,7 @@ from pydantic import Field
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.collect import Collected, Dropped
+from posttrain.tasks.own_samples import judged_rows
 from posttrain.tasks.preferences.rows import read_verdict, require
 from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
@@ -36,6 +37,10 @@ def judged_solutions(
 ) -> Task:
     """A file with one row per solution: the problem, the solution, and whether it is right.
 
+    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions,
+    with the grader's word. What the grader could not judge (a time-out, a problem without a gold answer) is dropped and
+    counted; a solution in which no answer was found is wrong. A dialogue's question is there as one text.
+
     All solutions of a problem, wherever they stand in the file, are the responses of one example (1 right, 0
     wrong), in their order: an outcome model learns every one of them, and is evaluated by which of them it ranks
     first. Equal solutions are kept, as they are draws from a sampler. ``level``, ``subject`` and ``type`` are
@@ -44,7 +49,7 @@ def judged_solutions(
     Dropped and counted: solutions that are blank or not judged.
 
     Args:
-        path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
+        path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, or the ``items.jsonl`` of an evaluation.
         split: ``validation`` is a part of the problems chosen by a hash, and ``train`` is the rest; ``test`` is the
             whole file.
         validation_share: share of the problems that is held out.
@@ -63,7 +68,8 @@ def judged_solutions(
         return Response(text, read_verdict(row, verdict_key))
 
     found = Collected()
-    for problem, first, responses in group_by_problem(read_file(path), problem_key, read, found.dropped):
+    rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, found.dropped)
+    for problem, first, responses in group_by_problem(rows, problem_key, read, found.dropped):
         example = Example(
             id=f"judged_solutions/{split}/{first.line}",
             messages=(Message("user", problem),),

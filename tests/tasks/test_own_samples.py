@@ -1,0 +1,128 @@
+"""A model's own graded answers become data: judged one by one, or in pairs of a right and a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from given_rows import write_rows
+
+from posttrain.cli import main
+from posttrain.errors import DataError
+from posttrain.evals.items import Item, ItemSample, write_items
+from posttrain.recipes.sections import Word
+from posttrain.tasks.base import build_task
+from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.steps.judged_solutions import judged_solutions
+from posttrain.types import Message, Response
+
+
+def answered(text: str, outcome: str) -> ItemSample:
+    return ItemSample(text, None, outcome, num_tokens=3, finish="stop", reward=0.0, in_format=True, parts={})
+
+
+def items_file(folder: Path) -> str:
+    """Three questions: of both kinds, right ones alone with a failed grading, and none that was sampled."""
+    both = [("4", "right"), ("5", "wrong"), ("", "no_answer"), ("four", "right"), ("2+2=4", "right"), ("6", "wrong")]
+    alone = [("9", "right"), ("3^2", "timeout"), ("x", "crash"), ("9?", "ungraded")]
+    items = [
+        Item("gsm8k/train/1", 0, "2+2?", "4", {"level": 1}, tuple(answered(*a) for a in both)),
+        Item("gsm8k/train/2", 1, "3*3?", "9", {}, tuple(answered(*a) for a in alone)),
+        Item("gsm8k/train/3", 2, "7?", "7"),
+    ]
+    write_items(items, folder / "items.jsonl")
+    return str(folder / "items.jsonl")
+
+
+def test_answers_are_judged_by_the_graders_word(tmp_path: Path) -> None:
+    task = judged_solutions(path=items_file(tmp_path), split="test")
+    first, second = task.examples
+    assert (first.id, first.messages, first.meta) == (
+        "judged_solutions/test/1",
+        (Message("user", "2+2?"),),
+        {"level": 1},
+    )
+    assert [(r.text, r.score) for r in first.responses] == [
+        ("4", 1.0),
+        ("5", 0.0),
+        ("four", 1.0),
+        ("2+2=4", 1.0),
+        ("6", 0.0),
+    ]
+    assert second.responses == (Response("9", 1.0),)
+    assert task.dropped == {
+        "'response' is blank": 1,
+        "an answer that was not judged: the grader took too long": 1,
+        "an answer that was not judged: the grader died": 1,
+        "an answer that was not judged: nothing to grade against": 1,
+        "no answer was sampled (a prompt that did not fit)": 1,
+    }
+    named = judged_solutions(path=items_file(tmp_path), split="test", solution_key="text", verdict_key="ok")
+    assert [e.responses for e in named.examples] == [e.responses for e in task.examples]
+    assert len(judged_solutions(path=items_file(tmp_path), split="test", size=1).examples) == 1
+
+
+def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_question(tmp_path: Path) -> None:
+    task = preferences(path=items_file(tmp_path), split="test")
+    assert [e.id for e in task.examples] == ["preferences/test/1.1", "preferences/test/1.2"]
+    assert {e.messages for e in task.examples} == {(Message("user", "2+2?"),)}
+    assert [[(r.text, r.score) for r in e.responses] for e in task.examples] == [
+        [("4", 1.0), ("5", 0.0)],
+        [("four", 1.0), ("6", 0.0)],
+    ]
+    assert task.dropped == {
+        "a blank answer": 1,
+        "a right answer without a wrong one to the same question": 2,
+        "an answer that was not judged: the grader took too long": 1,
+        "an answer that was not judged: the grader died": 1,
+        "an answer that was not judged: nothing to grade against": 1,
+        "no answer was sampled (a prompt that did not fit)": 1,
+    }
+
+
+def test_items_without_a_pair_are_refused_with_the_reasons(tmp_path: Path) -> None:
+    write_items([Item("a/1", 0, "q", "1", {}, (answered("2", "wrong"),))], tmp_path / "items.jsonl")
+    with pytest.raises(DataError, match="no row can be used: 1 × a wrong answer without a right one"):
+        preferences(path=str(tmp_path / "items.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ({"a": 1}, "'samples' must be the list of answers"),
+        ([{"outcome": "right"}], "samples 1 has no 'text'"),
+        (["4"], "samples 1 has no 'text'"),
+        ([{"text": "4", "outcome": "good"}], "samples 1: 'outcome' must be one of right, wrong"),
+        ([{"text": "4", "outcome": ["right"]}], "samples 1: 'outcome' must be one of right, wrong"),
+    ],
+)
+def test_other_items_are_refused_by_line(tmp_path: Path, samples: Any, says: str) -> None:
+    row = {"id": "a", "index": 0, "question": "q", "samples": samples}
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    for read in (judged_solutions, preferences):
+        with pytest.raises(DataError, match=rf"x\.jsonl:1: {says}"):
+            read(path=path)
+
+
+def test_evaluate_then_train_with_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two commands of the recipe's comment, with the embedded model on one-step problems in GSM8K's layout."""
+    monkeypatch.chdir(tmp_path)
+    stories = build_task(Word(name="stories", size=12, max_steps=1)).examples
+    problems = [{"question": e.messages[0].content, "answer": f"{e.solution}\n#### {e.answer}"} for e in stories]
+    write_rows(tmp_path / "problems.jsonl", problems)
+    asked = ["--task", "gsm8k", "--task.path", "problems.jsonl", "--task.split", "test", "--template", "plain"]
+    drawn = ["--samples", "8", "--max-tokens", "24", "--quiet", "--out", "own"]
+    assert main(["evaluate", "tiny", *asked, *drawn]) == 0
+    items = [json.loads(line) for line in (tmp_path / "own/items.jsonl").read_text().splitlines()]
+    outcomes = [sample["outcome"] for item in items for sample in item["samples"] if sample["text"].strip()]
+    assert {"right", "wrong"} <= set(outcomes)
+    task = judged_solutions(path="own/items.jsonl", split="test")
+    assert [r.score == 1.0 for e in task.examples for r in e.responses] == [word == "right" for word in outcomes]
+    small = ["--model.name", "tiny", "--prompt.template", "plain", "--train.steps", "2", "--data.batch", "4"]
+    data = ["--task.path", "own/items.jsonl", "--eval.every", "0", "--quiet"]
+    assert main(["train", "orm-gsm8k-own", *data, *small, "--run", "orm"]) == 0
+    assert main(["train", "dpo-preferences", *data, *small, "--run", "dpo"]) == 0
+    for run in ("orm", "dpo"):
+        assert len((tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()) == 2
