@@ -221,6 +221,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(
     loaded = [name for name in sys.modules if name.startswith(f"{module}.")]  # another test may have imported it
     for name in [module, *loaded]:
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)  # where gsm8k would be found without the hub
     error = command.fails(2, "train", "rl.yaml", "--task", task)
     assert message in error
     assert f"Install it with: {install_command('tasks')}" in error

@@ -66,16 +66,18 @@ class Own:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
-    """A working directory; nothing of its ``mine.py`` stays in this process."""
+    """A working directory, and no words but the package's; nothing of its ``mine.py`` stays in this process."""
+    packages = {
+        kind: {word: entry for word, entry in words.items() if entry.function.__module__.startswith("posttrain.")}
+        for kind, words in registry._ENTRIES.items()
+    }
+    monkeypatch.setattr(registry, "_ENTRIES", packages)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("posttrain.commands.summary.write_summary", lambda folder: folder)  # pictures take long
     sys.modules.pop("mine", None)
     yield Own(tmp_path)
     sys.modules.pop("mine", None)
-    for words in registry._ENTRIES.values():
-        for word in [word for word, entry in words.items() if entry.function.__module__ == "mine"]:
-            del words[word]
 
 
 def check_objective(run: Path, own: Own) -> None:

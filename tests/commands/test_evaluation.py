@@ -294,6 +294,7 @@ def test_a_reward_model_chooses_among_the_samples(
     asked = []
     monkeypatch.chdir(tmp_path)
     Path("the/rm").mkdir(parents=True)
+    Path("the/rm/config.json").write_text("{}")
     monkeypatch.setattr(models, "open_reward_model", lambda source: asked.append(source.name) or Oracle())
     assert evaluate(
         "--template", "plain", "--samples", "4", "--best-of", "the/rm", texts=("It is 3.", "It is 2.")
