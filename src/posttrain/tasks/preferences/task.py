@@ -87,13 +87,16 @@ def preferences(
         if read is None:
             read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
         messages, responses = read(row)
-        meta = row.data.get("meta")
-        meta = meta if isinstance(meta, Mapping) else {}
-        return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=meta)
+        return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=_meta_of(row))
 
     found = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
     chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
     return Task("preferences", split, chosen, dict(found.dropped))
+
+
+def _meta_of(row: Row) -> Mapping[str, Any]:
+    meta = row.data.get("meta")
+    return meta if isinstance(meta, Mapping) else {}
 
 
 def choose_reader(
