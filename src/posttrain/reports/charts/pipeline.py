@@ -48,16 +48,16 @@ def draw_pipeline(standings: Sequence[Standing], title: str, path: str | Path) -
     )
     show_percent(rates.xaxis)
     plane.axhline(0.0, color="#999999", lw=1, ls=(0, (3, 3)))
-    plane.plot([0.0], [0.0], color="#555555", ls="", marker="s", ms=6)
-    plane.annotate("start", (0.0, 0.0), textcoords="offset points", xytext=(7, 5), fontsize=9, color="#555555")
+    plane.plot([0.0], [0.0], color="#555555", ls="", marker="s", ms=6, label="start")
     plane.margins(x=0.12, y=0.12)
+    plane.legend(loc="center left", frameon=False, fontsize=9)
     subtitle = "reward gained under the judge, in deviations of the start's answers"
     label_panel(plane, "What the distance has bought", subtitle, "√KL from the start (KL in nats per answer)")
     return save_picture(figure, path)
 
 
 def _place(plane: Any, standing: Standing, color: str) -> None:
-    """A method's mean with its name, and its seeds as small points; nothing where no KL could be measured."""
+    """A method's mean, and its seeds as small points; nothing where no KL could be measured."""
     points = [
         (math.sqrt(max(0.0, m.measures["kl"].mean)), m.measures["reward_judge"].mean)
         for m in standing.meetings
@@ -67,5 +67,4 @@ def _place(plane: Any, standing: Standing, color: str) -> None:
         return
     plane.plot([x for x, _ in points], [y for _, y in points], color=color, ls="", marker=".", ms=5, alpha=0.5)
     x, y = math.sqrt(max(0.0, standing.measures["kl"].mean)), standing.measures["reward_judge"].mean
-    plane.plot([x], [y], color=color, ls="", marker="o", ms=7)
-    plane.annotate(standing.method, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=9, color=color)
+    plane.plot([x], [y], color=color, ls="", marker="o", ms=7, label=standing.method)
