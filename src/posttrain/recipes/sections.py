@@ -101,13 +101,13 @@ class ModelSection(Section):
 
     ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
     double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
-    fp32 (QLoRA, Dettmers et al. 2023).
+    fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
     """
 
     name: str = "tiny"
     init: InitSection | None = None
     adapter: AdapterSection | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
@@ -121,6 +121,8 @@ class ModelSection(Section):
     def _check_bits(self) -> Self:
         if self.load_bits is not None and self.init is not None:
             raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
+        if self.load_bits is not None and self.dtype == "float64":
+            raise ValueError("'load_bits' goes with 'dtype' float32 or bfloat16, not with float64")
         return self
 
 
@@ -271,6 +273,23 @@ class TrainSection(Section):
         if self.steps is None and self.passes is None:
             raise ValueError("nothing says how long the training is; give 'steps' or 'passes'")
         return self
+
+
+class ScaleSection(Section):
+    """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
+
+    Results are those of one process but for the order of sums, so nothing here decides them. ``processes``: how many.
+    ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
+    ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
+    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
+    whole model in every process. ``timeout_seconds``: how long one process waits for the others before it says who is
+    missing; a process that ended is noticed at once.
+    """
+
+    processes: int = Field(default=1, ge=1, le=4096)
+    sharding: Literal["none", "fsdp2"] = "none"
+    launcher: Literal["local", "torchrun"] = "local"
+    timeout_seconds: float = Field(default=1800.0, gt=0)
 
 
 class EvalSection(Section):

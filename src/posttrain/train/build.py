@@ -35,6 +35,7 @@ from posttrain.train.credit import Credit
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
+from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
@@ -76,8 +77,10 @@ class Parts:
         return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
 
 
-def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
+def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
     """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+
+    ``world``: the processes that share the work; each builds all parts.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
@@ -101,7 +104,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
-    streams = _build_streams(words, method, policy, reference, tokenizer, context)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -115,7 +118,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context)
+        sampler = Sampler(engine, tokenizer, grader, context, world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
@@ -214,7 +217,13 @@ def _build_credit(words: Words) -> Credit:
 
 
 def _build_streams(
-    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
+    words: Words,
+    method: Method,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+    world: World,
 ) -> Streams:
     """What fills the streams; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
@@ -224,7 +233,7 @@ def _build_streams(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct)
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:

@@ -101,7 +101,8 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
     )
-    for broken, key, says in chain(_of_objective(words), _of_rollouts(words), _of_advantages(words), _of_groups(words)):
+    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale)
+    for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
@@ -209,3 +210,8 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.minibatches
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
+
+
+def _of_scale(w: Words) -> Iterator[Rule]:
+    whole = ": fsdp2 is not there yet; leave it out, and every process keeps the whole model"
+    yield w.recipe.scale.sharding == "fsdp2", "scale.sharding", whole

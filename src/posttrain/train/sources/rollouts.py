@@ -223,7 +223,7 @@ class RolloutSource:
             step=step,
             prompt_indices=[self.kept[p] for p in places],
         )
-        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens)
+        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens, world=self.streams.world)
         groups, seconds = collect(sampler, request)
         for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
             for rollout in group:
