@@ -88,7 +88,7 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
 def test_what_fails_in_another_process_ends_all_with_its_message(tmp_path: Path) -> None:
     code, error = ended(tmp_path, recipe_of("raises_in_rank_one", after=6))
     assert code == 1
-    assert "rank 1 of 2: reward 'raises_in_rank_one'" in error
+    assert "rank 1 of 2: reward 'rank_words:raises_in_rank_one'" in error
     assert "no reward today" in error
     assert "Traceback" not in error
     run = RunDirectory(tmp_path / "runs" / "it")
