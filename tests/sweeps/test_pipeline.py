@@ -130,7 +130,7 @@ def test_reward_is_counted_in_deviations_of_the_starts_scores_and_unscored_promp
     # gains 3 and -1, mean 1; the start's scores 0 and 2 deviate by 1
     gain = reward_gain(items, None)
     assert gain.mean == pytest.approx(1.0)
-    half = 1.959963984540054 * math.sqrt(8.0 / 2)  # variance of (3, -1) is 8, over 2 prompts
+    half = 12.706204736432095 * math.sqrt(8.0 / 2)  # variance of (3, -1) is 8, over 2 prompts
     assert (gain.low, gain.high) == (pytest.approx(1.0 - half), pytest.approx(1.0 + half))
     assert reward_gain(items, "p").mean == pytest.approx(1.0)  # the unit doubles with the scores
 

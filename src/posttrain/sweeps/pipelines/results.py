@@ -16,8 +16,7 @@ from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import summarize_seeds
-from posttrain.evals.statistics import Z_95, standard_error
+from posttrain.evals.seeds import half_width, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.sweeps.pipelines.plan import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training
@@ -130,7 +129,7 @@ def reward_gain(items: Sequence[Mapping[str, Any]], judge: str | None) -> Estima
     if not gains:
         raise ValueError("no prompt whose answers were all scored")
     unit = statistics.pstdev(of_start) or 1.0
-    mean, half = statistics.fmean(gains) / unit, Z_95 * standard_error(gains) / unit
+    mean, half = statistics.fmean(gains) / unit, half_width(gains) / unit
     return Estimate(mean, mean - half, mean + half, 1)
 
 
@@ -170,7 +169,7 @@ def against_each_other(standings: Sequence[Standing]) -> dict[tuple[str, str], E
         for meeting in left.meetings:
             other = next((m for m in right.meetings if m.seed == meeting.seed), None)
             if other is not None and (values := _wins(meeting, other)):
-                half = Z_95 * standard_error(values) if len(values) > 1 else 1.0
+                half = half_width(values) if len(values) > 1 else 1.0
                 mean = statistics.fmean(values)
                 of_seed.append(Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), 1))
         estimate = over_seeds(of_seed, is_share=True)
