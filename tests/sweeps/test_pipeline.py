@@ -190,7 +190,7 @@ def test_damaged_records_are_one_message(tmp_path: Path) -> None:
             (tmp_path / "results.json").write_text(content)
             (tmp_path / "items.jsonl").write_text("")
         with pytest.raises(DataError, match="its files are damaged"):
-            read_meeting(tmp_path, "a", 0, "p")
+            read_meeting(tmp_path, "a", 0)
 
 
 def test_shipped_pipelines_can_be_planned(tmp_path: Path) -> None:

@@ -68,8 +68,10 @@ class Standing:
     measures: Mapping[str, Estimate]
 
 
-def read_meeting(folder: Path, method: str, seed: int, proxy: str) -> Meeting:
-    """What an evaluation of a policy against the start has left; ``proxy``: the second judge as it was named.
+def read_meeting(folder: Path, method: str, seed: int) -> Meeting:
+    """What an evaluation of a policy against the start has left.
+
+    The proxy is the one judge beside the judge, under whatever path it had then: a pipeline's folder may be moved.
 
     Raises:
         DataError: a file is damaged.
@@ -78,7 +80,8 @@ def read_meeting(folder: Path, method: str, seed: int, proxy: str) -> Meeting:
         content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         lines = (folder / ITEMS).read_text(encoding="utf-8").splitlines()
         items = [json.loads(line) for line in lines]
-        results, other = content["results"], content["others"][proxy]
+        results = content["results"]
+        [(proxy, other)] = content["others"].items()
         measures = {
             "win_rate": _stated(results, "win_rate"),
             "win_rate_proxy": _stated(other, "win_rate"),
@@ -264,9 +267,8 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
         RunFailure: none is finished.
         DataError: a record is damaged.
     """
-    folders = {part.name: part.folder for part in plan.parts}
     meetings = [
-        read_meeting(part.folder, part.method, part.seed, str(folders[f"{plan.optimize}-seed{part.seed}"]))
+        read_meeting(part.folder, part.method, part.seed)
         for part in plan.contests
         if part.standing == "finished"
     ]
