@@ -76,9 +76,8 @@ def prm800k(
     maker = ExampleMaker(rating_classes(num_classes, neutral), step_separator, alternatives=alternatives)
     collected = maker.read(files, f"prm800k/{split}")
     collected.require_examples(place)
-    return Task(
-        "prm800k", split, choose_split(collected.examples, split, validation_share, place), dict(collected.dropped)
-    )
+    chosen = choose_split(collected.examples, split, validation_share, place)
+    return Task("prm800k", split, chosen, dict(collected.dropped))
 
 
 class ExampleMaker:
