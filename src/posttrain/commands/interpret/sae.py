@@ -126,9 +126,9 @@ def _print_results(folder: Path) -> None:
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
     if "recovered" in results:
-        found = results["recovered"]
+        recovered = results["recovered"]
         print(
-            f"in place:   CE {found['ce']:.3f} becomes {found['ce_spliced']:.3f} (zeros {found['ce_zero']:.3f}, mean "
-            f"{found['ce_mean']:.3f}): {found['ce_recovered_zero']:.1%} recovered, {found['ce_recovered_mean']:.1%} of "
-            "what the mean loses"
+            f"in place:   CE {recovered['ce']:.3f} becomes {recovered['ce_spliced']:.3f} "
+            f"(zeros {recovered['ce_zero']:.3f}, mean {recovered['ce_mean']:.3f}): {recovered['ce_recovered_zero']:.1%} recovered, "
+            f"{recovered['ce_recovered_mean']:.1%} of what the mean loses"
         )
