@@ -367,7 +367,8 @@ class _Record:
         if event == "start":
             self.started = True
             at = facts.get("resumed_from")
-            self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
+            steps = facts.get("steps", self.status.steps)
+            self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
             length = f": {facts['length']}" if facts.get("length") else ""
             self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
             if facts.get("origin"):

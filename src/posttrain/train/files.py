@@ -11,6 +11,9 @@ from typing import Any
 Observer = Callable[[str, dict[str, Any]], None]
 
 
+LEDGER = "ledger.jsonl"  # of runs that sample ahead
+
+
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     """Paths inside a run directory that the loop writes to."""

@@ -291,7 +291,7 @@ def train(
     parts = prepare(recipe, files.folder)
     metrics = TrackedMetrics(files.metrics, trackers)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
-    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+    with closing(parts.source), closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
@@ -313,6 +313,7 @@ def train(
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
                 "forward_path": parts.method.forward.path,
+                "guarantee": parts.guarantee,
             },
         )
         try:
