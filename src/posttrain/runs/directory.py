@@ -331,6 +331,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "headline": (dict, type(None)),
     "held_out": (dict, type(None)),
     "evaluation": (str, type(None)),
+    "guarantee": (str, type(None)),
 }
 
 

@@ -2,8 +2,8 @@
 
 One line per event and group, only ever appended. A group is named by its rollout batch, its round of sampling
 (``draw``: further rounds come where uniform groups are dropped) and its ``slot`` in it. It is ``issued``, ``done`` once
-it is sampled and graded, and then ``consumed`` by training or ``dropped`` with the reason. ``resumed`` says from where a
-run goes on: what was consumed after ``step``, and all of the batches from ``batch`` on, is void and comes again with
+it is sampled and graded, and then ``consumed`` by training or ``dropped`` with the reason. ``resumed`` says from where
+a run goes on: what was consumed after ``step``, and all of the batches from ``batch`` on, is void and comes again with
 the same random numbers.
 """
 

@@ -62,7 +62,7 @@ class Parts:
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    guarantee: str = "L1"  # see ``checks.GUARANTEES``
+    guarantee: str = "L1"  # see ``Words.guarantee``
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""

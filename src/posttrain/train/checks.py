@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from posttrain.render.rows import Shape
 
 OWN_TEACHER = "self"
-GUARANTEES = {
-    "L0": "weights and step go on from the checkpoint",
-    "L1": "and no prompt is left out or sampled twice",
-    "L2": "and everything equals the undisturbed run bit for bit, on a CPU or with deterministic kernels",
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,11 @@ class Words:
 
     @property
     def guarantee(self) -> str:
-        """What a resumed run is to the undisturbed one (``GUARANTEES``), as the engine can keep it."""
+        """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
+
+        L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
+        the same bit for bit, on a CPU or with deterministic kernels.
+        """
         return str(self.engine.traits.get("guarantee", "L1"))
 
     @property

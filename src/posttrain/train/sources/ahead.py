@@ -32,10 +32,10 @@ HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A drawn batch, and the version that the trainer had reached when it was."""
+    """A drawn batch, and the version that the trainer had reached when it was; None in a run resumed since."""
 
     drawn: Drawn
-    at_version: int
+    at_version: int | None
 
 
 class Ahead:
@@ -82,12 +82,11 @@ class Ahead:
             del self._waiting[batch]
         drawn = ready.drawn
         self._note_use(drawn, cycle, step)
-        in_flight = max(0, ready.at_version - drawn.version)
-        drawn.timing |= {
-            "waited_seconds": waited,
-            "staleness_in_flight": float(in_flight),
-            "staleness_in_queue": float(cycle - drawn.version - in_flight),
-        }
+        drawn.timing["waited_seconds"] = waited
+        if ready.at_version is not None:
+            in_flight = max(0, ready.at_version - drawn.version)
+            drawn.timing["staleness_in_flight"] = float(in_flight)
+            drawn.timing["staleness_in_queue"] = float(cycle - drawn.version - in_flight)
         return drawn
 
     def held(self, step: int) -> dict[str, Tensor]:
@@ -99,8 +98,8 @@ class Ahead:
         rows = []
         for batch, future in sorted(self._waiting.items()):
             if batch * self.source.updates >= step:
-                ready = future.result()
-                rows.append({"batch": batch, "at_version": ready.at_version, **write_drawn(ready.drawn)})
+                rows.append({"batch": batch, **write_drawn(future.result().drawn)})
+                del rows[-1]["timing"]  # checkpoints of equal runs are equal
         if self.ledger is not None:
             self.ledger.flush()
         content = bytearray(json.dumps(rows).encode())
@@ -112,7 +111,8 @@ class Ahead:
             return
         for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
             ready: Future[Ready] = Future()
-            ready.set_result(Ready(read_drawn(row, self.source), row["at_version"]))
+            untimed = {"generate_seconds": 0.0, "score_seconds": 0.0}
+            ready.set_result(Ready(read_drawn({**row, "timing": untimed}, self.source), None))
             self._waiting[row["batch"]] = ready
         self._next = max(self._waiting) + 1
 

@@ -90,7 +90,9 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
 
     def read(row: Mapping[str, Any]) -> Rollout:
         index = row["prompt_index"]
-        sampled = {name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()}
+        sampled: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
+        }
         known = {name: x for name, x in row.items() if name != "completion"}
         prompt = tuple(source.prompts[position[index]])
         return Rollout(
