@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55630
+MAX_PACKAGE_LINES = 56390
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
@@ -27,12 +27,12 @@ ROOMS: dict[str, int] = {
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
-    "store": 2300,
+    "store": 2450,
     "models": 2290,
     "engines": 3660,
     "evals": 2880,
     "reward_models": 1630,
-    "train": 3400,
+    "train": 4010,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,
