@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 56390
+MAX_PACKAGE_LINES = 56410
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "store": 2450,
     "models": 2290,
     "engines": 3660,
-    "evals": 2880,
+    "evals": 2890,
     "reward_models": 1630,
     "train": 4010,
     "interpret": 7410,

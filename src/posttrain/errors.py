@@ -112,8 +112,8 @@ def install_command(extra: str) -> str:
 
     ``pip`` is that of this Python, named by its path where another one would answer to ``pip``.
     """
-    found = shutil.which("pip")
-    own = found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+    pip_path = shutil.which("pip")
+    own = pip_path is not None and Path(pip_path).parent.resolve() == Path(sys.executable).parent.resolve()
     pip = "pip" if own else f"{sys.executable} -m pip"
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file() and (checkout / "src" / "posttrain") == Path(__file__).parent:
