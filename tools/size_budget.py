@@ -17,22 +17,22 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55630
+MAX_PACKAGE_LINES = 55790
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
-    "recipes": 1000,
+    "recipes": 1030,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
     "store": 2300,
-    "models": 2290,
-    "engines": 3660,
-    "evals": 2880,
+    "models": 2360,
+    "engines": 3670,
+    "evals": 2890,
     "reward_models": 1630,
-    "train": 3400,
+    "train": 3420,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,

@@ -72,7 +72,7 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
-    return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
+    return LoadedModel(model.to(device_of(section.device)).eval(), tokenizer, source)
 
 
 def stated_config(section: ModelSection) -> Any | None:
@@ -217,7 +217,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             source,
             bits=section.load_bits if stored is None else None,
             dtype=dtype,
-            device=_device(section.device),
+            device=device_of(section.device),
             trust_remote_code=section.runs_remote_code,
         )
     _check_weights(source, loading_info)
@@ -338,7 +338,12 @@ def _check_room(init: InitSection, config: Any) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that ``model.device`` names.
+
+    Raises:
+        UsageError: a GPU, where torch sees none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("model.device: cuda was asked for, but torch sees no GPU; use model.device auto or cpu")
     if name == "auto":

@@ -268,9 +268,7 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
         DataError: a record is damaged.
     """
     meetings = [
-        read_meeting(part.folder, part.method, part.seed)
-        for part in plan.contests
-        if part.standing == "finished"
+        read_meeting(part.folder, part.method, part.seed) for part in plan.contests if part.standing == "finished"
     ]
     if not meetings:
         raise RunFailure("nothing to report yet: no policy has met the start")
