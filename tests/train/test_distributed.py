@@ -31,7 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
     "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"epochs": 2}},
-    "teacher": {"kind": "grpo", "rollout": SHORT, "objective": "distillation", "teacher": {"name": "tiny"}},
+    "lora on shards": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
+    "recomputed": {"kind": "sft", "data": {"batch": 6}, "train": {"gradient_checkpointing": True}},
+    "teacher": {"kind": "grpo", "rollout": SHORT, "objective": "on_policy_distillation", "teacher": {"name": "tiny"}},
 }
 METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
 
@@ -155,3 +157,17 @@ def test_a_run_goes_on_in_another_number_of_processes(
                     whole = tmp_path_factory.mktemp("whole")
                     train_case(world, recipe, whole)
                     assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
+
+
+SHARDED = {"scale": {"sharding": "fsdp2"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", [*METHODS, "lora on shards", "recomputed"])
+def test_shards_train_as_one_process(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The norm among them: it is that of the whole gradient, and not of one process's part."""
+    train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype)

@@ -39,6 +39,7 @@ from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
+    from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
@@ -59,6 +60,7 @@ class Parts:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
 
@@ -73,8 +75,16 @@ class Parts:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
-        own = {id(p) for p in self.model.parameters()}
-        return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
+        own = {name for name, _ in self.model.named_parameters()}
+        return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
+
+    def learning(self) -> Method:
+        """The method over what gradients are computed with."""
+        return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def whole_parameters(self) -> list[Tensor]:
+        """What is trained, whole, as this process has it."""
+        return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
 def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
@@ -120,7 +130,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
         sampler = Sampler(engine, tokenizer, grader, context, world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    named, optimizer = _build_optimizer(recipe, model, heads)
+    shards = None
+    if recipe.scale.sharding == "fsdp2" and world.size > 1:
+        from posttrain.train.distributed import Shards
+
+        shards = Shards(forward, heads, world)
+    named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -133,6 +148,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         grader=grader,
         engine=engine,
         origins=_origins(recipe, loaded),
+        shards=shards,
         reference=reference,
         evaluator=evaluator,
     )

@@ -213,5 +213,11 @@ def _of_groups(w: Words) -> Iterator[Rule]:
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
-    whole = ": fsdp2 is not there yet; leave it out, and every process keeps the whole model"
-    yield w.recipe.scale.sharding == "fsdp2", "scale.sharding", whole
+    if w.recipe.scale.sharding == "none":
+        return
+    matrices = f": {w.recipe.optimizer.name!r} steps whole matrices, and fsdp2 has parts of them; use adamw, or none"
+    yield w.recipe.optimizer.name != "adamw", "scale.sharding", matrices
+    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    yield w.recipe.model.load_bits, "scale.sharding", bits
+    types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
+    yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
