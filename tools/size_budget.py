@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 56460
+MAX_PACKAGE_LINES = 57230
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2250,
@@ -27,14 +27,14 @@ ROOMS: dict[str, int] = {
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
-    "store": 2300,
+    "store": 2450,
     "models": 2330,
     "engines": 3670,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 3850,
+    "train": 4470,
     "interpret": 7410,
-    "runs": 2860,
+    "runs": 2870,
     "sweeps": 3280,
     "reports": 3090,
     "commands": 6780,

@@ -160,6 +160,8 @@ class RolloutSection(Section):
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
     it, ``drop_uniform_groups`` draws until every group gives something. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
+    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
+    of its own while the batches between are trained on; 0 takes turns, with the newest weights.
     """
 
     engine: Word = Word(name="native")
@@ -175,6 +177,7 @@ class RolloutSection(Section):
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     select: Word | None = None
     label_above: float = 0.5
+    staleness: int = Field(default=0, ge=0, le=64)
 
 
 class KLInRewardSection(Section):

@@ -460,9 +460,12 @@ class _Record:
         if event == "start":
             self.started = True
             at = facts.get("resumed_from")
-            self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
+            steps = facts.get("steps", self.status.steps)
+            self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
             length = f": {facts['length']}" if facts.get("length") else ""
             self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            if facts.get("guarantee"):
+                self.directory.log(f"guarantee after a kill and --resume: {facts['guarantee']}")
             if facts.get("origin"):
                 self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():

@@ -29,9 +29,11 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
+from posttrain.store.ledger import Ledger
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
+from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
@@ -63,6 +65,7 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    guarantee: str = "L1"  # see ``Words.guarantee``
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -122,6 +125,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
+        if recipe.rollout.staleness:
+            if world.size > 1:
+                raise UsageError(
+                    f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+                    f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+                )
+            from posttrain.train.sources.ahead import Ahead
+
+            source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -151,7 +163,26 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         shards=shards,
         reference=reference,
         evaluator=evaluator,
+        guarantee=words.guarantee,
     )
+
+
+def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
+    """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
+
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``).
+
+    Raises:
+        UsageError: as ``prepare``.
+    """
+    words, task = words_of(recipe), build_task(recipe.task)
+    loaded = _load_trained(recipe, task)
+    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    context = context_length(loaded.model.config)
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
+    engine = _build_engine(words, loaded.model, loaded.tokenizer)
+    unread = Streams(frozenset(), recipe, policy, context)
+    return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
 
 
 def _bind_objective(words: Words) -> Objective:

@@ -66,6 +66,15 @@ class Words:
         return bool(self.objective.traits.get("head") == "score")
 
     @property
+    def guarantee(self) -> str:
+        """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
+
+        L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
+        the same bit for bit, on a CPU or with deterministic kernels.
+        """
+        return str(self.engine.traits.get("guarantee", "L1"))
+
+    @property
     def teaches_itself(self) -> bool:
         """Whether the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
@@ -151,6 +160,12 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere
     if w.recipe.rollout is None or w.selection is None:
         return
+    fresh = (
+        ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
+        "objective; give 'correction', or set rollout.old_logprobs to sampler"
+    )
+    stale = w.recipe.rollout.staleness and w.recipe.rollout.old_logprobs == "trainer"
+    yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     wanted = "pairs of answers" if w.level == "pair" else "single answers"

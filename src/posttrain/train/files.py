@@ -13,6 +13,9 @@ from posttrain.types import Rollout
 Observer = Callable[[str, dict[str, Any]], None]
 
 
+LEDGER = "ledger.jsonl"  # of runs that sample ahead
+
+
 class NoRecords:
     """In place of metrics and rollouts, in a process that is not the main one: what it is given, that one writes."""
 

@@ -338,7 +338,7 @@ def train(
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
     parts = prepare(recipe, files.folder, world)
-    with _records(recipe, files, trackers, world) as (metrics, rollouts):
+    with closing(parts.source), _records(recipe, files, trackers, world) as (metrics, rollouts):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
@@ -360,6 +360,7 @@ def train(
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
                 "forward_path": parts.method.forward.path,
+                "guarantee": parts.guarantee,
             },
         )
         try:

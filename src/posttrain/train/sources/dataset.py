@@ -110,6 +110,9 @@ class SupervisedSource:
         assert rollout_buffer is None
         assert not state
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
     def _collated(self, indices: Sequence[int]) -> Batch:
         samples = [
             self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
