@@ -139,11 +139,16 @@ def check_scale(recipe: Recipe) -> None:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
     scale, there = recipe.scale, num_started()
+    if scale.sharding != "none" and (there or scale.processes) == 1:
+        raise UsageError(
+            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
+            "scale.processes, or sharding none"
+        )
     if there is None:
         if scale.launcher == "torchrun":
             raise UsageError(
                 "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-                "`torchrun --nproc-per-node N -m posttrain train ...`, or launcher local"
+                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
             )
         return
     if is_follower():

@@ -351,6 +351,8 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
+    if bits is not None and recipe.scale.sharding != "none":
+        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
     if recipe.train.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from posttrain.render.rows import Shape
 
 OWN_TEACHER = "self"
+SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,9 @@ def _of_groups(w: Words) -> Iterator[Rule]:
 def _of_scale(w: Words) -> Iterator[Rule]:
     if w.recipe.scale.sharding == "none":
         return
-    matrices = f": {w.recipe.optimizer.name!r} steps whole matrices, and fsdp2 has parts of them; use adamw, or none"
-    yield w.recipe.optimizer.name != "adamw", "scale.sharding", matrices
+    known = w.recipe.optimizer.name in SHARDED_OPTIMIZERS
+    parts = f": nobody has said whether optimizer {w.recipe.optimizer.name!r} works on tensors in parts"
+    yield not known, "scale.sharding", f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
     yield w.recipe.model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"

@@ -335,11 +335,11 @@ class Shards:
     def scatter(self, optimizer: torch.optim.Optimizer) -> None:
         """The shards, and the optimizer's whole moments, become parts of what the whole model and they are."""
         for plain, shard in self._pairs:
-            shard.to_local().copy_(_part_of(plain.detach(), shard).to_local())
+            shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if value.shape == parameter.shape and not isinstance(value, DTensor):
-                    state[key] = _part_of(value, parameter)
+                    state[key] = part_of(value, parameter)
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
@@ -352,7 +352,8 @@ class Shards:
         return gathered
 
 
-def _part_of(whole: Tensor, like: Any) -> Any:
+def part_of(whole: Tensor, like: Any) -> Any:
+    """A whole tensor, the same in all processes, in parts as ``like`` is."""
     return distribute_tensor(whole, like.device_mesh, like.placements)
 
 
