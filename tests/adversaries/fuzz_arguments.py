@@ -85,6 +85,9 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
         if action.nargs in (None, "+") or (
             action.nargs == "*" and command in ("runs prune", "runs delete", "runs compare")
         ):
+            if action.choices:
+                given.append(str(next(iter(action.choices))))
+                continue
             recipe = command in RECIPES and action.dest in ("recipe", "models")
             given.append("mine.yaml" if recipe else "some-run" if words[0] == "runs" else "tiny")
             if recipe:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import held_out, loop
 from posttrain.train.build import prepare
