@@ -135,7 +135,7 @@ def argument_cases(random: Random) -> list[Case]:
                 Case(
                     "argument: unknown",
                     (*start, wrong, *more),
-                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "unrecognized", "'quiet'", "'1'"),
+                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "no option --.", "unrecognized", "'quiet'", "'1'"),
                     files,
                 )
             )

@@ -197,11 +197,11 @@ def prepare(
     """
     sources = {"base": base, "post": post}
     for side, source in sources.items():
-        source.refuse_scorer()
         try:
             resolve_model_name(source.path)
         except UsageError as error:
             raise UsageError(f"{side}: {error}") from None
+        source.refuse_scorer()
     task_word = choose_task(recipe.task, post.name, post.recipe)
     template = complete_template(recipe.template, post) or post.template
     site = recipe.changes.site
