@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 56410
+MAX_PACKAGE_LINES = 56960
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
@@ -32,12 +32,12 @@ ROOMS: dict[str, int] = {
     "engines": 3660,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4010,
+    "train": 4470,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,
     "reports": 3090,
-    "commands": 6780,
+    "commands": 6870,
 }
 
 

@@ -149,16 +149,27 @@ class Micro:
 def stated_memory(recipe: Recipe) -> Memory | str:
     """``memory_of`` a resolved recipe by the configuration that is at hand, or in a few words why there is none."""
     try:
-        config = stated_config(recipe.model)
-        if config is None:
-            return (
-                f"the configuration of {recipe.model.name} is not at hand (a folder, a run or the hub's cache has one)"
-            )
-        if config.model_type not in QK_NORMS:
-            return f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
-        return memory_of(_with_loaded_adapter(recipe), config)
+        return memory_of(*counted(recipe))
     except PosttrainError as error:
         return str(error)
+
+
+def counted(recipe: Recipe) -> tuple[Recipe, Any]:
+    """A resolved recipe as ``memory_of`` takes it, and the configuration of its model.
+
+    Raises:
+        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
+    """
+    config = stated_config(recipe.model)
+    if config is None:
+        raise UsageError(
+            f"the configuration of {recipe.model.name} is not at hand (a folder, a run or the hub's cache has one)"
+        )
+    if config.model_type not in QK_NORMS:
+        raise UsageError(
+            f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
+        )
+    return _with_loaded_adapter(recipe), config
 
 
 def _with_loaded_adapter(recipe: Recipe) -> Recipe:
