@@ -41,6 +41,7 @@ from posttrain.train.streams import Streams, scoring_temperature
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -112,10 +113,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
-        if recipe.rollout.staleness:
-            from posttrain.train.sources.ahead import Ahead
-
-            source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+        source.ahead = _build_ahead(recipe, source, model, folder)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -225,6 +223,15 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
     )
+
+
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None) -> Ahead | None:
+    """Who draws the rollouts of a run that samples ahead."""
+    if recipe.rollout is None or not recipe.rollout.staleness:
+        return None
+    from posttrain.train.sources.ahead import Ahead
+
+    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def _build_credit(words: Words) -> Credit:
