@@ -18,6 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
@@ -26,7 +27,7 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.store.ledger import Ledger
@@ -37,6 +38,7 @@ from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
+from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
@@ -80,16 +82,17 @@ class Parts:
         return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
 
 
-def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
+def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
     """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+
+    ``world``: the processes that share the work; each builds all parts.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template = build_template(recipe.prompt.template)
-    words = words_of(recipe)
+    template, words = build_template(recipe.prompt.template), words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
@@ -105,7 +108,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
-    streams = _build_streams(words, method, policy, reference, tokenizer, context)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -113,14 +116,14 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
-        source.ahead = _build_ahead(recipe, source, model, folder)
+        source.ahead = _build_ahead(recipe, source, model, folder, world)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context)
+        sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
@@ -225,10 +228,19 @@ def build_rollout_source(
     )
 
 
-def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None) -> Ahead | None:
-    """Who draws the rollouts of a run that samples ahead."""
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
+    """Who draws the rollouts of a run that samples ahead.
+
+    Raises:
+        UsageError: several processes train.
+    """
     if recipe.rollout is None or not recipe.rollout.staleness:
         return None
+    if world.size > 1:
+        raise UsageError(
+            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+        )
     from posttrain.train.sources.ahead import Ahead
 
     return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
@@ -247,7 +259,13 @@ def _build_credit(words: Words) -> Credit:
 
 
 def _build_streams(
-    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
+    words: Words,
+    method: Method,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+    world: World,
 ) -> Streams:
     """What fills the streams; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
@@ -257,7 +275,7 @@ def _build_streams(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct)
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
@@ -390,8 +408,18 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(task)
+        tasks.append(_chosen_items(task, recipe.eval))
     return tasks
+
+
+def _chosen_items(task: Task, options: EvalSection) -> Task:
+    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
+    if options.items == "sample" and not options.items_seed:
+        return task
+    size = len(task.examples)
+    first = list(range(min(options.n, size)))
+    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
+    return replace(task, examples=[task.examples[i] for i in indices])
 
 
 def _check_precision(named: list[tuple[str, Parameter]]) -> None:

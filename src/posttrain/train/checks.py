@@ -110,7 +110,8 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
     )
-    for broken, key, says in chain(_of_objective(words), _of_rollouts(words), _of_advantages(words), _of_groups(words)):
+    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale)
+    for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
@@ -131,6 +132,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    mute = ": a reward model writes no answers; leave it out"
+    yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
     yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
     taught = bool(w.parts & {"teacher", "seen"})
@@ -224,3 +227,8 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.minibatches
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
+
+
+def _of_scale(w: Words) -> Iterator[Rule]:
+    whole = ": fsdp2 is not there yet; leave it out, and every process keeps the whole model"
+    yield w.recipe.scale.sharding == "fsdp2", "scale.sharding", whole

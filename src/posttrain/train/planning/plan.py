@@ -32,7 +32,7 @@ from typing import Any
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection
 from posttrain.train.checks import Words, words_of
-from posttrain.train.memory import UNSTATED_PROMPT, Memory, counted, memory_of, weights_of
+from posttrain.train.memory import Memory, bytes_of, counted, longest_row, memory_of, weights_of
 from posttrain.train.planning.gpus import Gpu
 from posttrain.train.planning.virtual import simulate
 
@@ -124,7 +124,7 @@ def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str) -> Me
     parts = {part.name: getattr(whole, part.name) for part in fields(whole)}
     for name in ("weights", "gradients", "optimizer", "reference", "heads"):
         parts[name] = -(-parts[name] // count)
-    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    size = bytes_of(recipe)
     tensors = weights_of(config.get_text_config())
     of_layers = sum(w.numel // w.times for w in tensors if ".0." in w.name)
     outside = sum(w.numel for w in tensors if ".0." not in w.name)
@@ -144,14 +144,14 @@ def _share_of(recipe: Recipe, count: int) -> Recipe:
 
 def _seconds(recipe: Recipe, config: Any, count: int, gpu: Gpu, answer_tokens: int | None) -> Seconds:
     words, text = words_of(recipe), config.get_text_config()
-    size = 2 if recipe.model.dtype == "bfloat16" else 4
-    peak = (gpu.bf16 if size == 2 else gpu.fp32) * 1e12
+    size = bytes_of(recipe)
+    peak = {2: gpu.bf16, 4: gpu.fp32, 8: gpu.fp32 / 2}[size] * 1e12
     tensors = weights_of(text)
     n = sum(w.numel for w in tensors if w.linear is not None) + text.hidden_size * text.vocab_size
     rollout, data = recipe.rollout, recipe.data
     if rollout is not None:
-        prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
-        answer = min(answer_tokens or rollout.max_tokens, rollout.max_tokens)
+        prompt, longest = longest_row(recipe, rollout)
+        answer = min(answer_tokens or longest, longest)
         rows = rollout.prompts * rollout.group / count
     else:
         assert data is not None, "a recipe has 'rollout' or 'data'"
@@ -179,7 +179,7 @@ def _decoding(
     slots = min(rows, int(recipe.rollout.engine.options.get("slots", 64)))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    size = bytes_of(recipe)
     read = weight_bytes + slots * 2 * text.num_hidden_layers * heads * head_dim * size * (prompt + answer / 2)
     step = max(read / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9), slots * row_seconds)
     return rows * answer / slots * max(step, SECONDS_PER_LAYER * text.num_hidden_layers)
