@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -99,8 +100,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template = build_template(recipe.prompt.template)
-    words = words_of(recipe)
+    template, words = build_template(recipe.prompt.template), words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
@@ -118,8 +118,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
-        if recipe.rollout.staleness:
-            _sample_ahead(source, recipe, model, folder, world)
+        source.ahead = _build_ahead(recipe, source, model, folder, world)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -169,24 +168,6 @@ def _build_shards(
     from posttrain.train.distributed import Shards
 
     return Shards(forward, heads, world)
-
-
-def _sample_ahead(source: RolloutSource, recipe: Recipe, model: Any, folder: Path | None, world: World) -> None:
-    """Let another process sample for a source.
-
-    Raises:
-        UsageError: several processes train.
-    """
-    assert recipe.rollout is not None
-    if world.size > 1:
-        raise UsageError(
-            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and {world.size} "
-            "processes train here; leave it out, or train in one process (scale.processes: 1)"
-        )
-    from posttrain.store.ledger import Ledger
-    from posttrain.train.sources.ahead import Ahead
-
-    source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
@@ -271,6 +252,25 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
     )
+
+
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
+    """Who draws the rollouts of a run that samples ahead.
+
+    Raises:
+        UsageError: several processes train.
+    """
+    if recipe.rollout is None or not recipe.rollout.staleness:
+        return None
+    if world.size > 1:
+        raise UsageError(
+            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+        )
+    from posttrain.store.ledger import Ledger
+    from posttrain.train.sources.ahead import Ahead
+
+    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def _build_credit(words: Words) -> Credit:
