@@ -126,9 +126,10 @@ def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What answers, and who grades: an engine with its tokenizer, a grader under a template, the context's length.
+    """What answers, and who grades: an engine with its tokenizer, a grader under a template.
 
-    Each process of a ``world`` samples and grades its share of the prompts, and has the answers to all.
+    ``context_tokens``: of a prompt and its answer together, at most the model's context. Each process of a ``world``
+    samples and grades its share of the prompts, and has the answers to all.
     """
 
     engine: Engine
@@ -139,7 +140,8 @@ class Sampler:
 
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
         """How tokens are drawn; a completion ends where the template says."""
-        return Sampling(max_tokens, temperature, top_k, top_p, stop_ids(self.tokenizer, self.grader.template))
+        ends = stop_ids(self.tokenizer, self.grader.template)
+        return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens)
 
 
 @dataclass(frozen=True)

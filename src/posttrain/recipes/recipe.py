@@ -170,6 +170,11 @@ class Recipe(Content):
             if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
                 self.advantage = Word(name="gae" if traits.get("head") == "value" else "normalized")
 
+    def within(self, context: int) -> int:
+        """How long a prompt and its answer may be together, of a model with a context of so many tokens."""
+        limit = self.rollout.max_total_tokens if self.rollout is not None else None
+        return context if limit is None else min(context, limit)
+
     @property
     def trains_scorer(self) -> bool:
         """Whether a reward model is trained, which scores answers, and no policy, which writes them.

@@ -96,12 +96,19 @@ class AdapterSection(Section):
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 
 
+Attention = Literal["sdpa", "eager", "efficient", "flash"]
+
+
 class ModelSection(Section):
     """``name``: ``tiny``, a directory, a run directory, or a hub name.
 
     ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
     double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
     fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
+
+    ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
+    ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
+    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16). They differ by rounding alone.
     """
 
     name: str = "tiny"
@@ -110,6 +117,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Attention = "sdpa"
     trust_remote_code: bool = False
 
     @property
@@ -150,6 +158,8 @@ class PromptSection(Section):
 class RolloutSection(Section):
     """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
 
+    ``max_total_tokens``: of a prompt and its answer together, in training and in its held-out evaluations, beside
+    the limits of each; a prompt that leaves no room is dropped and counted.
     ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
     the batch has both higher and lower rewards, at most ``max_rounds`` times; ``uniform_by`` names the part
     of the reward that is looked at instead (``correct``), for partial credit makes any two answers differ.
@@ -168,6 +178,7 @@ class RolloutSection(Section):
     prompts: Few = 16
     group: Few = 8
     max_tokens: Tokens = 256
+    max_total_tokens: int | None = Field(default=None, ge=2)
     temperature: float = Field(default=1.0, gt=0)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -300,6 +311,9 @@ class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
+    ``n``: examples of each task, the same at every evaluation: a ``sample`` of its held-out examples (``items_seed``
+    draws another), or the ``first``.
+    ``samples``: answers to each example, at a ``temperature`` above 0, cut by ``top_k`` and ``top_p``.
     ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
     which the objective sees the policy, to measure entropy and the KL from the model that the run started with; by
     default with 64 where a reward model pays, and with none elsewhere.
@@ -311,8 +325,24 @@ class EvalSection(Section):
     tasks: Words = Field(default_factory=list)
     every: int = Field(default=0, ge=0)
     n: int = Field(default=256, ge=1)
+    items: Literal["sample", "first"] = "sample"
+    items_seed: Seed = 0
     max_tokens: Tokens | None = None
+    samples: Few = 1
     temperature: float = Field(default=0.0, ge=0)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     drift_prompts: int | None = Field(default=None, ge=0)
     best: str | None = None
     loss: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_drawing(self) -> Self:
+        greedy = "greedy decoding gives the same answer every time; give a 'temperature' above 0 with"
+        draws = (("samples", self.samples > 1), ("top_k", self.top_k is not None), ("top_p", self.top_p < 1))
+        for key, is_set in draws:
+            if is_set and self.temperature == 0:
+                raise ValueError(f"{greedy} {key!r}")
+        if self.items == "first" and self.items_seed:
+            raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
+        return self

@@ -18,6 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
@@ -26,7 +27,7 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.store.ledger import Ledger
@@ -140,7 +141,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context, world=world)
+        sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     shards = None
     if recipe.scale.sharding == "fsdp2" and world.size > 1:
@@ -415,8 +416,18 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(task)
+        tasks.append(_chosen_items(task, recipe.eval))
     return tasks
+
+
+def _chosen_items(task: Task, options: EvalSection) -> Task:
+    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
+    if options.items == "sample" and not options.items_seed:
+        return task
+    size = len(task.examples)
+    first = list(range(min(options.n, size)))
+    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
+    return replace(task, examples=[task.examples[i] for i in indices])
 
 
 def _check_precision(named: list[tuple[str, Parameter]]) -> None:

@@ -133,6 +133,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    mute = ": a reward model writes no answers; leave it out"
+    yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
     yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
     taught = bool(w.parts & {"teacher", "seen"})

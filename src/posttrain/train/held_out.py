@@ -20,6 +20,7 @@ from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
+from posttrain.evals.measures import default_ks
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -202,8 +203,10 @@ class Evaluator:
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.world)
-        sampling = self.sampling(self.recipe.eval.temperature)
-        asked = Questions(task, sampling, self.recipe.eval.n, seed=self.recipe.train.seed, step=step)
+        options = self.recipe.eval
+        sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
+        samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
+        asked = Questions(task, sampling, options.n, samples=samples, ks=ks, seed=seed, step=step)
         evaluation = evaluate(self.sampler, asked)
         if held_out is not None:
             started = time.perf_counter()

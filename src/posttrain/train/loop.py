@@ -21,6 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.attention import chosen_attention
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -337,8 +338,10 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    parts = prepare(recipe, files.folder, world)
-    with closing(parts.source), _records(recipe, files, trackers, world) as (metrics, rollouts):
+    with chosen_attention(recipe.model):
+        parts = prepare(recipe, files.folder, world)
+    records = _records(recipe, files, trackers, world)
+    with closing(parts.source), records as (metrics, rollouts), chosen_attention(recipe.model):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)

@@ -80,7 +80,7 @@ class RolloutSource:
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
-        self.context_tokens = context_tokens
+        self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
@@ -98,6 +98,7 @@ class RolloutSource:
             top_k=self.options.top_k,
             top_p=self.options.top_p,
             stop_ids=stop_ids(tokenizer, grader.template),
+            max_total_tokens=context_tokens,
         )
         parts = [name for name, _, _ in grader.rewards]
         if self.options.uniform_by not in ("reward", *parts):
