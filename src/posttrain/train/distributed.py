@@ -111,6 +111,14 @@ class Meeting:
                 return PeerFailure(*json.loads(self.store.get(FAILURE)))
         return None
 
+    def wait_for_failure(self) -> PeerFailure | None:
+        """The same, from a process that an exchange has failed in: what made it fail may take a moment to come in."""
+        self.noticed = True
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (failure := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return failure
+
     def wait_for_all(self) -> None:
         """Until every process has come here; not longer than until one has failed.
 
@@ -164,6 +172,10 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
         finally:
             dist.destroy_process_group()
     except BaseException as error:
+        # Layers in parts are gathered by torch itself, whose errors of an exchange come here as they are.
+        failure = meeting.wait_for_failure() if isinstance(error, RuntimeError) else None
+        if failure is not None:
+            raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
             meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
@@ -243,13 +255,9 @@ class Processes(World):
 
     def _explain(self, what: str, error: Exception, seconds: float) -> PeerFailure:
         """Why an exchange failed: what the one that failed has left, or who has not come."""
-        self._meeting.noticed = True
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            failure = self._meeting.failure()
-            if failure is not None:
-                return failure
-            time.sleep(0.05)
+        failure = self._meeting.wait_for_failure()
+        if failure is not None:
+            return failure
         here = f"rank {self.rank} of {self.size}"
         if seconds < self._timeout_seconds:
             return PeerFailure(f"{here}: another process ended during the exchange of {what}: {first_line(error)}")
@@ -322,7 +330,9 @@ class Shards:
         forward.root = root = Root(model, forward.head)
         for part in (*checkpointed_layers(model), root):
             fully_shard(part, mesh=self._mesh)
-            part.set_gradient_divide_factor(1.0)  # the weights of the loss are those of the batch of all processes
+            # A plain sum: the weights of the loss are those of the batch of all processes; and gloo has no other one.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
         return forward
 
     @torch.no_grad()
