@@ -213,7 +213,9 @@ def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]
     """What is changed for that, as options."""
     changes: list[tuple[str, Any]] = [("train.steps", NUM_STEPS), ("train.warmup_steps", 0), ("train.save_every", 0)]
     if recipe.model.init is None:
-        changes += [("model.name", str(models[FAMILIES[recipe.model.name]])), ("model.dtype", "float32")]
+        if not Path(recipe.model.name).is_dir():
+            changes.append(("model.name", str(models[FAMILIES[recipe.model.name]])))
+        changes.append(("model.dtype", "float32"))
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         sizes |= {"num_key_value_heads": 1, "head_dim": 16}

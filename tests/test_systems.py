@@ -8,8 +8,11 @@ would give lies in folders here.
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,7 +58,9 @@ DEMO = {
 }
 PRINCIPLES = """\
 principles:
-- {name: short, critique: Is it short?, revision: Write it in fewer words.}
+- name: short
+  critique: Say what could be left out.
+  revise: Write it in fewer words.
 """
 
 
@@ -157,21 +162,33 @@ def run_small(command: str, models: dict[str, Path], data: dict[str, Path]) -> N
 def serve(words: list[str]) -> None:
     """A page that stays until it is stopped: it comes up."""
     pytest.importorskip("gradio", reason="the studio's package is not installed")
-    command = [sys.executable, "-m", "posttrain.cli", *words, "--port", "0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-u", "-m", "posttrain.cli", *words, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
-            assert any("http://127.0.0.1" in line for line in process.stdout)
+            shown = next((line for line in process.stdout if f"http://127.0.0.1:{port}" in line), None)
         finally:
             process.terminate()
+    assert shown is not None
 
 
 def manage(words: list[str]) -> None:
-    """The menu of runs reads what is typed."""
+    """The menu of runs asks in a terminal."""
+    ours, theirs = pty.openpty()
+    os.write(ours, b"q\n")
     command = [sys.executable, "-m", "posttrain.cli", *words]
-    done = subprocess.run(command, input="q\n", capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tiny-grpo" in done.stdout
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        shown, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 0, errors
+    assert "tiny-grpo" in shown
 
 
 OF_THEIR_OWN: dict[str, Callable[[list[str]], None]] = {"studio": serve, "runs manage": manage}
