@@ -288,8 +288,8 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
     prepared: list[Any] = []
     original = loop.prepare
 
-    def keep(recipe: Recipe, folder: Path) -> Any:
-        prepared.append(original(recipe, folder))
+    def keep(*about: Any) -> Any:
+        prepared.append(original(*about))
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)

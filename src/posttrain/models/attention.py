@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.errors import UsageError
-from posttrain.models.load import device_of, stated_config
+from posttrain.models.load import choose_device, stated_config
 from posttrain.recipes.sections import Attention, ModelSection
 
 # What each may use: the first for causal attention; a mask (of a shared prompt, of padding) may need another.
@@ -33,7 +33,7 @@ def chosen_attention(section: ModelSection) -> Iterator[None]:
     if kernels is None:
         yield
         return
-    device, head_dim = device_of(section.device), _head_dim(section)
+    device, head_dim = choose_device(section.device), _head_dim(section)
     if not _serves(kernels[:1], device, section, head_dim) or not _serves(kernels, device, section, head_dim, True):
         raise UsageError(
             f"model.attention: {section.attention!r} cannot compute {section.dtype} attention with heads of {head_dim} "

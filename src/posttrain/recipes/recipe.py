@@ -27,6 +27,7 @@ from posttrain.recipes.sections import (
     RegularizeSection,
     RewardWord,
     RolloutSection,
+    ScaleSection,
     TeacherSection,
     TrainSection,
     Word,
@@ -78,6 +79,7 @@ class Recipe(Content):
     optimizer: Word = Word(name="adamw")
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+    scale: ScaleSection = Field(default_factory=ScaleSection)
     track: Words = Field(default_factory=list)
 
     @model_validator(mode="after")

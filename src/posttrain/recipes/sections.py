@@ -104,7 +104,7 @@ class ModelSection(Section):
 
     ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
     double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
-    fp32 (QLoRA, Dettmers et al. 2023).
+    fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
 
     ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
     ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
@@ -114,7 +114,7 @@ class ModelSection(Section):
     name: str = "tiny"
     init: InitSection | None = None
     adapter: AdapterSection | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention: Attention = "sdpa"
@@ -129,6 +129,8 @@ class ModelSection(Section):
     def _check_bits(self) -> Self:
         if self.load_bits is not None and self.init is not None:
             raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
+        if self.load_bits is not None and self.dtype == "float64":
+            raise ValueError("'load_bits' goes with 'dtype' float32 or bfloat16, not with float64")
         return self
 
 
@@ -168,6 +170,8 @@ class RolloutSection(Section):
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
     it, ``drop_uniform_groups`` draws until every group gives something. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
+    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
+    of its own while the batches between are trained on; 0 takes turns, with the newest weights.
     """
 
     engine: Word = Word(name="native")
@@ -184,6 +188,7 @@ class RolloutSection(Section):
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     select: Word | None = None
     label_above: float = 0.5
+    staleness: int = Field(default=0, ge=0, le=64)
 
 
 class KLInRewardSection(Section):
@@ -282,6 +287,24 @@ class TrainSection(Section):
         if self.steps is None and self.passes is None:
             raise ValueError("nothing says how long the training is; give 'steps' or 'passes'")
         return self
+
+
+class ScaleSection(Section):
+    """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
+
+    Results are those of one process but for the order of sums, so nothing here decides them. ``processes``: how many.
+    ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
+    ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
+    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
+    whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
+    sample with. ``timeout_seconds``: how long one process waits for the others before it says who is
+    missing; a process that ended is noticed at once.
+    """
+
+    processes: int = Field(default=1, ge=1, le=4096)
+    sharding: Literal["none", "fsdp2"] = "none"
+    launcher: Literal["local", "torchrun"] = "local"
+    timeout_seconds: float = Field(default=1800.0, gt=0)
 
 
 class EvalSection(Section):

@@ -186,7 +186,7 @@ def memory_of(recipe: Recipe, config: Any) -> Memory:
         RecipeError: words of the recipe do not fit one another.
     """
     words, config = words_of(recipe), config.get_text_config()
-    adapter, size = recipe.model.adapter, 2 if recipe.model.dtype == "bfloat16" else 4
+    adapter, size = recipe.model.adapter, {"bfloat16": 2, "float32": 4, "float64": 8}[recipe.model.dtype]
     weights = weights_of(config)
     low_rank = list(_low_rank(weights, adapter)) if adapter is not None else []
     trained = low_rank if adapter is not None else weights

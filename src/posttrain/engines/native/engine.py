@@ -28,7 +28,7 @@ from posttrain.types import Completion
 Path = Literal["lean", "modules"]
 
 
-@register("engine")
+@register("engine", guarantee="L2")
 def native(model: Any, tokenizer: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
