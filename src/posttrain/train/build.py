@@ -61,6 +61,17 @@ class Parts:
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
 
+    @property
+    def engines(self) -> list[Engine]:
+        """That of the rollouts and that of evaluations, which may be one."""
+        evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
+        return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def close(self) -> None:
+        """Give back what the engines hold."""
+        for engine in self.engines:
+            engine.close()
+
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
         forward = self.method.forward

@@ -158,6 +158,7 @@ class Loop:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
+        self._pass_on_notices()
         if draw.rollouts:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
@@ -200,6 +201,7 @@ class Loop:
         """
         assert self.parts.evaluator is not None
         done = self.parts.evaluator(self.step)
+        self._pass_on_notices()
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
         headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
@@ -213,6 +215,11 @@ class Loop:
         for evaluation in done:
             about: dict[str, Any] = {"step": self.step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
+
+    def _pass_on_notices(self) -> None:
+        for engine in self.parts.engines:
+            for message in engine.take_notices():
+                self.observer("notice", {"message": message})
 
     def _remember_best(self, headline: Headline, value: float | None) -> None:
         before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
@@ -291,7 +298,7 @@ def train(
     parts = prepare(recipe, files.folder)
     metrics = TrackedMetrics(files.metrics, trackers)
     about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
-    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+    with closing(parts), closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)

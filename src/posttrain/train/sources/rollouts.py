@@ -155,6 +155,8 @@ class RolloutSource:
         return batch.select(rows) if rows else None
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
+        syncing = time.perf_counter()
+        self.engine.sync(step - 1)
         started = time.perf_counter()
         sampled, chosen, accepted, grading = self._draw_groups(step, cycle)
         generating = time.perf_counter() - started - grading
@@ -171,6 +173,7 @@ class RolloutSource:
             metrics |= self._fill_streams(batch, chosen, units, rewards)
         metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, accepted)
         timing = {
+            "sync_seconds": started - syncing,
             "generate_seconds": generating,
             "score_seconds": grading,
             "fill_seconds": time.perf_counter() - scored,
