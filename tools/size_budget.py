@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55630
+MAX_PACKAGE_LINES = 56690
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
@@ -27,17 +27,17 @@ ROOMS: dict[str, int] = {
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
-    "store": 2300,
-    "models": 2290,
-    "engines": 3660,
+    "store": 2320,
+    "models": 2310,
+    "engines": 4610,
     "evals": 2880,
     "reward_models": 1630,
-    "train": 3400,
+    "train": 3460,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,
     "reports": 3090,
-    "commands": 6780,
+    "commands": 6790,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.small_models import random_model
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.copied import TOLERANCE, CopiedEngine
 from posttrain.engines.native.engine import NativeEngine
@@ -18,7 +19,6 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
-from models.small_models import random_model
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, untimed
 
 SAMPLING = Sampling(max_tokens=6)
@@ -86,7 +86,7 @@ class OneLayerLeftOld(CopiedEngine):
 
 
 class TiedHeadLeftOld(CopiedEngine):
-    """The head is untied from the embedding in the copy, as in an engine that packs it: the sync reaches one of them."""
+    """The copy's head is untied from its embedding, as in an engine that packs it: the sync reaches one of them."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -185,4 +185,3 @@ def test_weights_have_the_names_and_order_of_a_checkpoint(family: str) -> None:
     with torch.no_grad():
         difference = (plain(input_ids=ids).logits - wrapped(input_ids=ids).logits).abs().max()
         assert difference < 1e-5 < (plain(input_ids=ids).logits - before).abs().max()
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,6 +27,7 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
+from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
@@ -60,6 +61,7 @@ class Parts:
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    notices: Sequence[str] = ()  # what was built otherwise than asked for
 
     @property
     def engines(self) -> list[Engine]:
@@ -109,7 +111,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
     )
     grader = build_grader(recipe.rewards, template)
-    engine = _build_engine(words, model, tokenizer)
+    engine = _build_engine(words.engine, words.engine_options, "rollout.engine", loaded, folder)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
     streams = _build_streams(words, method, policy, reference, tokenizer, context)
@@ -120,13 +122,15 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
-    evaluator = None
+    evaluator: Evaluator | None = None
+    notices: list[str] = []
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context)
+        evaluating, notices = _build_evaluating(words, engine, loaded, folder)
+        sampler = Sampler(evaluating, tokenizer, grader, context)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
@@ -143,6 +147,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         origins=_origins(recipe, loaded),
         reference=reference,
         evaluator=evaluator,
+        notices=notices,
     )
 
 
@@ -255,12 +260,27 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
     return Forward(loaded.model.eval().requires_grad_(False), temperature)
 
 
-def _build_engine(words: Words, model: Any, tokenizer: Any) -> Engine:
-    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
-    rollout = words.recipe.rollout
-    options = rollout.engine.options if rollout is not None else {}
-    built: Engine = words.engine.bind(options, "rollout.engine")(model, tokenizer)
+def _build_engine(
+    entry: Entry, options: dict[str, Any], where: str, loaded: LoadedModel, folder: Path | None
+) -> Engine:
+    """What samples with the trained model's weights, by reference or handed over."""
+    built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
+    built.folder = folder
     return built
+
+
+def _build_evaluating(
+    words: Words, engine: Engine, loaded: LoadedModel, folder: Path | None
+) -> tuple[Engine, list[str]]:
+    """What answers in evaluations: ``eval.engine``, or where that cannot be had the rollouts' and a line about it."""
+    word = words.recipe.eval.engine
+    if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
+        return engine, []
+    entry = registry.find("engine", word.name, "eval.engine")
+    try:
+        return _build_engine(entry, word.options, "eval.engine", loaded, folder), []
+    except UsageError as error:
+        return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
 
 
 def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:

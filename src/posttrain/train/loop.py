@@ -322,6 +322,8 @@ def train(
                 "forward_path": parts.method.forward.path,
             },
         )
+        for message in parts.notices:
+            observer("notice", {"message": message})
         try:
             return loop.run(should_stop)
         except Exception as error:

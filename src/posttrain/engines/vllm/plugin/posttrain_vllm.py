@@ -101,6 +101,7 @@ class Receiver:
         timeout = timedelta(seconds=info.timeout_seconds)
         self.rank, self.device = rank, device
         self.store = dist.TCPStore(info.address, info.port, info.world_size, False, timeout)
+        self.store.set(f"here/{rank}", "1")
         self.group = join(self.store, info.collectives, rank, info.world_size, timeout, info.address)
 
     def receive(self, info: Any, load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> None:
@@ -129,7 +130,7 @@ def join(store: Any, collectives: str, rank: int, size: int, timeout: timedelta,
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(peer))]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
