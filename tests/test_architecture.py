@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "untrusted",
         "markdown",
         "process_state",
+        "world",
     ),
     "recipes": ("recipes",),
     "algorithms": ("algorithms",),

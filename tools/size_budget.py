@@ -17,24 +17,24 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 56690
+MAX_PACKAGE_LINES = 58450
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2170,
-    "recipes": 1000,
+    "ground": 2250,
+    "recipes": 1060,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
-    "store": 2320,
-    "models": 2310,
-    "engines": 4610,
-    "evals": 2880,
+    "store": 2470,
+    "models": 2420,
+    "engines": 4640,
+    "evals": 2890,
     "reward_models": 1630,
-    "train": 3460,
+    "train": 4560,
     "interpret": 7410,
-    "runs": 2670,
+    "runs": 2870,
     "sweeps": 3280,
     "reports": 3090,
     "commands": 6790,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.errors import UsageError
 from posttrain.types import Completion
+from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class Sampling:
 
     ``temperature`` 0 is greedy. Log-probabilities are always those of the full distribution at
     ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation
-    ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``.
+    ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
+    a prompt and its completion together have no more than these, and a longer prompt has no room.
     """
 
     max_tokens: int
@@ -25,17 +27,24 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
+    max_total_tokens: int | None = None
+
+    def within(self, context: int) -> int:
+        """How long a prompt and its completion may be together in a model of ``context`` tokens."""
+        return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
 
 
 class Engine(ABC):
     """Samples completions. An engine never drops a row: every key gives one completion.
 
     ``version``: of the weights that sample, how many updates they had had; every completion carries it. ``folder``: a
-    run's own, where there is one, for what the engine has to keep on disk.
+    run's own, where there is one, for what the engine has to keep on disk. ``world``: the processes that train, each of
+    which has an engine and calls the same methods of it in the same order.
     """
 
     version: int = 0
     folder: Path | None = None
+    world: World = ONE
 
     def sync(self, version: int) -> None:
         """Sample with the trained model's weights as they are now, after ``version`` updates, from here on.

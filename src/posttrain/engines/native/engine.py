@@ -29,7 +29,7 @@ from posttrain.types import Completion
 Path = Literal["lean", "modules"]
 
 
-@register("engine")
+@register("engine", guarantee="L2")
 def native(
     model: Any,
     tokenizer: Any,
@@ -82,7 +82,7 @@ class NativeEngine(Engine):
             RunFailure: the model's logits are not finite.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
-        context = context_length(self.model.config)
+        context = sampling.within(context_length(self.model.config))
         check_sampling(sampling)
         check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
         limits = [min(sampling.max_tokens, context - len(prompt)) for prompt in prompts]

@@ -49,7 +49,10 @@ class Own:
 
 
 class FollowingEngine(VllmEngine):
-    """See ``vllm``. ``url``: of a server that runs; None: the run starts one, when its weights are first needed."""
+    """See ``vllm``. ``url``: of a server that runs; None: the run starts one, when its weights are first needed.
+
+    Of several processes that train, rank 0 starts the server and hands over the weights; all of them ask it.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,12 @@ class FollowingEngine(VllmEngine):
         Raises:
             UsageError: no server, or one of another model or tokenizer, or that takes no weights.
         """
-        if version != self.version:
+        if version == self.version:
+            return
+        if self.world.is_main:
             self._alive(lambda: self._transfer(version))
-            self.version = version
+        self.url, self._token = self.world.tell((self.url, self._token), "the server's weights")
+        self.version = version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
@@ -137,7 +143,7 @@ class FollowingEngine(VllmEngine):
         """``work`` with a server that runs; where it is the run's own and dies, again with another one."""
         while True:
             try:
-                if self.own is not None and self.process is None:
+                if self.own is not None and self.process is None and self.world.is_main:
                     self._start()
                     if self.version >= 0:
                         self._transfer(self.version)
@@ -145,8 +151,8 @@ class FollowingEngine(VllmEngine):
             except EngineMismatch:
                 raise
             except RunFailure as failure:
-                if self.own is None or self.process is None or self.version < 0:
-                    raise  # not ours, or one that never worked
+                if self.own is None or self.process is None or self.version < 0 or self.world.size > 1:
+                    raise  # not ours, or one that never worked, or other processes have answers of it by now
                 reason = f"the vLLM server failed: {failure}"
                 if self.restarts == self.own.restarts:
                     raise RunFailure(
