@@ -151,7 +151,7 @@ def test_training_stops_before_the_next_update(
 def test_training_with_a_copy_is_training_by_reference(tmp_path: Path) -> None:
     """And every record says which weights sampled: of two updates a batch, those before the first of them."""
     for name in ("own", "copy"):
-        engine = {"engine": {"name": "native", "weights": name}}
+        engine = {"engine": {"name": "native", **({"weights": "copy"} if name == "copy" else {})}}
         evaluation = {"every": 3, "n": 2, "max_tokens": 4}
         run(tmp_path / name, make_recipe("grpo", rollout=engine, eval=evaluation, train={"epochs": 2, "steps": 4}))
         training, evaluations = recorded(tmp_path / name)

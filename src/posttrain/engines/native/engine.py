@@ -36,7 +36,7 @@ def native(
     *,
     slots: int = 64,
     path: Literal["auto", "lean", "modules"] = "auto",
-    weights: Literal["own", "copy"] = "own",
+    weights: Literal["copy"] | None = None,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 

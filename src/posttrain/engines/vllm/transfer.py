@@ -41,6 +41,8 @@ class WeightSender:
         RunFailure: the server has no such routes, or its workers do not come.
     """
 
+    pause = "/pause?mode=abort&clear_cache=true"
+
     def __init__(self, server: HttpServer, host: str, collectives: Collectives, timeout_seconds: float) -> None:
         self.collectives, self.updates = collectives, 0
         timeout = timedelta(seconds=timeout_seconds)
@@ -77,7 +79,7 @@ class WeightSender:
             "dtypes": [str(dtype).removeprefix("torch.")] * len(named),
             "shapes": [list(shape) for _, shape in named],
         }
-        ask(server, "POST", "/pause?mode=abort&clear_cache=true")
+        ask(server, "POST", self.pause)
         ask(server, "POST", "/start_weight_update")
         with _meanwhile(server, "/update_weights", {"update_info": info}) as asked:
             self._wait_for(f"ready/{self.updates}", asked)
