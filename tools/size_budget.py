@@ -32,7 +32,7 @@ ROOMS: dict[str, int] = {
     "engines": 4640,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4560,
+    "train": 4570,
     "interpret": 7410,
     "runs": 2870,
     "sweeps": 3280,
