@@ -22,6 +22,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, saved_tensors, steps_of, watched
 
 SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
@@ -138,6 +139,31 @@ def test_training_from_end_to_end(tiny: LoadedModel, server: FakeFollower, tmp_p
     assert set(theirs) <= set(weights)
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.items())
     assert all(row["grad_norm"] > 0 for row in steps_of(tmp_path / "run"))
+
+
+def test_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedModel, server: FakeFollower) -> None:
+    told: list[Any] = []
+
+    class Rank(World):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+        def tell(self, value: Any, what: str) -> Any:
+            if self.is_main:
+                told.append(value)
+            return told[-1]
+
+    engines = [follow(tiny, server.url), follow(tiny, "http://127.0.0.1:9")]
+    for rank, engine in enumerate(engines):
+        engine.world = Rank(rank)
+    for version in (0, 1):
+        answers = []
+        for engine in engines:
+            engine.sync(version)
+            answers.append(engine.generate([[9, 10]], [[1, 2]], Sampling(max_tokens=4)))
+        assert answers[0] == answers[1]
+        assert answers[1][0][0].version == version
+    assert len(server.said) == 1 + 2 * len(SYNC)
 
 
 def test_supervised_training_is_evaluated_by_a_server(tiny: LoadedModel, server: FakeFollower, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
     ) as caught:
         server.wait()
     assert "\\x1b[31mred" in str(caught.value), "what a log holds reaches no terminal raw"
+    assert "Python" not in str(caught.value), "the keeper adds nothing of its own"
 
 
 def test_the_server_and_what_it_started_end_when_it_is_stopped(tmp_path: Path) -> None:

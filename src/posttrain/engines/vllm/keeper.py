@@ -25,7 +25,7 @@ def keep(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: threading.Thread(target=_end, args=(child,)).start())
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold when the program ends
             pass
         _end(child)
 

@@ -84,4 +84,5 @@ def largest_difference(model: Any, scored: Sequence[Scores]) -> float:
 
 def default_tolerance(model: Any, dtype: str = "float32") -> float:
     """How far apart the same weights may be, by the precision of the model here, and of the server's."""
-    return TOLERANCE if next(model.parameters()).dtype == torch.float32 and dtype == "float32" else HALF_TOLERANCE
+    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
+    return HALF_TOLERANCE if is_half else TOLERANCE
