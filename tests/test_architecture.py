@@ -65,10 +65,11 @@ DOORS: dict[str, tuple[str, ...]] = {
     "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),
-    "vllm": (),  # nobody: its server is talked to over HTTP
+    "vllm": ("engines/vllm/plugin/",),  # what runs inside a server; to us it is talked to over HTTP
+    # tensors to a server's workers, in a group of their own: they are no processes that train together
+    "torch.distributed": ("train/distributed.py", "engines/vllm/transfer.py", "engines/vllm/plugin/"),
     "ray": ("engines/ray.py",),
     "accelerate": ("train/distributed.py",),
-    "torch.distributed": ("train/distributed.py",),
     "lightning": ("interpret/dictionaries/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 58160
+MAX_PACKAGE_LINES = 59430
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2250,
-    "recipes": 1060,
+    "ground": 2260,
+    "recipes": 1070,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
-    "tasks": 5250,
-    "store": 2450,
-    "models": 2410,
-    "engines": 3680,
+    "tasks": 5260,
+    "store": 2470,
+    "models": 2430,
+    "engines": 4640,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 5170,
-    "interpret": 7420,
-    "runs": 2870,
-    "sweeps": 3280,
+    "train": 5240,
+    "interpret": 7570,
+    "runs": 2880,
+    "sweeps": 3290,
     "reports": 3090,
-    "commands": 6870,
+    "commands": 6890,
 }
 
 

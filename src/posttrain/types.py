@@ -74,12 +74,14 @@ class Completion:
 
     ``ids`` includes the end token when ``finish`` is ``stop``; ``logprobs`` (fp32 values, one per
     id) are taken at the sampling temperature, over the distribution before truncation by top-k
-    or top-p.
+    or top-p. ``version`` says of the weights that drew the tokens how many updates they had had: one number, or one
+    per id where weights changed in the middle.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
+    version: int | tuple[int, ...] = 0
 
 
 @dataclass(slots=True)

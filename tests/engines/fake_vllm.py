@@ -18,6 +18,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.types import Completion
 
 Answer = Callable[[dict[str, Any]], Completion]
+Routes = dict[str, Callable[[dict[str, Any]], Any]]
 
 
 class Reset(Exception):
@@ -65,14 +66,17 @@ class FakeVllm:
         change: Callable[[dict[str, Any]], Any] = lambda content: content,
         tokenizer: Any = None,
         key: str | None = None,
+        port: int = 0,
     ) -> None:
         self.answer, self.trouble, self.change, self.tokenizer, self.key = answer, trouble, change, tokenizer, key
         self.cards = list(cards or [{"id": "small", "root": "/models/small", "max_model_len": context}])
         self.bodies: list[dict[str, Any]] = []
         self.in_flight, self.most_in_flight = 0, 0
+        self.gets: Routes = {"/v1/models": lambda body: self.models()}
+        self.posts: Routes = {"/v1/completions": self.complete, "/tokenize": self.tokenize}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._server = QuietServer(("127.0.0.1", 0), _handler_for(self))
+        self._server = QuietServer(("127.0.0.1", port), _handler_for(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FakeVllm:
@@ -102,8 +106,11 @@ class FakeVllm:
         try:
             self.trouble(count, body)
             with self._lock:
-                completion = self.answer(body)
-            return self.change(completion_json(body, completion))
+                content = completion_json(body, self.answer(body))
+                model = getattr(self.answer, "model", None)
+                if model is not None and (body.get("logprobs") or "prompt_logprobs" in body):
+                    add_scores(content["choices"][0], body, model)
+            return self.change(content)
         finally:
             with self._lock:
                 self.in_flight -= 1
@@ -128,25 +135,41 @@ def completion_json(body: dict[str, Any], completion: Completion) -> dict[str, A
     return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
 
+def add_scores(choice: dict[str, Any], body: dict[str, Any], model: Any) -> None:
+    """The likeliest tokens at every place of the answer, and the tokens of the prompt, with their log-probabilities."""
+    prompt = body["prompt"]
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([[*prompt, *choice["token_ids"]]])).logits[0].float().log_softmax(-1)
+    tops = [logprobs[i].topk(max(1, body["logprobs"] or 1)) for i in range(len(prompt) - 1, len(logprobs) - 1)]
+    choice["logprobs"]["top_logprobs"] = [
+        {f"token_id:{token}": value for token, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)}
+        for top in tops
+    ]
+    if "prompt_logprobs" in body:
+        scored = [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(prompt[1:])]
+        choice["prompt_logprobs"] = [None, *scored]
+
+
 def _handler_for(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
-            self._reply({"/v1/models": lambda body: fake.models()})
+            self._reply(fake.gets)
 
         def do_POST(self) -> None:
-            self._reply({"/v1/completions": fake.complete, "/tokenize": fake.tokenize})
+            self._reply(fake.posts)
 
         def _reply(self, endpoints: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
             try:
                 if fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}":
                     raise Reply(401, {"error": "Unauthorized"})
-                if self.path not in endpoints:
+                route = self.path.partition("?")[0]
+                if route not in endpoints:
                     raise Reply(404, {"detail": "Not Found"})
-                status, content = 200, json.dumps(endpoints[self.path](body)).encode()
+                status, content = 200, json.dumps(endpoints[route](body)).encode()
             except Reply as reply:
                 status, content = reply.status, reply.content
             except Reset:
@@ -191,6 +214,7 @@ def model_answer(model: Any, mode: str) -> Answer:
         picked = logits.log_softmax(-1).gather(1, torch.tensor(found.ids)[:, None])[:, 0]
         return Completion(found.ids, tuple(picked.tolist()), found.finish)
 
+    answer.model = model  # type: ignore[attr-defined]
     return answer
 
 

@@ -363,7 +363,7 @@ def test_the_probe_accepts_the_same_weights_and_refuses_others(tiny_random):
     with FakeVllm(model_answer(model, "processed"), context=256) as server:
         engine = VllmEngine(server.url, model=copy.deepcopy(model))
         engine.generate([[9, 10]], [[1]], GREEDY)
-        assert len(server.bodies) == 4  # three of the probe
+        assert len(server.bodies) == 9  # eight of the probe
         with torch.no_grad():
             engine.model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
         with pytest.raises(
@@ -439,9 +439,15 @@ def test_the_word_in_a_recipe(small_tokenizer):
             engine.generate([[1]], [[1]], GREEDY)
 
 
-def test_training_with_weights_that_it_never_sees_is_refused():
-    recipe = load_recipe("tiny/grpo", [("rollout.engine", "vllm")]).resolve()
-    with pytest.raises(RecipeError, match=r"rollout\.engine: 'vllm' samples with weights of its own.*use native"):
+@registry.register("engine", follows_training=False)
+def frozen(model, tokenizer):
+    raise AssertionError("never built")
+
+
+@pytest.mark.parametrize("key", ["rollout.engine", "eval.engine"])
+def test_training_with_weights_that_it_never_sees_is_refused(key):
+    recipe = load_recipe("tiny/grpo", [(key, f"{__name__}:frozen")]).resolve()
+    with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with weights of its own.*use native"):
         prepare(recipe)
 
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_rollout_comes_back_with_every_field(tmp_path: Path) -> None:
     assert (row.extracted, row.outcome) == ("41", "wrong")
     assert held_out.evaluation == "stories/validation"
     assert held_out.completion == row.completion
+
+
+def test_the_version_of_the_weights_comes_back_whole_or_by_token(tmp_path: Path) -> None:
+    sampled = make_rollout(9).completion
+    rollouts = [make_rollout(9, completion=replace(sampled, version=version)) for version in (8, (7, 7, 8))]
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record(rollouts)
+        assert [row.version for row in store.training()] == [8, (7, 7, 8)]
 
 
 def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -223,7 +232,7 @@ def test_a_file_of_a_later_posttrain_is_refused_and_unchanged(tmp_path: Path) ->
     RolloutStore(path).close()
     with connect(path, read_only=False) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(DataError, match=r"schema version 4.*up to 3.*upgrade"):
+    with pytest.raises(DataError, match=rf"schema version {len(MIGRATIONS) + 1}.*up to {len(MIGRATIONS)}.*upgrade"):
         RolloutStore(path)
     with connect(path, read_only=True) as db:
         assert schema_version(db) == len(MIGRATIONS) + 1

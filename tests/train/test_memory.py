@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,6 +294,16 @@ def test_one_limit_for_a_prompt_and_its_answer(folders: dict[str, str]) -> None:
     assert stated_memory(shared) != stated_memory(
         recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", **asked)
     )
+
+
+def test_an_engine_with_a_copy_and_one_in_a_server(folders: dict[str, str]) -> None:
+    own, copied, served = (
+        stated_memory(recipe_of("grpo", folders["qwen3"], **engine))
+        for engine in ({}, {"rollout__engine__weights": "copy"}, {"rollout__engine": "vllm"})
+    )
+    assert isinstance(own, Memory)
+    assert copied == replace(own, weights=2 * own.weights)
+    assert served == replace(own, kv_cache=0)
 
 
 def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:

@@ -39,6 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="processed: log-probabilities at any temperature; raw: with top-k or top-p, at temperature 1 only "
         "(default: processed)",
     )
+    parser.add_argument(
+        "--follows",
+        action="store_true",
+        help="for a run in training, which hands over its weights (engine.url)",
+    )
     parser.add_argument("--seed", type=seed, default=0, help="of requests that name none (default: 0)")
     parser.add_argument(
         "--module",
@@ -72,13 +77,14 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         interpreter=arguments.module,
         trust_remote_code=section.runs_remote_code,
+        follows=arguments.follows,
     )
     command = server_command(source.path, options)
     print(command.shell(), flush=True)
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    print(
-        f"# serves {command.name}; when it says that startup is complete:\n"
-        f"# posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url http://{host}:{options.port}",
-        file=sys.stderr,
-    )
+    url = f"http://{host}:{options.port}"
+    use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
+    if options.follows:
+        use = f"posttrain train RECIPE --rollout.engine.name vllm --rollout.engine.url {url}"
+    print(f"# serves {command.name}; when it says that startup is complete:\n# {use}", file=sys.stderr)
     return 0

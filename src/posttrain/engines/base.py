@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
 
 from posttrain.errors import UsageError
 from posttrain.types import Completion
+from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,37 @@ class Sampling:
         return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Samples completions. An engine never drops a row: every key gives one completion."""
+class Engine(ABC):
+    """Samples completions. An engine never drops a row: every key gives one completion.
 
+    ``version``: of the weights that sample, how many updates they had had; every completion carries it. ``folder``: a
+    run's own, where there is one, for what the engine has to keep on disk. ``world``: the processes that train, each of
+    which has an engine and calls the same methods of it in the same order.
+    """
+
+    version: int = 0
+    folder: Path | None = None
+    world: World = ONE
+
+    def sync(self, version: int) -> None:
+        """Sample with the trained model's weights as they are now, after ``version`` updates, from here on.
+
+        The same version means the same weights. Where these are sampled from by reference nothing else is to be done.
+
+        Raises:
+            EngineMismatch: after the transfer, the engine's log-probabilities of a fixed batch are not the model's.
+            RunFailure: the weights could not be transferred.
+        """
+        self.version = version
+
+    def take_notices(self) -> list[str]:
+        """What the engine has to say to the user since it was last asked (a server was started again, say)."""
+        return []
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the engine holds (a server that it started); it may be used again."""
+
+    @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[list[Completion]]:
@@ -48,7 +77,6 @@ class Engine(Protocol):
         Raises:
             UsageError: an empty prompt, or one that leaves no room in the model's context.
         """
-        ...
 
 
 def check_sampling(sampling: Sampling) -> None:

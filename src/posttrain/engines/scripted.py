@@ -27,7 +27,7 @@ def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0
     return ScriptedEngine(choices, logprob=logprob)
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Completions from a script.
 
     Args:
@@ -91,4 +91,4 @@ class ScriptedEngine:
         return self._completion(taken, "stop")
 
     def _completion(self, ids: list[int], finish: Any) -> Completion:
-        return Completion(tuple(ids), (self.logprob,) * len(ids), finish)
+        return Completion(tuple(ids), (self.logprob,) * len(ids), finish, self.version)

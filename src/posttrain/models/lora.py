@@ -135,3 +135,22 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
             return None
         terms.append(LowRank(down.weight.detach(), up.weight.detach(), float(module.scaling[name])))
     return base, terms
+
+
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under the name that it has in the base's own checkpoint, the active adapters added to it.
+
+    A weight with an adapter is a new tensor, made when its turn comes; all others are the base's own.
+    """
+    base = model.get_base_model()
+    modules = dict(base.named_modules())
+    for name, weight in base.named_parameters():
+        place, is_wrapped, leaf = name.rpartition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        wrapper = modules[place] if is_wrapped else None
+        if wrapper is None or leaf != "weight" or wrapper.merged or wrapper.disable_adapters:
+            yield f"{place}.{leaf}" if is_wrapped else name, weight.detach()
+            continue
+        terms = [wrapper.get_delta_weight(name) for name in wrapper.active_adapters if name in wrapper.scaling]
+        yield f"{place}.{leaf}", sum(terms, start=weight.detach().float())

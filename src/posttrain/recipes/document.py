@@ -35,10 +35,11 @@ PLACE_KEYS = (
     "model.device",
     "train.device",
     "activations.model.device",
-    "rollout.engine.url",
-    "rollout.engine.served_name",
-    "rollout.engine.timeout_seconds",
-    "rollout.engine.retries",
+    *(
+        f"{section}.engine.{key}"
+        for section in ("rollout", "eval")
+        for key in ("url", "served_name", "timeout_seconds", "retries", "port", "gpus", "gpu_memory", "restarts")
+    ),
 )
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
 INTERPRETATION = ("dictionary", "changes")

@@ -139,6 +139,8 @@ class Recipe(Content):
             resolved.rollout.engine = _resolve_word(resolved.rollout.engine, "engine", "rollout.engine")
             if resolved.rollout.select is not None:
                 resolved.rollout.select = _resolve_word(resolved.rollout.select, "selection", "rollout.select")
+        if resolved.eval.engine is not None:
+            resolved.eval.engine = _resolve_word(resolved.eval.engine, "engine", "eval.engine")
         resolved.rewards = [_resolve_word(w, "reward", f"rewards.{i}") for i, w in enumerate(resolved.rewards)]
         resolved.eval.tasks = [_resolve_word(w, "task", f"eval.tasks.{i}") for i, w in enumerate(resolved.eval.tasks)]
         resolved.track = [_resolve_word(w, "tracker", f"track.{i}") for i, w in enumerate(resolved.track)]

@@ -320,6 +320,7 @@ class EvalSection(Section):
     ``best``: the held-out result that the run is told and ranked by, and of which ``checkpoints/best`` are the weights;
     by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
     ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
+    ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -335,6 +336,7 @@ class EvalSection(Section):
     drift_prompts: int | None = Field(default=None, ge=0)
     best: str | None = None
     loss: bool | None = None
+    engine: Word | None = None
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

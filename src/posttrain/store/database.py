@@ -108,7 +108,16 @@ def add_token_ids(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN token_ids BLOB")
 
 
-MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids)
+def add_versions(db: sqlite3.Connection) -> None:
+    """Version 4: how many updates the weights had had that drew the tokens; NULL in older rows.
+
+    One number, or packed like the ids, one for each token of the completion, where weights changed in the middle.
+    """
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN version INTEGER")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids, add_versions)
 
 
 def schema_version(db: sqlite3.Connection) -> int:

@@ -41,14 +41,16 @@ COLUMNS = (
     "extracted",
     "outcome",
     "token_ids",
+    "version",
 )
 # What a column holds where it is no text, and which may be empty.
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("id", "step", "epoch", "prompt_index", "rollout_index", "num_tokens"), int),
     **dict.fromkeys(("reward", "advantage", "mean_sampler_logprob"), float),
     "token_ids": bytes,
+    "version": int | bytes,
 }
-_OPTIONAL = {"answer", "advantage", "mean_sampler_logprob", "extracted", "token_ids"}
+_OPTIONAL = {"answer", "advantage", "mean_sampler_logprob", "extracted", "token_ids", "version"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class RecordedRollout:
     ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
     ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
     earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
-    sampled (None in such a file). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    sampled (None in such a file). ``version``: of the weights that sampled, how many updates they had had, or that of
+    each token (None in such a file). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
     id: int
@@ -80,11 +83,12 @@ class RecordedRollout:
     extracted: str | None = None
     outcome: str = ""
     token_ids: tuple[int, ...] | None = None
+    version: int | tuple[int, ...] | None = None
     evaluation: str | None = None
 
 
 def to_row(rollout: Rollout) -> tuple[Any, ...]:
-    logprobs = rollout.completion.logprobs
+    logprobs, version = rollout.completion.logprobs, rollout.completion.version
     return (
         rollout.step,
         rollout.epoch,
@@ -103,11 +107,16 @@ def to_row(rollout: Rollout) -> tuple[Any, ...]:
         None if rollout.extracted is None else _storable(rollout.extracted),
         rollout.outcome,
         _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
+        version if isinstance(version, int) else _pack_ids(version),
     )
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def _unpack_ids(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}i", packed)
 
 
 def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
@@ -120,13 +129,14 @@ def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
         allowed = _TYPES.get(name, str)
         if not isinstance(value, allowed) and not (value is None and name in _OPTIONAL):
             raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
-    packed = row["token_ids"]
+    packed, version = row["token_ids"], row["version"]
     try:
-        ids = None if packed is None else struct.unpack(f"<{len(packed) // 4}i", packed)
+        ids = None if packed is None else _unpack_ids(packed)
+        version = _unpack_ids(version) if isinstance(version, bytes) else version
         parts = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
     except (struct.error, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
-    return RecordedRollout(**{**row, "parts": parts, "token_ids": ids})
+    return RecordedRollout(**{**row, "parts": parts, "token_ids": ids, "version": version})
 
 
 def prompt_text(example: Example) -> str:

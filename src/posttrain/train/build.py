@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,6 +27,7 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, ModelSection
+from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
@@ -66,6 +67,18 @@ class Parts:
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     guarantee: str = "L1"  # see ``Words.guarantee``
+    notices: Sequence[str] = ()  # what was built otherwise than asked for
+
+    @property
+    def engines(self) -> list[Engine]:
+        """That of the rollouts and that of evaluations, which may be one."""
+        evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
+        return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def close(self) -> None:
+        """Give back what the engines hold."""
+        for engine in self.engines:
+            engine.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -107,7 +120,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
     grader = build_grader(recipe.rewards, template)
-    engine = _build_engine(words, model, tokenizer)
+    place = EnginePlace(loaded, folder, world)
+    engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
     reference = _build_reference(words, policy)
     streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
@@ -119,13 +133,14 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
         source.ahead = _build_ahead(recipe, source, model, folder, world)
-    evaluator = None
+    evaluator, notices = None, list[str]()
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
+        evaluating, notices = place.build_evaluating(words, engine)
+        sampler = Sampler(evaluating, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     shards = _build_shards(recipe, forward, heads, world)
     named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
@@ -145,6 +160,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         reference=reference,
         evaluator=evaluator,
         guarantee=words.guarantee,
+        notices=notices,
     )
 
 
@@ -170,6 +186,31 @@ def _build_shards(
     return Shards(forward, heads, world)
 
 
+@dataclass(frozen=True)
+class EnginePlace:
+    """What an engine is built with: the model that it follows, a folder for what it keeps, the processes that train."""
+
+    loaded: LoadedModel
+    folder: Path | None = None
+    world: World = ONE
+
+    def build(self, entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        """What samples with the trained model's weights, by reference or handed over."""
+        built: Engine = entry.bind(options, where)(self.loaded.model, self.loaded.tokenizer)
+        built.folder, built.world = self.folder, self.world
+        return built
+
+    def build_evaluating(self, words: Words, engine: Engine) -> tuple[Engine, list[str]]:
+        """What answers in evaluations: ``eval.engine``; where that cannot be had the rollouts', and a line about it."""
+        word = words.recipe.eval.engine
+        if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
+            return engine, []
+        try:
+            return self.build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
+        except UsageError as error:
+            return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
+
+
 def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
@@ -183,7 +224,7 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
     context = context_length(loaded.model.config)
     grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
-    engine = _build_engine(words, loaded.model, loaded.tokenizer)
+    engine = EnginePlace(loaded).build(words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
 
@@ -320,14 +361,6 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
             "can only be compared within one. Choose a teacher of the same family"
         )
     return Forward(loaded.model.eval().requires_grad_(False), temperature)
-
-
-def _build_engine(words: Words, model: Any, tokenizer: Any) -> Engine:
-    """What samples: the recipe's engine, or for a supervised recipe's evaluation the one in this process."""
-    rollout = words.recipe.rollout
-    options = rollout.engine.options if rollout is not None else {}
-    built: Engine = words.engine.bind(options, "rollout.engine")(model, tokenizer)
-    return built
 
 
 def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.errors import RecipeError
@@ -19,7 +19,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
 from posttrain.train.step import Level
-from posttrain.train.streams import needed_streams, parts_asked, with_their_needs
+from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.render.rows import Shape
@@ -42,6 +42,7 @@ class Words:
     level: Level
     aggregation: Entry
     engine: Entry
+    engine_options: dict[str, Any]
     advantage: Entry | None
     selection: Entry | None
     unit: str
@@ -106,6 +107,7 @@ def words_of(recipe: Recipe) -> Words:
         level=objective.traits.get("level", "token"),
         aggregation=registry.find("aggregation", recipe.aggregate.name, "aggregate"),
         engine=registry.find("engine", engine.name, "rollout.engine"),
+        engine_options=engine.options,
         advantage=advantage,
         selection=selection,
         unit="row" if selection is None else selection.traits.get("level", "row"),
@@ -161,6 +163,12 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
         "use native, and this one in `posttrain evaluate`"
     )
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere
+    evaluating = w.recipe.eval.engine
+    if evaluating is not None:
+        head = ": a reward model writes no answers that an engine could sample; leave it out"
+        yield w.only_scores, "eval.engine", head
+        follows = registry.find("engine", evaluating.name, "eval.engine").traits.get("follows_training", True)
+        yield not follows, "eval.engine", elsewhere.replace(w.engine.name, evaluating.name)
     if w.recipe.rollout is None or w.selection is None:
         return
     fresh = (
@@ -171,6 +179,14 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
+    cut = "top_k" if w.recipe.rollout.top_k is not None else "top_p"
+    biased = (
+        f": objective {w.recipe.objective.name!r} weighs tokens by how likely the sampler drew them from the whole "
+        f"distribution, and {cut} draws from a part of it, so that every ratio would be off; leave {cut} out (a lower "
+        "rollout.temperature is followed), or choose an objective that learns from given answers"
+    )
+    truncates = w.recipe.rollout.top_k is not None or w.recipe.rollout.top_p < 1
+    yield truncates and any(comes_from_rollouts(name) for name in w.needs), f"rollout.{cut}", biased
     wanted = "pairs of answers" if w.level == "pair" else "single answers"
     units = f": {w.selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
     yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units

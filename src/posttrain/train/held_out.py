@@ -190,6 +190,7 @@ class Evaluator:
 
     def __call__(self, step: int) -> list[Evaluation]:
         """Of the weights as they are, after ``step`` updates; one for each task."""
+        self.sampler.engine.sync(step)
         return [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
 
     def sampling(self, temperature: float) -> Sampling:

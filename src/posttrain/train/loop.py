@@ -188,6 +188,7 @@ class Loop:
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
+        self._pass_on_notices()
         if draw.rollouts:
             self.rollouts.record(draw.rollouts)
         updating = time.perf_counter()
@@ -235,6 +236,7 @@ class Loop:
         """
         assert self.parts.evaluator is not None
         done = self.parts.evaluator(self.step)
+        self._pass_on_notices()
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
         headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
@@ -248,6 +250,11 @@ class Loop:
         for evaluation in done:
             about: dict[str, Any] = {"step": self.step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
+
+    def _pass_on_notices(self) -> None:
+        for engine in self.parts.engines:
+            for message in engine.take_notices():
+                self.observer("notice", {"message": message})
 
     def _remember_best(self, headline: Headline, value: float | None) -> None:
         before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
@@ -340,7 +347,7 @@ def train(
     with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)
-    with closing(parts.source), records as (metrics, rollouts), _attention(recipe):
+    with closing(parts), closing(parts.source), records as (metrics, rollouts), _attention(recipe):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
@@ -365,6 +372,8 @@ def train(
                 "guarantee": parts.guarantee,
             },
         )
+        for message in parts.notices:
+            observer("notice", {"message": message})
         try:
             return loop.run(should_stop)
         except Exception as error:

@@ -214,8 +214,9 @@ def memory_of(recipe: Recipe, config: Any) -> Memory:
         of_layers = of_layer * config.num_hidden_layers
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
+    copied = recipe.rollout is not None and recipe.rollout.engine.options.get("weights") == "copy"
     return Memory(
-        weights=base + 4 * sum(w.numel for w in low_rank),
+        weights=(base + 4 * sum(w.numel for w in low_rank)) * (2 if copied else 1),
         gradients=4 * num_trained,
         optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
         reference=base if reads and adapter is None else 0,
@@ -373,7 +374,7 @@ def _logits(config: Any, micro: Micro, size: int, *, head_trained: bool) -> int:
 
 def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
     rollout = recipe.rollout
-    if rollout is None:
+    if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
     slots = min(rollout.prompts * rollout.group, int(rollout.engine.options.get("slots", 64)))
     prompt, answer = longest_row(recipe, rollout)

@@ -1,7 +1,8 @@
 """The engine in the trainer's process: samples with the trainer's own weights, by reference.
 
 Nothing is copied, synchronized or merged: every generation reads the parameters where they are, so
-the next one after an optimizer step uses the new weights. Two decoding paths stand behind it, one
+the next one after an optimizer step uses the new weights. Or, where a recipe asks for it, with a copy of them that
+every ``sync`` fills anew and compares with the model (``copied.py``). Two decoding paths stand behind it, one
 over the model's own modules (any architecture) and a leaner one for a family of blocks that it
 knows; which one serves is decided by comparing log-probabilities with the model's own forward.
 """
@@ -29,20 +30,32 @@ Path = Literal["lean", "modules"]
 
 
 @register("engine", guarantee="L2")
-def native(model: Any, tokenizer: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> Engine:
+def native(
+    model: Any,
+    tokenizer: Any,
+    *,
+    slots: int = 64,
+    path: Literal["auto", "lean", "modules"] = "auto",
+    weights: Literal["copy"] | None = None,
+) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
     log-probabilities in fp32. ``path``: ``lean`` is the fast path of the Qwen3, Qwen2 and Llama
     families, ``modules`` serves every architecture, ``auto`` takes the lean one where its
-    log-probabilities equal the model's.
+    log-probabilities equal the model's. ``weights: copy`` samples with a copy of the model, which takes as much
+    memory again; it is filled before every rollout batch and compared with the model.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
+    if weights == "copy":
+        from posttrain.engines.native.copied import CopiedEngine
+
+        return CopiedEngine(model, slots=slots, path=path)
     return NativeEngine(model, slots=slots, path=path)
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """See ``native``. ``model`` is a transformers causal language model, or a peft one around it."""
 
     def __init__(self, model: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> None:
@@ -81,7 +94,7 @@ class NativeEngine:
                 decoder = self._bind(reach)
                 with torch.inference_mode(decoder.name == "lean"):
                     Schedule(decoder, prompts, rows, sampling, self.slots).run()
-        return [[completion(row) for row in group] for group in groups]
+        return [[completion(row, self.version) for row in group] for group in groups]
 
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""

@@ -233,8 +233,8 @@ class Schedule:
             self.draws[slots] = torch.from_numpy(table).to(device)
 
 
-def completion(row: Row) -> Completion:
-    """The finished row.
+def completion(row: Row, version: int) -> Completion:
+    """The finished row, drawn by the weights of ``version``.
 
     Raises:
         RunFailure: the model gave log-probabilities that are not finite.
@@ -245,4 +245,4 @@ def completion(row: Row) -> Completion:
             f"the model's logits are not finite at token {len(row.ids)} of a completion of prompt {row.prompt}; "
             "its weights have diverged (lower train.lr, or go back to an earlier checkpoint)"
         )
-    return Completion(tuple(row.ids), tuple(row.logprobs), row.finish)
+    return Completion(tuple(row.ids), tuple(row.logprobs), row.finish, version)

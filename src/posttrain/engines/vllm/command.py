@@ -20,6 +20,9 @@ from transformers import AutoConfig
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
 
+# What a server needs to take weights over: a back end of its own, and the folder in which Python finds that.
+TRANSFER = '{"backend": "posttrain"}'
+PLUGIN = Path(__file__).parent / "plugin"
 MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -33,7 +36,9 @@ class ServerOptions:
 
     ``interpreter``: a Python that has vLLM; the server is started as a module of it instead of as
     ``vllm serve``, a command that CPU builds lack. ``gpus``: numbers of the GPUs that it may use.
-    ``gpu_memory`` is the share (0 to 1) of their memory that it takes.
+    ``gpu_memory`` is the share (0 to 1) of their memory that it takes. ``eager``: nothing is compiled, which starts
+    sooner and samples slower. ``follows``: its weights are replaced by those of a model in training; ``empty``: it
+    starts with none that mean anything. ``name``: what the model is called there.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +51,10 @@ class ServerOptions:
     seed: int = 0
     interpreter: str | None = None
     trust_remote_code: bool = False
+    eager: bool = False
+    follows: bool = False
+    empty: bool = False
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,10 @@ def server_command(model: str, options: ServerOptions) -> ServerCommand:
         UsageError: no such model, or an adapter that vLLM cannot serve.
     """
     source = _place_of(model)
-    name = served_names(model)[0]
+    name = options.name or served_names(model)[0]
     base = adapter_base(source)
+    if base is not None and options.follows:
+        raise UsageError(f"{source} is an adapter; a server whose weights follow training has the whole model: {base}")
     if base is not None and adapter_base(base) is not None:
         raise UsageError(
             f"{source} is an adapter on an adapter ({base}), which vLLM cannot serve; evaluate it with --engine native"
@@ -100,10 +111,14 @@ def server_command(model: str, options: ServerOptions) -> ServerCommand:
     flags += [("--gpu-memory-utilization", f"{options.gpu_memory:g}")] if options.gpu_memory is not None else []
     flags += [("--tensor-parallel-size", str(len(options.gpus)))] if len(options.gpus) > 1 else []
     flags += [("--trust-remote-code",)] if options.trust_remote_code else []
+    flags += [("--enforce-eager",)] if options.eager else []
+    flags += [("--weight-transfer-config", TRANSFER)] if options.follows else []
+    flags += [("--load-format", "dummy")] if options.empty else []
     start: Sequence[str] = ("vllm", "serve", base or source)
     if options.interpreter is not None:
         start = (options.interpreter, "-m", MODULE, "--model", base or source)
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, options.gpus))} if options.gpus else {}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(PLUGIN)} if options.follows else {}
     return ServerCommand(name, (*start, *(word for flag in flags for word in flag)), environment)
 
 

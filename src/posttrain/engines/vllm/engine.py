@@ -7,10 +7,10 @@ package ``vllm`` is not imported here. ``posttrain serve-command`` prints how to
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, server_address
@@ -33,6 +33,11 @@ from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.registry import register
 from posttrain.types import Completion
 
+if TYPE_CHECKING:
+    from posttrain.engines.vllm.probe import Scores
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
 UNLIMITED_CONTEXT = 2**31
@@ -40,12 +45,12 @@ UNLIMITED_CONTEXT = 2**31
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 
 
-@register("engine", needs_model=False, follows_training=False)
+@register("engine", needs_model=False)
 def vllm(
     model: Any,
     tokenizer: Any,
     *,
-    url: ServerUrl = DEFAULT_URL,
+    url: ServerUrl | None = None,
     checkpoint: str | None = None,
     served_name: str | None = None,
     timeout_seconds: float = 900.0,
@@ -53,43 +58,50 @@ def vllm(
     retries: int = 3,
     logprobs: bool = True,
     tolerance: float | None = None,
+    port: int = 0,
+    gpus: list[int] | None = None,
+    gpu_memory: float | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_model_len: int | None = None,
+    eager: bool = False,
+    collectives: Literal["auto", "gloo", "nccl"] = "auto",
+    restarts: int = 2,
 ) -> Engine:
-    """Ask a vLLM server at ``url``; it is started with the line that ``posttrain serve-command`` prints.
+    """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
-    The server keeps the weights it was started with, so this engine is for evaluation. ``checkpoint``
-    says which model the server must have (a folder, run or hub name; an evaluation fills it in), and a
-    server of other weights is refused; ``served_name`` names a model of the server instead. Where a
-    model is loaded in this process too, both score a fixed batch of tokens first, and a difference
-    above ``tolerance`` nats is refused (by default 0.001, of a bf16 model 0.2).
+    In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
+    serve-command`` prints. ``checkpoint`` says which model it must have (an evaluation fills it in), and one of other
+    weights is refused; ``served_name`` names a model of the server instead.
 
-    ``concurrency`` requests are under way at a time. One that fails is repeated up to ``retries``
-    times, an attempt may take ``timeout_seconds``. ``logprobs: false`` asks for no log-probabilities
-    (they become NaN), which is faster, and allows top-k and top-p at any temperature. A server that
-    wants a key gets it from the environment variable VLLM_API_KEY.
+    In training the weights are handed over whenever they have changed (``collectives``: NCCL between GPUs, gloo through
+    the CPU's memory); then both sides score a fixed batch, and a difference above ``tolerance`` nats (0.001 by default,
+    0.2 in bf16) ends the run. Without ``url`` the run starts the server itself, with the Python that the environment
+    variable POSTTRAIN_VLLM names: on ``port`` (0: a free one), ``gpus``, a share ``gpu_memory`` of these, in ``dtype``,
+    for ``max_model_len`` tokens, ``eager`` to compile nothing. It is started again at most ``restarts`` times.
 
-    A completion's random numbers follow from its own key, whatever else the server does; they are
-    vLLM's, so tokens differ from the native engine's with the same key. The last bits of log-probabilities
-    depend on what is computed beside a request, so a sampled token may differ now and then.
+    ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt
+    may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an evaluation top-k
+    and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
+
+    A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
+    and a token may turn over with the rounding of what is computed beside it.
     """
     wanted: tuple[str, ...] = () if served_name is None else (served_name,)
+    asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
+    asking |= {"logprobs": logprobs, "tolerance": tolerance}
+    if model is not None:
+        from posttrain.engines.vllm.follow import FollowingEngine, Own
+
+        own = Own(port, tuple(gpus or ()), gpu_memory, dtype, max_model_len, eager, restarts)
+        return FollowingEngine(model, tokenizer, url, own, collectives, wanted=wanted, **asking)
     if checkpoint is not None and served_name is None:
         from posttrain.engines.vllm.command import served_names  # needs transformers, which a list of words does not
 
         wanted = served_names(checkpoint)
-    return VllmEngine(
-        url,
-        model=model,
-        tokenizer=tokenizer,
-        wanted=wanted,
-        timeout_seconds=timeout_seconds,
-        concurrency=concurrency,
-        retries=retries,
-        logprobs=logprobs,
-        tolerance=tolerance,
-    )
+    return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, wanted=wanted, **asking)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """See ``vllm``. ``wanted``: names under which the server may have the model, best first; none: its only one.
 
     ``model`` and ``tokenizer`` may be None: then nothing is compared with them.
@@ -157,7 +169,7 @@ class VllmEngine:
             if requests:
                 self._check_mode(server, served, prompts[requests[0][0]], sampling)
                 self._probe(server, served)
-            completions = iter(self._complete_all(server, requests))
+            completions = iter(self._all(server, partial(self._complete, server), requests))
         return [[next(completions) for _ in row] for row in keys]
 
     def _open(self) -> HttpServer:
@@ -233,16 +245,9 @@ class VllmEngine:
         """Refuse a server whose log-probabilities are not those of the model in this process."""
         if self.model is None:
             return
-        from posttrain.engines.vllm.probe import NEW_TOKENS, default_tolerance, largest_difference, probe_prompts
+        from posttrain.engines.vllm.probe import default_tolerance
 
-        context = served.context or UNLIMITED_CONTEXT
-        prompts = probe_prompts(self._vocab_size() or 1, context)
-        greedy = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0)
-        requests = [
-            (i, CompletionRequest(served.name, tuple(prompt), greedy.max_tokens, greedy, seed=0))
-            for i, prompt in enumerate(prompts)
-        ]
-        difference = largest_difference(self.model, prompts, self._complete_all(server, requests))
+        difference = self.score(server, served)
         tolerance = default_tolerance(self.model) if self.tolerance is None else self.tolerance
         if difference > tolerance:
             raise EngineMismatch(
@@ -252,6 +257,23 @@ class VllmEngine:
                 "Or it computes in another precision: start it with the same --dtype, or raise engine.tolerance"
             )
 
+    def score(self, server: HttpServer, served: ServedModel) -> float:
+        """By how much the server's log-probabilities of a fixed batch differ from the model's own, in nats.
+
+        Raises:
+            RunFailure: the server does not answer, or with something else.
+        """
+        from posttrain.engines.vllm.probe import largest_difference, probe_bodies, probe_prompts, read_scores
+
+        context = served.context or UNLIMITED_CONTEXT
+        bodies = probe_bodies(served, probe_prompts(self._vocab_size() or 1, context), context)
+
+        def ask(body: dict[str, Any]) -> Scores:
+            read = partial(read_scores, prompt=body["prompt"])
+            return self._call(server, "/v1/completions", body, read, "the probe")
+
+        return largest_difference(self.model, self._all(server, ask, bodies))
+
     def _vocab_size(self) -> int | None:
         return None if self.model is None else int(self.model.get_input_embeddings().weight.shape[0])
 
@@ -259,14 +281,14 @@ class VllmEngine:
         limit = min(sampling.max_tokens, sampling.within(served.context or UNLIMITED_CONTEXT) - len(prompt))
         return CompletionRequest(served.name, tuple(map(int, prompt)), limit, sampling, seed, self.logprobs)
 
-    def _complete_all(self, server: HttpServer, requests: Sequence[tuple[int, CompletionRequest]]) -> list[Completion]:
-        """Every completion in order; the first failure ends all the others."""
-        if not requests:
+    def _all(self, server: HttpServer, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """``work`` on every item, many at a time, in order; the first failure ends all the others."""
+        if not items:
             return []
-        with ThreadPoolExecutor(min(self.concurrency, len(requests)), "vllm") as pool:
-            futures: list[Future[Completion]] = []
+        with ThreadPoolExecutor(min(self.concurrency, len(items)), "vllm") as pool:
+            futures: list[Future[Result]] = []
             try:
-                futures += [pool.submit(self._complete, server, request) for request in requests]
+                futures += [pool.submit(work, item) for item in items]
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 failed = [future for future in futures if future in done and future.exception() is not None]
                 if failed:
@@ -280,14 +302,19 @@ class VllmEngine:
     def _complete(self, server: HttpServer, numbered: tuple[int, CompletionRequest]) -> Completion:
         index, request = numbered
         read = partial(read_completion, request=request, vocab_size=self._vocab_size())
+        return self._call(server, "/v1/completions", request.body(), read, f"prompt {index}")
+
+    def _call(
+        self, server: HttpServer, path: str, body: dict[str, Any], read: Callable[[Any], Result], what: str
+    ) -> Result:
         try:
-            return server.call("POST", "/v1/completions", request.body(), read=read)
+            return server.call("POST", path, body, read=read)
         except Unanswered as error:
-            raise RunFailure(f"{self.url}: no completion of prompt {index}: {error}") from None
+            raise RunFailure(f"{self.url}: no completion of {what}: {error}") from None
         except Unreadable as error:
-            raise RunFailure(f"{self.url}: an answer that cannot be used, to prompt {index}: {error}") from None
+            raise RunFailure(f"{self.url}: an answer that cannot be used, to {what}: {error}") from None
         except Refused as error:
-            raise UsageError(f"{self.url}: prompt {index} was refused: {_explain_refusal(error)}") from None
+            raise UsageError(f"{self.url}: {what} was refused: {_explain_refusal(error)}") from None
 
 
 def _check_temperature(temperature: float) -> None:

@@ -1,20 +1,33 @@
-"""Do a server and a model in this process have the same weights? Asked on a few tokens, never assumed."""
+"""Do a server and a model in this process have the same weights? Asked on a fixed batch, never assumed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import sampling_mode
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, Unreadable
 from posttrain.randomness import generator
-from posttrain.types import Completion
 
-PROMPT_TOKENS = (7, 3, 5)
+# The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
+PROMPT_TOKENS = (300, 40, 7, 3)
 NEW_TOKENS = 8
-# Nats. In fp32 the two programs differ by some 1e-6; in bf16 by the rounding of logits, 2^-8 of their size.
+TOP = 20  # as many as a server gives unless it is told otherwise
+# Nats. In fp32 two programs differ by some 1e-5 in what is unlikely; in bf16 by the rounding of logits, 2^-8 of their
+# size, which tells other weights apart but hardly one update from none.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
+
+    ids: tuple[int, ...]
+    places: dict[int, dict[int, float]]
 
 
 def probe_prompts(vocab_size: int, context: int) -> list[list[int]]:
@@ -24,20 +37,52 @@ def probe_prompts(vocab_size: int, context: int) -> list[list[int]]:
     return [numbers[i, :n].tolist() for i, n in enumerate(lengths)]
 
 
-def largest_difference(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> float:
-    """The largest difference between the completions' log-probabilities and the model's own, at temperature 1."""
+def probe_bodies(served: ServedModel, prompts: Sequence[Sequence[int]], context: int) -> list[dict[str, Any]]:
+    """Two requests for each prompt: go on greedily (from the cache of prompts), and score the prompt (past it)."""
+    greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
+    for prompt in prompts:
+        body = CompletionRequest(served.name, tuple(prompt), greedy.max_tokens, greedy, seed=0).body()
+        bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
+    return bodies
+
+
+def read_scores(answer: Any, prompt: Sequence[int]) -> Scores:
+    """What an answer to one of ``probe_bodies`` says, of the prompt and of what follows it.
+
+    Raises:
+        Unreadable: ids or log-probabilities are missing.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = (*prompt, *map(int, choice["token_ids"]))
+        given = choice.get("prompt_logprobs") or []
+        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(given) if each}
+        for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
+            places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
+    if not places:
+        raise Unreadable("no log-probabilities of a probe")
+    return Scores(ids, places)
+
+
+def largest_difference(model: Any, scored: Sequence[Scores]) -> float:
+    """The largest difference between the server's log-probabilities and the model's own, at temperature 1, in nats."""
     worst = 0.0
     with sampling_mode(model):
         device = next(model.parameters()).device
-        for prompt, completion in zip(prompts, completions, strict=True):
-            ids = torch.tensor([[*prompt, *completion.ids]], device=device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-            own = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
-            difference = (own - torch.tensor(completion.logprobs)).abs()
+        for scores in scored:
+            logits = model(input_ids=torch.tensor([scores.ids], device=device), use_cache=False).logits[0].float()
+            own = logits.log_softmax(-1).cpu()
+            where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
+            theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])
+            rows, columns = zip(*where, strict=True)
+            difference = (own[list(rows), list(columns)] - theirs).abs()
             worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
     return worst
 
 
-def default_tolerance(model: Any) -> float:
-    """How far apart the same weights may be, by the precision that the model is in here."""
-    return TOLERANCE if next(model.parameters()).dtype == torch.float32 else HALF_TOLERANCE
+def default_tolerance(model: Any, dtype: str = "float32") -> float:
+    """How far apart the same weights may be, by the precision of the model here, and of the server's."""
+    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
+    return HALF_TOLERANCE if is_half else TOLERANCE

@@ -183,6 +183,10 @@ class RolloutSource:
         return batch.select(rows) if rows else None
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
+        syncing = time.perf_counter()
+        if self.ahead is None:
+            self.engine.sync(step - 1)
+        syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
         sampled, chosen = drawn.sampled, drawn.chosen
         scored = time.perf_counter()
@@ -200,6 +204,7 @@ class RolloutSource:
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
         timing = drawn.timing | {
+            "sync_seconds": syncing,
             "score_seconds": grading,
             "fill_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),

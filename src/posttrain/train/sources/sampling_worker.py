@@ -49,9 +49,7 @@ def main() -> None:
 def _answer(message: dict[str, Any], source: RolloutSource, model: Any, replies: IO[bytes]) -> None:
     if "tensors" in message:
         _load(message, model)
-        sync = getattr(source.engine, "sync", None)
-        if sync is not None:
-            sync(message["weights"])
+        source.engine.sync(message["weights"] * source.updates)
         return
     drawn = source.draw(message["step"], message["batch"], begins=lambda attempt: send(replies, {"begins": attempt}))
     drawn.version = message["version"]

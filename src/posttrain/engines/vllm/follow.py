@@ -1,0 +1,233 @@
+"""The engine behind a vLLM server whose weights follow a model in training.
+
+Three things keep it honest. The server calls its weights what the last transfer called them, and is asked for that
+name before and after every batch: one that was started anew, or given weights by somebody else, does not pass. After
+every transfer both sides score a fixed batch, which catches what no name can: a tensor that did not arrive, a head that
+was packed before, a cache of prompts that was kept. And a server that a run started itself is started again when it
+dies, given the weights again, and asked again with the same seeds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.vllm.command import ServerOptions, server_command
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.http import HttpServer
+from posttrain.engines.vllm.probe import default_tolerance
+from posttrain.engines.vllm.protocol import ServedModel
+from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
+from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
+from posttrain.engines.weights import checkpoint_weights
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.models.lora import has_adapter
+from posttrain.types import Completion
+
+Result = TypeVar("Result")
+SERVED = "policy"
+
+
+@dataclass(frozen=True)
+class Own:
+    """How a server of the run's own is started (see ``vllm``)."""
+
+    port: int = 0
+    gpus: tuple[int, ...] = ()
+    gpu_memory: float | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int | None = None
+    eager: bool = False
+    restarts: int = 2
+
+
+class FollowingEngine(VllmEngine):
+    """See ``vllm``. ``url``: of a server that runs; None: the run starts one, when its weights are first needed.
+
+    Of several processes that train, rank 0 starts the server and hands over the weights; all of them ask it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        url: str | None,
+        own: Own,
+        collectives: Literal["auto", "gloo", "nccl"] = "auto",
+        *,
+        wanted: Sequence[str] = (),
+        **asking: Any,
+    ) -> None:
+        if own.restarts < 0:
+            raise UsageError(f"engine.restarts: {own.restarts}; give 0 or more")
+        self.own = own if url is None else None
+        self._python = None if url is not None else interpreter()  # missed before anything is trained
+        port = free_port(own.port) if url is None else 0
+        names = (SERVED,) if url is None else wanted
+        super().__init__(url or f"http://127.0.0.1:{port}", model=model, tokenizer=tokenizer, wanted=names, **asking)
+        self.dtype: torch.dtype = getattr(torch, own.dtype)
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        self.collectives: Collectives = ("nccl" if on_gpu else "gloo") if collectives == "auto" else collectives
+        self.process: OwnServer | None = None
+        self.version = -1  # the server has been given nothing yet
+        self.restarts = 0
+        self._port, self._token = port, secrets.token_hex(4)
+        self._sender: WeightSender | None = None
+        self._notices: list[str] = []
+
+    def sync(self, version: int) -> None:
+        """See ``Engine.sync``. The first one starts the server, where the run has one of its own.
+
+        Raises:
+            UsageError: no server, or one of another model or tokenizer, or that takes no weights.
+        """
+        if version == self.version:
+            return
+        if self.world.is_main:
+            self._alive(lambda: self._transfer(version))
+        self.url, self._token = self.world.tell((self.url, self._token), "the server's weights")
+        self.version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``."""
+        if self.version < 0:
+            self.sync(0)
+        asked = super().generate
+
+        def work() -> list[list[Completion]]:
+            self._check_label()
+            groups = asked(prompts, keys, sampling)
+            self._check_label()
+            return groups
+
+        groups = self._alive(work)
+        return [[replace(completion, version=self.version) for completion in group] for group in groups]
+
+    def take_notices(self) -> list[str]:
+        """See ``Engine.take_notices``."""
+        said, self._notices = self._notices, []
+        return said
+
+    def close(self) -> None:
+        """End the server, where it is the run's own."""
+        self._end_server()
+        self.version = -1
+
+    def _end_server(self) -> None:
+        self._sender = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+
+    def weights(self) -> Any:
+        """What is handed over (see ``checkpoint_weights``)."""
+        return checkpoint_weights(self.model)
+
+    def _probe(self, server: HttpServer, served: ServedModel) -> None:
+        """Not before every batch: every sync ends with it."""
+
+    @property
+    def _label(self) -> str:
+        return f"{self._token}:{self.version}"
+
+    def _alive(self, work: Callable[[], Result]) -> Result:
+        """``work`` with a server that runs; where it is the run's own and dies, again with another one."""
+        while True:
+            try:
+                if self.own is not None and self.process is None and self.world.is_main:
+                    self._start()
+                    if self.version >= 0:
+                        self._transfer(self.version)
+                return work()
+            except EngineMismatch:
+                raise
+            except RunFailure as failure:
+                if self.own is None or self.process is None or self.version < 0 or self.world.size > 1:
+                    raise  # not ours, or one that never worked, or other processes have answers of it by now
+                reason = f"the vLLM server failed: {failure}"
+                if self.restarts == self.own.restarts:
+                    raise RunFailure(
+                        f"{reason}. It was started again {self.restarts} times already (engine.restarts). "
+                        f"{self.process.tail()}"
+                    ) from None
+                self.restarts += 1
+                self._notices.append(f"{reason}; it is started again and given the weights of now, with the same seeds")
+                self._end_server()
+
+    def _start(self) -> None:
+        assert self.own is not None
+        folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
+        model = folder / "served"
+        whole = self.model.get_base_model() if has_adapter(self.model) else self.model
+        whole.config.save_pretrained(model)
+        self.tokenizer.save_pretrained(model)
+        options = ServerOptions(
+            port=self._port,
+            dtype=self.own.dtype,
+            max_model_len=self.own.max_model_len,
+            gpu_memory=self.own.gpu_memory,
+            gpus=self.own.gpus,
+            eager=self.own.eager,
+            interpreter=self._python,
+            follows=True,
+            empty=True,
+            name=SERVED,
+        )
+        process = OwnServer(server_command(str(model), options), self.url, folder / "vllm.log")
+        try:
+            process.start()
+            process.wait()
+        except BaseException:
+            process.stop()
+            raise
+        self.process = process
+
+    def _transfer(self, version: int) -> None:
+        with self._open() as server:
+            served = self._connect(server)
+            try:
+                if self._sender is None:
+                    self._sender = WeightSender(server, server.host, self.collectives, self.timeout_seconds)
+                else:
+                    self.score(server, served)  # what a cache keeps of the weights before will show below
+                self._send(server, f"{self._token}:{version}")
+            except RunFailure as failure:
+                self._sender = None
+                raise RunFailure(f"{self.url}: the weights could not be handed over: {failure}") from None
+            difference = self.score(server, served)
+        dtype = str(self.dtype).removeprefix("torch.")
+        tolerance = default_tolerance(self.model, dtype) if self.tolerance is None else self.tolerance
+        if difference > tolerance:
+            raise EngineMismatch(
+                f"{self.url}: after {version} updates the weights were handed over, and the server still computes "
+                f"something else: log-probabilities of a fixed batch differ by {difference:.2g} nats (at most "
+                f"{tolerance:g} is allowed). The last step is saved; if the server computes in another precision, give "
+                "its engine.dtype, or raise engine.tolerance"
+            )
+
+    def _send(self, server: HttpServer, label: str) -> None:
+        assert self._sender is not None
+        self._sender.send(server, self.weights, self.dtype, label)
+
+    def _check_label(self) -> None:
+        """Refuse a server that has other weights than it was given last.
+
+        Raises:
+            RunFailure: it was started anew meanwhile, or somebody else gave it weights.
+        """
+        with self._open() as server:
+            label = ask(server, "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
+        if label != self._label:
+            raise RunFailure(
+                f"{self.url}: the server has weights called {label[:60]!r}, and was given {self._label!r}: it was "
+                "started anew, or another run hands it weights too. Continue when the run has the server for itself"
+            )

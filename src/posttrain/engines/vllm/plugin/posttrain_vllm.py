@@ -1,0 +1,151 @@
+"""A vLLM plug-in: weights come from a trainer over torch.distributed, gloo for CPUs and NCCL for GPUs.
+
+vLLM finds it by the entry point beside this file (``vllm.general_plugins``) and uses it with
+``--weight-transfer-config '{"backend": "posttrain"}'``. It imports nothing of posttrain, which the server's environment
+does not have. ``engines/vllm/transfer.py`` is the other side. Nothing is pickled: tensors by collectives, what they are
+called by HTTP.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "posttrain"
+
+
+def register() -> None:
+    """Make the back end known; vLLM calls this once in each of its processes."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    @dataclass
+    class InitInfo(WeightTransferInitInfo):
+        address: str
+        port: int
+        world_size: int
+        collectives: str
+        timeout_seconds: float
+
+    @dataclass
+    class UpdateInfo(WeightTransferUpdateInfo):
+        update: int
+        names: list[str]
+        dtypes: list[str]
+        shapes: list[list[int]]
+
+    class PosttrainWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+        receiver: Receiver | None = None
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            self.shutdown()
+            parallel = self.parallel_config
+            rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.receiver = Receiver(init_info, rank, self.device)
+
+        def start_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            if self.receiver is None:
+                raise RuntimeError("no trainer has introduced itself: /init_weight_transfer_engine comes first")
+            self.receiver.receive(update_info, self.model.load_weights)
+
+        def finish_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+            pack_tied_heads(self.model)
+
+        def shutdown(self) -> None:
+            self.receiver = None
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, PosttrainWeightTransferEngine)
+
+
+def pack_tied_heads(model: torch.nn.Module) -> None:
+    """Prepare again what shares its weight with another layer and so was given none of its own.
+
+    On a CPU a head that is tied to the embedding multiplies with a packed copy of the weight, which reloading leaves
+    as it was: log-probabilities would go on coming from the head before.
+    """
+    owners: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        process = getattr(getattr(module, "quant_method", None), "process_weights_after_loading", None)
+        if weight is None or process is None or weight.numel() == 0:
+            continue
+        if owners.setdefault(id(weight), module) is not module:
+            process(module)
+
+
+class Receiver:
+    """One worker's place in the group of trainer (rank 0) and workers."""
+
+    def __init__(self, info: Any, rank: int, device: torch.device) -> None:
+        timeout = timedelta(seconds=info.timeout_seconds)
+        self.rank, self.device = rank, device
+        self.store = dist.TCPStore(info.address, info.port, info.world_size, False, timeout)
+        self.store.set(f"here/{rank}", "1")
+        self.group = join(self.store, info.collectives, rank, info.world_size, timeout, info.address)
+
+    def receive(self, info: Any, load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> None:
+        """Load every announced weight. All of them are received even if one cannot be loaded, so that nobody hangs.
+
+        Raises:
+            ValueError: the model here has no place for a weight.
+        """
+        self.store.set(f"ready/{info.update}/{self.rank}", "1")
+        failure: Exception | None = None
+        for name, dtype, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            broadcast(self.group, weight).wait()
+            if failure is None:
+                try:
+                    load([(name, weight)])
+                except Exception as error:  # noqa: BLE001  whatever a model's loader raises is told to the trainer
+                    failure = ValueError(f"{name} {shape}: {type(error).__name__}: {error}")
+        if failure is not None:
+            raise failure
+
+
+def join(store: Any, collectives: str, rank: int, size: int, timeout: timedelta, peer: str) -> Any:
+    """A process group of its own, beside whatever default group there is; ``peer`` is an address on the other side."""
+    if collectives == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(peer))]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    """Start to send ``tensor`` from rank 0 to all others; ``wait`` for what is returned."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([tensor], options)
+
+
+def address_towards(peer: str) -> str:
+    """The address of this machine on the way to ``peer``; nothing is sent."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,90 @@
+"""A stand-in for a vLLM server that takes weights: its routes and a real transfer, with a small model behind them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
+
+from posttrain.engines.vllm.plugin.posttrain_vllm import Receiver
+
+
+class FakeFollower(FakeVllm):
+    """Serves a copy of ``model`` with noise on it until weights arrive.
+
+    It keeps a cache of prompts: what it has computed for one is used again until it is reset. ``said`` are the
+    routes that were asked for, in order; ``refuses`` one of them by an HTTP 500; ``drops`` are names left old.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+        self.model = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        super().__init__(model_answer(self.model, "processed"), context=512, tokenizer=tokenizer, **options)
+        self.label, self.said, self.refuses, self.drops = "default", [], "", ()
+        self.keeps_cache = False
+        self.cache: dict[str, Any] = {}
+        self.receiver: Receiver | None = None
+        self.paused = threading.Event()
+        self.gets |= {
+            "/health": lambda body: {},
+            "/weight_info": lambda body: {"weight_version": self.label},
+            "/get_world_size": lambda body: {"world_size": 1},
+        }
+        steps = {
+            "/init_weight_transfer_engine": lambda body: self.begin(SimpleNamespace(**body["init_info"])),
+            "/pause": lambda body: self.paused.set(),
+            "/start_weight_update": lambda body: None,
+            "/update_weights": lambda body: self.update(SimpleNamespace(**body["update_info"])),
+            "/finish_weight_update": lambda body: setattr(self, "label", body["weight_version"]),
+            "/resume": lambda body: self.paused.clear(),
+            "/reset_prefix_cache": lambda body: self.cache.clear() if not self.keeps_cache else None,
+        }
+        self.posts |= {route: self.step(route, work) for route, work in steps.items()}
+
+    def step(self, route: str, work: Any) -> Any:
+        def answer(body: dict[str, Any]) -> dict[str, Any]:
+            self.said.append(route)
+            if route == self.refuses:
+                raise Reply(500, {"error": {"message": "not today"}})
+            try:
+                work(body)
+            except ValueError as error:
+                raise Reply(500, {"error": {"message": str(error)}}) from None
+            return {}
+
+        return answer
+
+    def begin(self, info: Any) -> None:
+        self.receiver = Receiver(info, 1, torch.device("cpu"))
+
+    def update(self, info: Any) -> None:
+        assert self.receiver is not None
+        assert self.paused.is_set(), "weights came while answers were being written"
+        own = dict(self.model.named_parameters())
+
+        def load(named: list[tuple[str, torch.Tensor]]) -> None:
+            with torch.no_grad():
+                for name, weight in named:
+                    if name not in self.drops:
+                        own[name].copy_(weight)
+
+        self.receiver.receive(info, load)
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        assert not self.paused.is_set()
+        self.bodies.append(body)
+        self.trouble(len(self.bodies), body)
+        if not body.get("logprobs") or "prompt_logprobs" in body:  # scoring a prompt passes the cache by, as vLLM does
+            return super().complete(body)
+        known = str(body["prompt"])
+        with self._lock:
+            if known not in self.cache:
+                self.cache[known] = completion_json(body, self.answer(body))
+                add_scores(self.cache[known]["choices"][0], body, self.model)
+            return self.cache[known]

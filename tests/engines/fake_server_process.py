@@ -1,0 +1,25 @@
+"""In the place of ``python -m vllm.entrypoints.openai.api_server``: the stand-in as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from fake_follower import FakeFollower
+
+from posttrain.models.load import load_model
+from posttrain.recipes.sections import ModelSection
+
+arguments = dict(zip(sys.argv, sys.argv[1:], strict=False))
+assert arguments["-m"] == "vllm.entrypoints.openai.api_server"
+assert arguments["--load-format"] == "dummy"
+assert arguments["--weight-transfer-config"] == '{"backend": "posttrain"}'
+assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+assert Path(arguments["--model"], "config.json").is_file()
+loaded = load_model(ModelSection(), seed=0)
+card = {"id": arguments["--served-model-name"], "root": arguments["--model"], "max_model_len": 512}
+with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], port=int(arguments["--port"])):
+    Path("pid").write_text(str(os.getpid()))
+    threading.Event().wait()

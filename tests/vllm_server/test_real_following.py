@@ -1,0 +1,172 @@
+"""A real vLLM server whose weights follow: clean syncs, syncs with a fault, and training from end to end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.vllm import command
+from posttrain.engines.vllm.follow import FollowingEngine, Own
+from posttrain.engines.vllm.probe import TOLERANCE
+from posttrain.engines.vllm.transfer import WeightSender
+from posttrain.errors import EngineMismatch
+from posttrain.models.load import LoadedModel, load_model
+from posttrain.recipes.sections import ModelSection
+from small_runs import Events, make_recipe, recorded, watched
+
+pytestmark = pytest.mark.vllm
+
+NUM_SYNCS = 200
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+PLUGIN_WITH_FAULT = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("real_plugin", {real!r})
+real = sys.modules["real_plugin"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+pack, left_old = real.pack_tied_heads, pathlib.Path(__file__).with_name("tied-heads-left-old")
+real.pack_tied_heads = lambda model: None if left_old.exists() else pack(model)
+register = real.register
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(ModelSection(), seed=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    if not os.environ.get("POSTTRAIN_VLLM"):
+        pytest.skip("POSTTRAIN_VLLM names no Python with vLLM; run `make test-vllm`")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FollowingEngine]:
+    """With a plug-in that leaves tied heads old while a file lies beside it."""
+    folder = tmp_path_factory.mktemp("following")
+    real = command.PLUGIN / "posttrain_vllm.py"
+    (folder / "posttrain_vllm.py").write_text(PLUGIN_WITH_FAULT.format(real=str(real)))
+    shutil.copytree(command.PLUGIN / "posttrain_vllm-1.dist-info", folder / "posttrain_vllm-1.dist-info")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "PLUGIN", folder)
+        engine = FollowingEngine(tiny.model, tiny.tokenizer, None, Own(eager=True), timeout_seconds=300.0)
+        engine.folder = folder
+        try:
+            engine.sync(0)
+            yield engine
+        finally:
+            engine.close()
+
+
+def update(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-5 * torch.randn(parameter.shape, generator=generator).sign()
+
+
+def difference(engine: FollowingEngine) -> float:
+    with engine._open() as server:
+        return engine.score(server, engine._connect(server))
+
+
+def test_clean_syncs_raise_no_alarm_and_an_update_that_did_not_arrive_would(engine: FollowingEngine) -> None:
+    seconds, worst, least = [], 0.0, 1.0
+    for version in range(1, NUM_SYNCS + 1):
+        update(engine.model, version)
+        if version % 50 == 0:
+            least = min(least, difference(engine))
+        started = time.perf_counter()
+        engine.sync(version)
+        seconds.append(time.perf_counter() - started)
+        if version % 50 == 0:
+            worst = max(worst, difference(engine))
+    print(f"\n{NUM_SYNCS} syncs, {sorted(seconds)[len(seconds) // 2]:.2f} s in the middle, none refused;")
+    print(f"the same weights differ by at most {worst:.1e} nats, one update that is missing by at least {least:.1e}")
+    assert worst < TOLERANCE / 10 < TOLERANCE < least
+
+
+def test_answers_are_the_models(engine: FollowingEngine, tiny: LoadedModel) -> None:
+    prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2 + 1}") for n in range(10, 26)]
+    greedy, keys = Sampling(24, temperature=0.0, stop_ids=frozenset({0})), [[1]] * 16
+    found = engine.generate(prompts, keys, greedy)
+    expected = NativeEngine(tiny.model).generate(prompts, keys, greedy)
+    assert [g[0].ids for g in found] == [g[0].ids for g in expected]
+    assert {c.version for g in found for c in g} == {engine.version}
+
+
+def one_tensor_scaled(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    sound = engine.weights
+
+    def weights() -> Any:
+        for name, weight in sound():
+            yield name, weight * 1.01 if name == "model.layers.2.mlp.up_proj.weight" else weight
+
+    patch.setattr(engine, "weights", weights)
+
+
+def one_layer_left_old(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    sound = engine.weights
+    patch.setattr(engine, "weights", lambda: ((n, w) for n, w in sound() if not n.startswith("model.layers.1.")))
+
+
+def tied_head_left_old(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    left_old = engine.folder / "tied-heads-left-old"
+    left_old.touch()
+    patch.callback = left_old.unlink  # type: ignore[attr-defined]
+
+
+def prefix_cache_kept(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightSender, "pause", "/pause?mode=abort&clear_cache=false")
+    patch.setattr(WeightSender, "reset_caches", lambda self, server: None)
+
+
+@pytest.mark.parametrize("fault", [one_tensor_scaled, one_layer_left_old, tied_head_left_old, prefix_cache_kept])
+def test_a_sync_with_a_fault_is_caught(engine: FollowingEngine, fault: Any) -> None:
+    """After one update of 1e-5 at every weight; the next sync is sound again, and accepted."""
+    version = engine.version + 1
+    update(engine.model, version)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(engine, patch)
+        with pytest.raises(EngineMismatch, match=r"log-probabilities of a fixed batch differ by") as caught:
+            engine.sync(version)
+        getattr(patch, "callback", lambda: None)()
+    print(f"\n{fault.__name__}: {str(caught.value).partition('differ by ')[2].partition(' nats')[0]} nats")
+    engine.sync(version)
+
+
+def test_training_from_end_to_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """Started by the recipe, killed after the first step, started again; no answer is lost or comes twice."""
+
+    class Killing(Events):
+        def __call__(self, event: str, facts: dict[str, Any]) -> None:
+            super().__call__(event, facts)
+            if event == "step" and facts["step"] == 1:
+                for stat in Path("/proc").glob("[0-9]*/cmdline"):
+                    words = stat.read_bytes().split(b"\0")
+                    if b"-m" in words[1:2] and str(tmp_path / "run" / "served").encode() in words:
+                        os.kill(int(stat.parent.name), signal.SIGKILL)
+                        return
+
+    engine = {"name": "vllm", "eager": True, "timeout_seconds": 300}
+    recipe = make_recipe("grpo", rollout={"engine": engine}, train={"steps": 3})
+    events = Killing()
+    result = watched(tmp_path / "run", recipe, events)
+    assert (result.step, result.reason) == (3, "finished")
+    assert len(events.of("notice")) == 1
+    rows = recorded(tmp_path / "run")[0]
+    assert [(row.step, row.version) for row in rows] == [(s, s - 1) for s in (1, 2, 3) for _ in range(16)]
