@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,10 @@ from pathlib import Path
 import code_attacks
 from code_attacks import Attack
 
-from posttrain.graders.code.judging import Tests, Walls, judge_all
+from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome
 from posttrain.graders.sandbox.levels import Level, open_sandbox
-from posttrain.graders.sandbox.sandbox import Bounds
+from posttrain.graders.sandbox.sandbox import Bounds, SandboxGone
 
 # Far below what the attacks on resources ask for, and enough for an honest program.
 BOUNDS = Bounds(cpu_seconds=2, memory_bytes=256 << 20, processes=6, file_bytes=4 << 20, disk_bytes=8 << 20)
@@ -65,7 +66,7 @@ class Targets:
 
 @contextlib.contextmanager
 def targets(folder: Path) -> Iterator[Targets]:
-    """Listeners that say the token, on TCP, on an abstract and on a named socket; a file and a variable that hold it."""
+    """Listeners that say the token, on TCP, an abstract and a named socket; a file and a variable that hold it."""
     token = secrets.token_hex(16)
     (folder / "canary").write_text(token)
     abstract = f"posttrain-{token[:8]}"
@@ -75,12 +76,16 @@ def targets(folder: Path) -> Iterator[Targets]:
         listeners[-1].bind(address)
         listeners[-1].listen()
     os.environ["POSTTRAIN_SECRET"] = token
+    # What /proc shows of an environment is what a process was started with.
+    holder = subprocess.Popen(["sleep", "3600"], env={"POSTTRAIN_SECRET": token})
     for listener in listeners:
         threading.Thread(target=_say, args=(listener, token), daemon=True).start()
     try:
         yield Targets(token, folder, listeners[0].getsockname()[1], abstract)
     finally:
         del os.environ["POSTTRAIN_SECRET"]
+        holder.kill()
+        holder.wait()
         for listener in listeners:
             listener.close()
 
@@ -98,7 +103,7 @@ def outcomes(level: Level, aims: Targets, attacks: list[Attack]) -> dict[str, Ou
     verdicts: dict[str, Outcome] = {}
     for seconds in sorted({one.seconds for one in attacks}):
         some = [one for one in attacks if one.seconds == seconds]
-        asked = [(aims.fill(one.program), Tests(("solve",), aims.fill(one.tests))) for one in some]
+        asked = [(aims.fill(one.program), Checks(("solve",), aims.fill(one.tests))) for one in some]
         judged = judge_all(asked, Walls(level, BOUNDS, seconds), NUM_AT_A_TIME)
         verdicts.update((one.name, outcome) for one, outcome in zip(some, judged, strict=True))
     return verdicts
@@ -108,11 +113,14 @@ def passes_in_one_process(aims: Targets, attack: Attack) -> bool:
     """Whether the program passes where it and its tests are one text and the exit code 0 is the verdict."""
     with open_sandbox("process", replace(BOUNDS, processes=1000)) as box:
         box.write_file("all.py", f"{aims.fill(attack.program)}\n{aims.fill(attack.tests)}".encode())
-        done = box.exec([*box.python, "all.py"], seconds=attack.seconds)
+        try:
+            done = box.exec([*box.python, "all.py"], seconds=attack.seconds)
+        except SandboxGone:
+            return False
     return done.exit == 0 and not done.timed_out
 
 
 def honest(level: Level) -> Outcome:
     """The verdict on a program that solves the problem which the attacks do not."""
-    asked = [(code_attacks.HONEST, Tests(("solve",), code_attacks.SOLVE))]
+    asked = [(code_attacks.HONEST, Checks(("solve",), code_attacks.SOLVE))]
     return judge_all(asked, Walls(level, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]

@@ -27,26 +27,37 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def extract_program(text: str, names: Sequence[str], prefix: str = "") -> str | None:
+def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_on: bool = False) -> str | None:
     """The program in a completion, or None.
 
     Of what follows the thinking it is the last complete fenced block of Python that defines one of ``names``, else the
-    last such block; without any block the text itself, if it defines one of ``names`` or goes on in the body
-    that ``prefix`` began (cut at the first line that does not belong to it). ``prefix`` is put before it.
+    last such block; without any block the text itself, if it defines one of ``names``, or if it ``goes_on`` in the
+    body that ``prefix`` began (cut at the first line that does not belong to it). ``prefix`` is put before it.
     """
     response = tagged_response(text)
     if response is None or is_blank(response) or len(response) > MAX_CHARS:
         return None
-    blocks = [content for language, content in fenced_blocks(response) if language in _PYTHON and not is_blank(content)]
+    blocks = _programs(response)
     program = next((one for one in reversed(blocks) if defines(one, names)), blocks[-1] if blocks else None)
     if program is None and _FENCE.search(response) is None:
         if defines(response, names):
             program = response
-        elif prefix:
+        elif goes_on:
             program = _body(response)
     if program is None:
         return None
     return f"{prefix.rstrip()}\n{program}\n" if prefix else program
+
+
+def last_program(text: str) -> str | None:
+    """The last complete fenced block of Python of what follows the thinking, or None."""
+    response = tagged_response(text)
+    blocks = [] if response is None else _programs(response)
+    return blocks[-1] if blocks else None
+
+
+def _programs(response: str) -> list[str]:
+    return [content for language, content in fenced_blocks(response) if language in _PYTHON and not is_blank(content)]
 
 
 def defines(program: str, names: Sequence[str]) -> bool:

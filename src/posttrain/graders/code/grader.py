@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.graders.code.extraction import extract_program
-from posttrain.graders.code.judging import Tests, Walls, judge_all
+from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.sandbox.levels import Level, choose_level
 from posttrain.graders.sandbox.sandbox import Bounds
@@ -33,8 +33,9 @@ def code_tests(
 
     ``right = 1[every assertion of the tests holds]``. The program is the last fenced block of Python that defines the
     function asked for, else the last one, else the text itself if it is code; where the problem gave the head of the
-    function, it stands in front. ``meta["tests"]`` is the code of the tests, ``meta["test_names"]`` the functions
-    that it calls, ``meta["test_prelude"]`` what it needs, ``meta["program_prefix"]`` the head.
+    function, it stands in front. ``meta["tests"]`` holds the ``code`` of the tests, the ``names`` of the functions that
+    it calls, the ``prelude`` that it needs, the ``prefix``, which is the head, and ``goes_on``: whether the model was
+    to go on from it.
 
     The program runs in one sandbox and answers calls; the tests run in another, where its functions are proxies, and
     arguments and results pass as plain data. So a program knows no test, and nothing that it changes, prints or
@@ -57,10 +58,10 @@ def code_tests(
         RunFailure: a sandbox cannot be set up.
     """
     verdicts: dict[int, Verdict] = {}
-    asked: dict[tuple[str, Tests], list[int]] = {}
+    asked: dict[tuple[str, Checks], list[int]] = {}
     for place, one in enumerate(submissions):
         tests = tests_of(one)
-        program = None if tests is None else extract_program(one.text, tests.names, one.meta.get("program_prefix", ""))
+        program = None if tests is None else _program_of(one, tests)
         if tests is None:
             verdicts[place] = Verdict("ungraded")
         elif program is None:
@@ -76,12 +77,19 @@ def code_tests(
     return [verdicts[place] for place in range(len(submissions))]
 
 
-def tests_of(submission: Submission) -> Tests | None:
+def tests_of(submission: Submission) -> Checks | None:
     """The tests of the problem, or None where it has none."""
-    meta = submission.meta
-    if not meta.get("tests"):
+    stated = submission.meta.get("tests")
+    if not stated:
         return None
-    return Tests(tuple(meta.get("test_names") or ()), meta["tests"], meta.get("test_prelude", ""))
+    return Checks(tuple(stated["names"]), stated["code"], stated.get("prelude", ""))
+
+
+def _program_of(submission: Submission, tests: Checks) -> str | None:
+    stated = submission.meta["tests"]
+    return extract_program(
+        submission.text, tests.names, stated.get("prefix", ""), goes_on=bool(stated.get("goes_on", False))
+    )
 
 
 def _verdict(outcome: Outcome, program: str) -> Verdict:

@@ -19,14 +19,14 @@ from posttrain.graders.code.candidate import SOLUTION
 from posttrain.graders.code.tester import BAD, GONE, RIGHT, TESTS, WRONG
 from posttrain.graders.grading import Outcome
 from posttrain.graders.sandbox.levels import Level, open_sandbox
-from posttrain.graders.sandbox.sandbox import Bounds, Sandbox
+from posttrain.graders.sandbox.sandbox import Bounds, Sandbox, SandboxGone
 
 _FOLDER = "posttrain/graders/code"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}  # sets are walked in the same order: the same verdict again
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class Checks:
     """What a program has to pass: code that calls ``names``, after ``prelude`` has defined what it needs."""
 
     names: tuple[str, ...]
@@ -44,18 +44,18 @@ class Walls:
     image: str | None = None
 
 
-def judge_all(asked: Sequence[tuple[str, Tests]], walls: Walls, num_workers: int) -> list[Outcome]:
+def judge_all(asked: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
     """The outcome for each program and its tests, in order; so many at a time.
 
     Raises:
         RunFailure: a sandbox cannot be set up.
     """
     with ThreadPoolExecutor(max(1, min(num_workers, len(asked)))) as pool:
-        return list(pool.map(lambda pair: judge(*pair, walls), asked))
+        return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), asked))
 
 
-def judge(program: str, tests: Tests, walls: Walls) -> Outcome:
-    """``right``, ``wrong``, ``timeout``; ``crash`` where the program ended itself; ``ungraded`` where tests are no tests.
+def judge(program: str, tests: Checks, walls: Walls) -> Outcome:
+    """``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: tests that are none.
 
     Raises:
         RunFailure: a sandbox cannot be set up.
@@ -72,12 +72,13 @@ def judge(program: str, tests: Tests, walls: Walls) -> Outcome:
         candidate.write_file(SOLUTION, program.encode("utf-8", errors="replace"))
         spec = {"names": tests.names, "tests": tests.tests, "prelude": tests.prelude}
         tester.write_file(TESTS, json.dumps(spec).encode())
-        _connect(candidate, tester, walls.seconds)
-        ended = tester.wait()
-        if ended.timed_out:
-            return "timeout"
-        if ended.code == GONE:
-            return "timeout" if candidate.wait().timed_out else "crash"
+        try:
+            _connect(candidate, tester, walls.seconds)
+            ended = tester.wait()
+            if ended.timed_out or (ended.code == GONE and candidate.wait().timed_out):
+                return "timeout"
+        except SandboxGone:
+            return "crash"
     outcomes: dict[int, Outcome] = {RIGHT: "right", WRONG: "wrong", BAD: "ungraded"}
     return outcomes.get(ended.code, "crash")
 

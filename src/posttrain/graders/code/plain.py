@@ -19,8 +19,8 @@ MAX_BYTES = 4 * 2**20  # of one message
 MAX_ITEMS = 1_000_000  # of a generator
 _EXACT = 2**53  # smaller integers stand as they are
 
-_CONTAINERS: tuple[tuple[str, type], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
-_KEYS = type({}.keys())
+_CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_KEYS: Any = type({}.keys())
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -111,6 +111,14 @@ def decode(code: Any) -> Any:
     if kind == "dict":
         return {decode(key): decode(item) for key, item in content}
     return _MAKE[kind]([decode(item) for item in content])
+
+
+def seed_if_drawn(source: str) -> None:
+    """Whoever draws random numbers draws the same again: so is the verdict. Importing ``random`` takes milliseconds."""
+    if "random" in source:
+        import random
+
+        random.seed(0)
 
 
 def send(descriptor: int, message: Any) -> None:

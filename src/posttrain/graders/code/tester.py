@@ -1,7 +1,7 @@
 """What runs the tests of a data set, in a sandbox of its own: functions of the program are proxies in here.
 
-A call of a proxy is a message to the other sandbox, and its result plain data; what the program raises is raised here if
-it is an ordinary error of Python's own. The verdict is the exit code of this process, which the program cannot reach.
+A call of a proxy is a message to the other sandbox, and its result plain data; what the program raises is raised here
+if it is an ordinary error of Python's own. The verdict is the exit code of this process, out of the program's reach.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import builtins
 import json
 import os
-import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, send
+from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, seed_if_drawn, send
 
 TESTS = "tests.json"
 # Exit codes. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
@@ -91,7 +90,7 @@ def error_of(name: str, text: str) -> Exception:
     kind = getattr(builtins, name, None)
     ordinary = isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_RAISED
     try:
-        return kind(text) if ordinary else ProgramRaised(f"{name}: {text}")  # type: ignore[misc, no-any-return]
+        return kind(text) if ordinary else ProgramRaised(f"{name}: {text}")  # type: ignore[misc]
     except TypeError:  # one that needs more than a text
         return ProgramRaised(f"{name}: {text}")
 
@@ -128,7 +127,7 @@ def run(program: Program) -> int:
     if not program.greet():
         return WRONG
     scope.update({name: program.proxy(name) for name in spec["names"]})
-    random.seed(0)
+    seed_if_drawn(spec["tests"])
     try:
         exec(tests, scope)
     except (ProgramGone, BadTests):

@@ -8,7 +8,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from posttrain.errors import RunFailure
-from posttrain.graders.sandbox.sandbox import GRACE_SECONDS, MAX_FILE_BYTES, START_SECONDS, Bounds, Ended, Runner, _inner
+from posttrain.graders.sandbox.sandbox import (
+    GRACE_SECONDS,
+    MAX_FILE_BYTES,
+    START_SECONDS,
+    Bounds,
+    Ended,
+    Runner,
+    path_inside,
+)
 
 BOX = "/box"
 _NOBODY = "65534:65534"
@@ -37,8 +45,8 @@ def docker_refuses() -> str:
 class Container(Runner):
     """A container without network, capabilities and writable root, as user nobody, with a folder of limited size.
 
-    It is removed when it is closed. The image needs ``sh``, ``cat``, ``head``, ``timeout`` and ``python3``. An image that is not
-    there is fetched by docker.
+    It is removed when it is closed. The image needs ``sh``, ``cat``, ``head``, ``timeout`` and ``python3``; docker
+    fetches one that is not there.
 
     Raises:
         RunFailure: docker is not there, or refuses the image.
@@ -110,7 +118,7 @@ class Container(Runner):
         Raises:
             RunFailure: docker refuses, or the folder is full.
         """
-        inside = f"{BOX}/{_inner(path)}"
+        inside = f"{BOX}/{path_inside(path)}"
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
         self._call(["exec", "--interactive", self.name, "sh", "-c", script, "sh", inside], content)
 
@@ -120,7 +128,7 @@ class Container(Runner):
         Raises:
             RunFailure: no such file, no ordinary one, or a longer one.
         """
-        inside = f"{BOX}/{_inner(path)}"
+        inside = f"{BOX}/{path_inside(path)}"
         script = '[ -f "$1" ] && [ ! -L "$1" ] && head -c "$2" -- "$1"'
         content = self._call(["exec", self.name, "sh", "-c", script, "sh", inside, str(limit + 1)])
         if len(content) > limit:
@@ -131,7 +139,9 @@ class Container(Runner):
         """Remove the container and all that runs in it."""
         if self.name:
             name, self.name = self.name, ""
-            subprocess.run([self._docker, "rm", "--force", name], capture_output=True, timeout=START_SECONDS, check=False)
+            subprocess.run(
+                [self._docker, "rm", "--force", name], capture_output=True, timeout=START_SECONDS, check=False
+            )
 
     def _call(self, arguments: Sequence[str], feed: bytes = b"") -> bytes:
         """One call of docker's command line; its standard output."""

@@ -85,7 +85,9 @@ def enter_root(folder: str) -> None:
 
 def prctl(option: int, first: int = 0, second: object = None) -> None:
     none = ctypes.c_ulong(0)
-    _check(_libc.prctl(option, ctypes.c_ulong(first), none if second is None else second, none, none), f"prctl {option}")
+    _check(
+        _libc.prctl(option, ctypes.c_ulong(first), none if second is None else second, none, none), f"prctl {option}"
+    )
 
 
 def die_with_parent() -> None:

@@ -22,10 +22,10 @@ _PROBE = Bounds(cpu_seconds=10)
 _REASONS: dict[str, str] = {}
 _LOCK = threading.Lock()
 _WEAK = (
-    "code runs at the level 'process', for this machine refuses namespaces ({reason}): it is stopped when it hangs or eats "
-    "memory, but it can read the files of this user, use the network, and look for its tests. In a container, allow "
-    "namespaces (for docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined), or name an image for "
-    "the level 'docker'; 'level: process' says that this is meant"
+    "code runs at the level 'process', for this machine refuses namespaces ({reason}): it is stopped when it hangs or "
+    "eats memory, but it can read the files of this user, use the network, and look for its tests. In a container, "
+    "allow namespaces (for docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined), or name an "
+    "image for the level 'docker'; 'level: process' says that this is meant"
 )
 
 
@@ -45,7 +45,9 @@ def _try(level: str) -> str:
             done = sandbox.exec([*sandbox.python, "-c", "print(6 * 7)"], seconds=120.0)
     except RunFailure as error:
         return str(error)
-    return "" if done.stdout == b"42\n" else f"Python does not start inside: {done.stderr.decode(errors='replace')[-200:]}"
+    return (
+        "" if done.stdout == b"42\n" else f"Python does not start inside: {done.stderr.decode(errors='replace')[-200:]}"
+    )
 
 
 def choose_level(level: Level | None, image: str | None) -> Level:

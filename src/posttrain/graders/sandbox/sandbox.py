@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -34,6 +33,10 @@ READ_BYTES = 65536
 MAX_FILE_BYTES = 16 * 2**20
 _FOR_THE_LOADER = ("LD_LIBRARY_PATH", "PYTHONHOME")
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from posttrain.graders.sandbox.supervisor import main; main()"
+
+
+class SandboxGone(RunFailure):
+    """A sandbox was set up and is there no more: at the level ``process`` a program can end its own supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class Supervised(Runner):
 
     def __init__(self, level: str, bounds: Bounds, visible: Sequence[str] = ()) -> None:
         self.level, self.bounds = level, bounds
-        self.python = (os.path.realpath(sys.executable), "-s", "-S", "-B")
+        self.python: tuple[str, ...] = (os.path.realpath(sys.executable), "-s", "-S", "-B")
         self.layers: tuple[str, ...] = ()
         self._ended: Ended | None = None
         self._seconds = 0.0
@@ -270,7 +273,11 @@ class Supervised(Runner):
         self._ask(message, list(descriptors))
 
     def wait(self) -> Ended:
-        """Until the program has ended, which it has at the latest when its seconds are over."""
+        """Until the program has ended, which it has at the latest when its seconds are over.
+
+        Raises:
+            SandboxGone: the supervisor was ended, or answers no more.
+        """
         while self._ended is None:
             self._note(self._hear(self._seconds + GRACE_SECONDS))
         return self._ended
@@ -286,7 +293,7 @@ class Supervised(Runner):
         Raises:
             RunFailure: the folder is full, or what stands there is no ordinary file.
         """
-        self._ask({"write": _inner(path), "content": base64.b64encode(content).decode()})
+        self._ask({"write": path_inside(path), "content": base64.b64encode(content).decode()})
 
     def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
         """The bytes of an ordinary file in the working folder.
@@ -294,7 +301,7 @@ class Supervised(Runner):
         Raises:
             RunFailure: no such file, no ordinary one, or a longer one.
         """
-        return base64.b64decode(self._ask({"read": _inner(path), "limit": limit})["content"])
+        return base64.b64decode(self._ask({"read": path_inside(path), "limit": limit})["content"])
 
     def close(self) -> None:
         """End everything that runs inside, and forget the files."""
@@ -315,7 +322,7 @@ class Supervised(Runner):
         try:
             send(self._control, message, descriptors)
         except OSError as error:
-            raise RunFailure(f"the sandbox is gone: {error}") from None
+            raise SandboxGone(f"the sandbox is gone: {error}") from None
         while "ended" in (answer := self._hear(GRACE_SECONDS + START_SECONDS)):
             self._note(answer)
         if "error" in answer:
@@ -333,15 +340,15 @@ class Supervised(Runner):
         try:
             answer = receive(self._control)
         except (OSError, ValueError) as error:
-            raise RunFailure(f"the sandbox does not answer: {error}") from None
+            raise SandboxGone(f"the sandbox does not answer: {error}") from None
         if answer is None:
-            raise RunFailure("the sandbox ended without a word")
+            raise SandboxGone("the sandbox ended without a word")
         if "failed" in answer[0]:
             raise RunFailure(f"no sandbox of the level {self.level}: {answer[0]['failed']}")
         return answer[0]
 
 
-def _inner(path: str) -> str:
+def path_inside(path: str) -> str:
     """A path in the working folder.
 
     Raises:
@@ -368,7 +375,8 @@ class _Starter:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={"PYTHONHASHSEED": "0"} | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
+                env={"PYTHONHASHSEED": "0"}
+                | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
                 start_new_session=True,
             )
         self._requests.settimeout(START_SECONDS)

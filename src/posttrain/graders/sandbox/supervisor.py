@@ -1,7 +1,7 @@
 """What stands between this program and a process that runs a stranger's code: the starter, and one supervisor each.
 
-``main`` is the starter: a fresh interpreter without environment that forks a supervisor for every sandbox, so that a
-sandbox costs forks and mounts but no start of Python. At the level ``namespaces`` the supervisor is process 1 of its own
+``main`` is the starter: a fresh interpreter without environment that forks a supervisor for every sandbox, so that one
+costs forks and mounts but no start of Python. At the level ``namespaces`` the supervisor is process 1 of its own
 namespaces, in which nothing is to be seen but Python, the system's libraries and a folder of limited size; a process
 that it starts has no capabilities, another user where that can be had, and Landlock and seccomp where the kernel has
 them. At the level ``process`` it shares the machine, and only limits and a process group hold what it starts.
@@ -177,7 +177,8 @@ def _build_root(settings: dict[str, Any]) -> list[str]:
     inodes = max(64, bounds["disk_bytes"] // 4096)
     kernel.mount("tmpfs", folder + BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV,
                  f"size={bounds['disk_bytes']},nr_inodes={inodes},mode=777")  # fmt: skip
-    os.symlink(BOX, folder + "/tmp")
+    if not os.path.lexists(folder + "/tmp"):  # there is one if this Python lives in it
+        os.symlink(BOX, folder + "/tmp")
     kernel.enter_root(folder)
     kernel.restrict_mount("/", kernel.READ_ONLY, below=False)
     socket.sethostname("sandbox")
@@ -242,7 +243,7 @@ class Supervisor:
         """Until the parent closes the socket."""
         while True:
             wait = max(0.0, self.deadline - time.monotonic()) if self.running else None
-            watched = [self.control, *([self.handle] if self.running else [])]
+            watched: list[Any] = [self.control, *([self.handle] if self.running else [])]
             ready, _, _ = select.select(watched, [], [], wait)
             if self.running and (self.handle in ready or time.monotonic() >= self.deadline):
                 self._settle(overdue=self.handle not in ready)
@@ -321,13 +322,16 @@ class Supervisor:
                 os.setresuid(self.user, self.user, self.user)
             kernel.drop_capabilities()
         kernel.die_with_parent()  # a change of the user would undo it
-        processes = bounds["processes"] + (0 if self.alone else count_tasks(os.getuid()))
+        if self.alone:
+            others = 0 if self.user else 2  # this supervisor and its parent, which are of the same user then
+        else:
+            others = count_tasks(os.getuid())
         limits = {
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_AS: bounds["memory_bytes"],
             resource.RLIMIT_FSIZE: bounds["file_bytes"],
             resource.RLIMIT_NOFILE: bounds["open_files"],
-            resource.RLIMIT_NPROC: processes,
+            resource.RLIMIT_NPROC: bounds["processes"] + others,
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
         }
@@ -358,7 +362,7 @@ class Supervisor:
         send(self.control, message)
 
     def _kill_all(self, group: int = 0) -> int:
-        """Kill all descendants and wait for them; how many are left after many tries (of a level without namespaces)."""
+        """Kill all descendants and wait for them; how many are left after many tries (never within namespaces)."""
         if self.running:
             self._kill_main()
         for attempt in range(MAX_KILL_ROUNDS):
