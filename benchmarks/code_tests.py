@@ -114,13 +114,15 @@ def main() -> None:
     if refusal("namespaces"):
         sys.exit(f"this machine has no namespaces: {refusal('namespaces')}")
     smallest = arguments.size == "smallest"
-    results: dict[str, Any] = {
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.only and RESULTS.exists() else {}
+    results |= {
         "machine": {
             "kernel": platform.release(), "python": platform.python_version(), "landlock": landlock_version(),
             "user": os.getuid(), "processors": os.cpu_count(), "load": os.getloadavg()[0],
         }
     }  # fmt: skip
     measures = {"attacks": measure_attacks, "solutions": measure_solutions, "seconds": measure_seconds}
+    RESULTS.parent.mkdir(exist_ok=True)
     for part in PARTS:
         if arguments.only in (None, part):
             results[part] = measures[part](smallest)
