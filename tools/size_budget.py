@@ -17,24 +17,24 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55630
+MAX_PACKAGE_LINES = 59610
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2170,
-    "recipes": 1000,
+    "ground": 2250,
+    "recipes": 1060,
     "algorithms": 1810,
-    "graders": 4590,
+    "graders": 6650,
     "rewards": 390,
-    "render": 1100,
-    "tasks": 5250,
-    "store": 2300,
-    "models": 2290,
-    "engines": 3660,
-    "evals": 2880,
+    "render": 1130,
+    "tasks": 5410,
+    "store": 2450,
+    "models": 2400,
+    "engines": 3680,
+    "evals": 2890,
     "reward_models": 1630,
-    "train": 3400,
+    "train": 4490,
     "interpret": 7410,
-    "runs": 2670,
+    "runs": 2870,
     "sweeps": 3280,
     "reports": 3090,
     "commands": 6780,

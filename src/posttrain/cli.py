@@ -407,6 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
+        if arguments[:1] == ["__follow"]:  # one of several processes that train a run
+            return int(importlib.import_module("posttrain.runs.launch").follow())
         namespace = parse(arguments)
         if namespace.command is None:
             return 0

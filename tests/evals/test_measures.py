@@ -80,7 +80,7 @@ def test_items_without_gold_do_not_count_in_accuracy() -> None:
 
 
 def test_without_gold_the_reward_has_an_interval_over_items() -> None:
-    """Two items of two samples: means 1 and 2, so the middle is 1.5 and the standard error √(0.5 / 2) = 0.5, times t = 12.706."""
+    """Two items of two samples: means 1 and 2, the middle 1.5, the standard error √(0.5 / 2) = 0.5, t = 12.706."""
     first, second = make_items(["uu", "uu"])
     rewards = ((0.5, 1.5), (1.0, 3.0))
     items = [

@@ -26,11 +26,12 @@ from posttrain.option_types import explain_type, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
-# Where a run works, who watches it and what it is called: no part of the fingerprint, and free to change when it is
-# resumed (the change is written into its log). Everything else decides what comes out.
+# Where a run works, in how many processes, who watches it and what it is called: no part of the fingerprint, and free
+# to change when it is resumed (the change is written into its log). Everything else decides what comes out.
 PLACE_KEYS = (
     "description",
     "track",
+    "scale",
     "model.device",
     "train.device",
     "activations.model.device",

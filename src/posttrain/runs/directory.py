@@ -49,6 +49,7 @@ class RunStatus:
 
     ``updated`` is in seconds since 1970. ``message`` says why a run failed. ``headline`` is what the run is told by,
     ``held_out`` its value in the last held-out evaluation with what stands beside it, ``evaluation`` the name of that.
+    ``guarantee``: what it is after being killed and resumed to the undisturbed run, L0, L1 or L2 (docs/asynchrony.md).
     """
 
     state: State
@@ -61,6 +62,7 @@ class RunStatus:
     headline: Headline | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     evaluation: str | None = None
+    guarantee: str | None = None
 
 
 def check_run_name(name: str) -> str:
@@ -329,6 +331,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "headline": (dict, type(None)),
     "held_out": (dict, type(None)),
     "evaluation": (str, type(None)),
+    "guarantee": (str, type(None)),
 }
 
 

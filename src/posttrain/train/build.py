@@ -18,6 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
+from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
@@ -26,15 +27,18 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
+from posttrain.store.ledger import Ledger
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
+from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
+from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
@@ -60,6 +64,7 @@ class Parts:
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    guarantee: str = "L1"  # see ``Words.guarantee``
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -76,8 +81,10 @@ class Parts:
         return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
 
 
-def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
+def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
     """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+
+    ``world``: the processes that share the work; each builds all parts.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
@@ -101,7 +108,7 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
-    streams = _build_streams(words, method, policy, reference, tokenizer, context)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -109,13 +116,22 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
+        if recipe.rollout.staleness:
+            if world.size > 1:
+                raise UsageError(
+                    f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+                    f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+                )
+            from posttrain.train.sources.ahead import Ahead
+
+            source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context)
+        sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     named, optimizer = _build_optimizer(recipe, model, heads)
     return Parts(
@@ -132,7 +148,26 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         origins=_origins(recipe, loaded),
         reference=reference,
         evaluator=evaluator,
+        guarantee=words.guarantee,
     )
+
+
+def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
+    """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
+
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``).
+
+    Raises:
+        UsageError: as ``prepare``.
+    """
+    words, task = words_of(recipe), build_task(recipe.task)
+    loaded = _load_trained(recipe, task)
+    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    context = context_length(loaded.model.config)
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
+    engine = _build_engine(words, loaded.model, loaded.tokenizer)
+    unread = Streams(frozenset(), recipe, policy, context)
+    return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
 
 
 def _bind_objective(words: Words) -> Objective:
@@ -214,7 +249,13 @@ def _build_credit(words: Words) -> Credit:
 
 
 def _build_streams(
-    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
+    words: Words,
+    method: Method,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+    world: World,
 ) -> Streams:
     """What fills the streams; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
@@ -224,7 +265,7 @@ def _build_streams(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct)
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
@@ -357,8 +398,18 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(task)
+        tasks.append(_chosen_items(task, recipe.eval))
     return tasks
+
+
+def _chosen_items(task: Task, options: EvalSection) -> Task:
+    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
+    if options.items == "sample" and not options.items_seed:
+        return task
+    size = len(task.examples)
+    first = list(range(min(options.n, size)))
+    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
+    return replace(task, examples=[task.examples[i] for i in indices])
 
 
 def _check_precision(named: list[tuple[str, Parameter]]) -> None:

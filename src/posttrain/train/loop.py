@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save as serialize
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.attention import chosen_attention
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -28,15 +29,16 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import Headline, choose_headline
-from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
+from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
-from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
-from posttrain.train.files import Observer, RunFiles
+from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import accumulate, apply_update, learning_rate
+from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
+from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,19 @@ class TrainResult:
 
 @dataclass(slots=True)
 class Loop:
-    """A run in progress: its parts, its records, and where it stands."""
+    """A run in progress: its parts, its records, and where it stands.
+
+    Each process of the ``world`` has one and takes the same decisions; the main one keeps records and checkpoints.
+    """
 
     recipe: Recipe
     files: RunFiles
     parts: Parts
-    metrics: MetricsLog
-    rollouts: RolloutStore
+    metrics: MetricsLog | NoRecords
+    rollouts: RolloutStore | NoRecords
     observer: Observer
     steps: int
+    world: World = ONE
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -71,7 +77,7 @@ class Loop:
 
         The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
         """
-        found = load_checkpoint(self.files.checkpoints, set_aside=True)
+        found = self._newest_checkpoint()
         if found is not None:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
@@ -85,11 +91,25 @@ class Loop:
             self.evaluations = found.state.get("evaluations")
             self.owes_evaluation = bool(found.state.get("owes_evaluation"))
             self._compare_length(found.state.get("steps"))
+            self._compare_size(found.state.get("processes", 1))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """The newest that verifies, as the main process says; the others load that one."""
+        found = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
+        step = self.world.tell(None if found is None else found.step, "step of the checkpoint")
+        if self.world.is_main or step is None:
+            return found
+        return load_checkpoint(self.files.checkpoints, step)
+
+    def _compare_size(self, began: int) -> None:
+        if began != self.world.size:
+            what = f"goes on in {_processes(self.world.size)}, and the checkpoint was saved by {_processes(began)}"
+            self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
 
     def _compare_length(self, began: int | None) -> None:
         """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
@@ -110,12 +130,13 @@ class Loop:
         """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
         steps = self.steps
         saved = self.step
+        same_weights([p for _, p in self.parts.parameters], self.world, "before training")
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
             self.save()
         elif self.step == 0 and self.parts.evaluator is not None:
             self.evaluate()
-        while self.step < steps and not should_stop():
+        while self.step < steps and not self.world.agree(should_stop(), "being stopped"):
             self.update()
             if self.owes_evaluation:
                 self.evaluate()
@@ -134,7 +155,9 @@ class Loop:
         Nothing is saved where the failure left weights or records between two steps. If saving fails
         too, ``error`` gets a note about it.
         """
-        if not self.consistent or self.step == 0 or self.step in checkpoint_steps(self.files.checkpoints):
+        if not self.world.is_main or not self.consistent or self.step == 0:
+            return
+        if self.step in checkpoint_steps(self.files.checkpoints):
             return
         try:
             path = self._write_checkpoint()
@@ -178,8 +201,10 @@ class Loop:
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
-        torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
-        loss, metrics = accumulate(self.parts.method, batch, options)
+        place = (step, self.world.rank) if self.world.rank else (step,)
+        torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
+        loss, metrics = accumulate(self.parts.method, batch, options, world=self.world)
+        add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
             own, apart = self.parts.split_parameters()
             self.consistent = False
@@ -221,6 +246,9 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
+        same_weights([p for _, p in self.parts.parameters], self.world, f"step {self.step} cannot be saved")
+        if not self.world.is_main:
+            return
         path = self._write_checkpoint()
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
@@ -244,6 +272,7 @@ class Loop:
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "steps": self.steps,
+                "processes": self.world.size,
                 "source": self.source_state,
                 **owed,
             },
@@ -254,6 +283,8 @@ class Loop:
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
+        if not self.world.is_main:
+            return
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
@@ -262,6 +293,8 @@ class Loop:
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
+        if not self.world.is_main:
+            return "Rank 0 saves the batch"
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
         try:
@@ -278,25 +311,28 @@ def train(
     resume: bool = False,
     observer: Observer = lambda event, facts: None,
     should_stop: Callable[[], bool] = lambda: False,
+    world: World = ONE,
 ) -> TrainResult:
-    """Train as a resolved recipe says, writing into ``files``.
+    """Train as a resolved recipe says, writing into ``files``; of several processes, the main one writes.
 
     Raises:
         UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
         RunFailure: the work failed; the newest checkpoint is intact, and of the last completed step where
             that could still be saved.
     """
-    watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
-    trackers = build_trackers(recipe.track, watched)
-    parts = prepare(recipe, files.folder)
-    metrics = TrackedMetrics(files.metrics, trackers)
-    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
-    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+    trackers: list[Tracker] = []
+    if world.is_main:
+        watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
+        trackers = build_trackers(recipe.track, watched)
+    with chosen_attention(recipe.model):
+        parts = prepare(recipe, files.folder, world)
+    records = _records(recipe, files, trackers, world)
+    with closing(parts.source), records as (metrics, rollouts), chosen_attention(recipe.model):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
         assert steps is not None, "a recipe says steps or passes"
-        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps)
+        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
         if resume:
             loop.resume()
         observer(
@@ -313,6 +349,7 @@ def train(
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
                 "forward_path": parts.method.forward.path,
+                "guarantee": parts.guarantee,
             },
         )
         try:
@@ -320,6 +357,24 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+@contextmanager
+def _records(
+    recipe: Recipe, files: RunFiles, trackers: list[Tracker], world: World
+) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
+    """Where metrics and rollouts are written."""
+    if not world.is_main:
+        yield NoRecords(), NoRecords()
+        return
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    metrics = TrackedMetrics(files.metrics, trackers)
+    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+        yield metrics, rollouts
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study_report import describe_training
-from posttrain.sweeps.study_results import Answer, Answers, StudyFound, StudyReport
+from posttrain.sweeps.study_results import Answer, Answers, StudyReport, StudyResults
 
 NUM_SAMPLES = 4
 # What is told of a policy: measure -> (column, whether it is a share).
@@ -260,7 +260,7 @@ def _answer(who: str, answer: Mapping[str, Any]) -> Answer:
     return Answer(who, answer["text"], answer["score"])
 
 
-def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> StudyFound:
+def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> StudyResults:
     """Read every finished contest.
 
     Raises:
@@ -268,9 +268,7 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
         DataError: a record is damaged.
     """
     meetings = [
-        read_meeting(part.folder, part.method, part.seed)
-        for part in plan.contests
-        if part.standing == "finished"
+        read_meeting(part.folder, part.method, part.seed) for part in plan.contests if part.standing == "finished"
     ]
     if not meetings:
         raise RunFailure("nothing to report yet: no policy has met the start")
@@ -291,7 +289,7 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
         environment=plan.environment(),
         samples=choose_samples(meetings),
     )
-    return StudyFound("pipeline", report, (standings,))
+    return StudyResults("pipeline", report, (standings,))
 
 
 def notes(plan: PipelinePlan, num_seeds: int) -> list[str]:
