@@ -31,9 +31,9 @@ HUMANEVAL = {
 MBPP = {
     "task_id": 601,
     "prompt": "Write a function that finds the shared elements.",
-    "code": "def shared(a, b):\n  return tuple(set(a) & set(b))",
+    "code": "import sys\ndef shared(a, b):\n  return tuple(set(a) & set(b))",
     "test_imports": ["import math"],
-    "test_list": ["assert set(shared((1, 2), (2, 3))) == {2}", "assert math.isclose(len(shared((), ())), 0)"],
+    "test_list": ["assert set(shared((1, 2), (2, 3))) == {2}", "assert math.isclose(len(shared((), ())), 0) and sys"],
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from posttrain.types import Example, Message
 
 # The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
 MBPP_SPLITS: dict[str, range] = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
+_IMPORTED = re.compile(r"^(?:import|from)[ \t].*$", re.MULTILINE)
 _DEFINED = re.compile(r"^(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
@@ -62,7 +63,7 @@ def _read_humaneval(row: Row, style: str) -> Example:
     question = head if style == "completion" else f"Complete this Python function.\n\n```python\n{head.strip()}\n```"
     body = row.text("canonical_solution") if row.has("canonical_solution") else None
     program = None if body is None else (body if style == "completion" else _fenced(f"{head}{body}"))
-    checks = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
+    checks: dict[str, Any] = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
     checks["goes_on"] = style == "completion"
     return Example(
         id=f"humaneval/test/{row.number}",
@@ -85,8 +86,8 @@ def mbpp(
     """MBPP (sanitized): short programs asked for in a sentence, graded by ``code_tests``.
 
     Keys: ``task_id``, ``prompt``, ``code`` (a solution; becomes the demonstration), ``test_list`` (assertions), and
-    ``test_imports`` (optional). Rows of other splits are dropped and counted, and so are those whose tests
-    call no function of the solution.
+    ``test_imports`` (optional; what the solution imports is there for its tests too, some of which rely on it). Rows of
+    other splits are dropped and counted, and so are those whose tests call no function of the solution.
 
     Args:
         split: by ``task_id``, as the paper has it: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to 974.
@@ -135,7 +136,9 @@ def _read_mbpp(row: Row, split: str, shown_tests: int) -> Example | None:
         id=f"mbpp/{split}/{row.number}",
         messages=(Message("user", asked),),
         demonstration=_fenced(solution),
-        meta={"tests": {"names": names, "code": called, "prelude": "\n".join(imports)}},
+        meta={
+            "tests": {"names": names, "code": called, "prelude": "\n".join([*imports, *_IMPORTED.findall(solution)])}
+        },
         grader="code_tests",
     )
 
