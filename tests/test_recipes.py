@@ -190,7 +190,7 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ],
         "mbpp": [
             {
-                "task_id": 585 + 10 * a + b,  # of both the training and the validation split
+                "task_id": 570 + 10 * a + b,  # of both the training and the validation split
                 "prompt": f"Write a function that adds {a} and {b}.",
                 "code": f"def add():\n    return {a} + {b}",
                 "test_imports": [],
