@@ -18,7 +18,6 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.evals.generation import held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
@@ -406,6 +405,8 @@ def _chosen_items(task: Task, options: EvalSection) -> Task:
     """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
     if options.items == "sample" and not options.items_seed:
         return task
+    from posttrain.evals.generation import held_out_indices
+
     size = len(task.examples)
     first = list(range(min(options.n, size)))
     indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
