@@ -197,9 +197,9 @@ def test_a_weaker_level_than_the_default_says_so(monkeypatch: pytest.MonkeyPatch
 def test_a_level_that_is_not_there_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"namespaces": "unshare: Operation not permitted", "process": "", "docker": "there is no command docker"}
     monkeypatch.setattr(levels, "_REASONS", reasons)
-    with pytest.raises(UsageError, match=r"of the level namespaces: unshare: .*What works here: process$"):
+    with pytest.raises(UsageError, match=r"of the level namespaces: unshare: .*; what works here: process$"):
         choose_level("namespaces", None)
-    with pytest.raises(UsageError, match=r"of the level docker: there is no command docker. What works here: process$"):
+    with pytest.raises(UsageError, match=r"of the level docker: there is no command docker; what works here: process$"):
         choose_level(None, "python:3.11")
     with pytest.raises(UsageError, match="the level docker needs an image"):
         choose_level("docker", None)

@@ -44,7 +44,7 @@ def _try(level: str) -> str:
         with Supervised(level, _PROBE) as sandbox:
             done = sandbox.exec([*sandbox.python, "-c", "print(6 * 7)"], seconds=120.0)
     except RunFailure as error:
-        return str(error)
+        return str(error).removeprefix(f"no sandbox of the level {level}: ")
     return (
         "" if done.stdout == b"42\n" else f"Python does not start inside: {done.stderr.decode(errors='replace')[-200:]}"
     )
@@ -71,7 +71,7 @@ def choose_level(level: Level | None, image: str | None) -> Level:
     rungs: tuple[Level, ...] = ("namespaces", "process", "docker")
     others = [one for one in rungs if one != wanted and not refusal(one)]
     works = " or ".join(f"{one} (with an image)" if one == "docker" else one for one in others)
-    raise UsageError(f"this machine has no sandbox of the level {wanted}: {reason}. What works here: {works or 'none'}")
+    raise UsageError(f"this machine has no sandbox of the level {wanted}: {reason}; what works here: {works or 'none'}")
 
 
 def _warn_of_process(reason: str) -> None:

@@ -87,7 +87,7 @@ def _be_supervisor(control: socket.socket, settings: dict[str, Any]) -> None:
         Supervisor(control, settings, layers).serve()
         code = 0
     except OSError as error:
-        _try_to_tell(control, {"failed": str(error)})
+        _try_to_tell(control, {"failed": error.strerror or str(error)})
     finally:
         os._exit(code)
 
