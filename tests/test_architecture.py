@@ -98,8 +98,11 @@ IMPURE_MODULES = {
     "secrets",
 }
 IMPURE_CALLS = {"open", "print", "input"}
-# Not words but what some words run in: processes that can be killed.
-WORKERS = {"graders.sandbox.workers", "graders.sandbox.worker_process"}
+# Not words but what some words run in: processes that can be killed, sandboxes, and what runs inside of them.
+WORKERS = {
+    *(f"graders.sandbox.{name}" for name in ("docker", "kernel", "sandbox", "supervisor", "worker_process", "workers")),
+    *(f"graders.code.{name}" for name in ("candidate", "judging", "plain", "tester")),
+}
 
 
 def modules() -> dict[str, Path]:

@@ -16,6 +16,11 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # By script: the words behind it, what it needs beside us, and what its output says.
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
+    "code_tests.py": (
+        [["--only", part, "--size", "smallest"] for part in ("attacks", "seconds")],
+        None,
+        "",
+    ),
     "demo.py": ([["--seeds", "0"]], None, "seed 0: base 0.0 %"),
     "dictionaries.py": (
         [["--only", "speed", "--steps", "1", "--repeats", "1"], ["--only", "planted", "--scale", "0.01"]],

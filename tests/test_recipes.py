@@ -188,6 +188,16 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             }
             for a, b in sums
         ],
+        "mbpp": [
+            {
+                "task_id": 570 + 10 * a + b,  # of both the training and the validation split
+                "prompt": f"Write a function that adds {a} and {b}.",
+                "code": f"def add():\n    return {a} + {b}",
+                "test_imports": [],
+                "test_list": [f"assert add() == {a + b}"],
+            }
+            for a, b in sums
+        ],
         "preferences": [{"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": f"{a * b}!"} for a, b in sums[1:]],
     }
     for name, content in rows.items():
@@ -224,7 +234,9 @@ def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]
     if recipe.model.adapter is not None:
         changes.append(("model.adapter.rank", 4))
     if recipe.task.name in data:
-        changes += [("task.path", str(data[recipe.task.name])), ("task.validation_share", 0.3)]
+        changes.append(("task.path", str(data[recipe.task.name])))
+        if recipe.task.name != "mbpp":  # whose splits are by the number of a row
+            changes.append(("task.validation_share", 0.3))
         if "test_share" in recipe.task.options:
             changes.append(("task.test_path", str(data[recipe.task.name])))
     else:

@@ -17,16 +17,16 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 59430
+MAX_PACKAGE_LINES = 61680
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2260,
     "recipes": 1070,
     "algorithms": 1810,
-    "graders": 4590,
+    "graders": 6650,
     "rewards": 390,
-    "render": 1100,
-    "tasks": 5260,
+    "render": 1130,
+    "tasks": 5420,
     "store": 2470,
     "models": 2430,
     "engines": 4640,

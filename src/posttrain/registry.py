@@ -60,6 +60,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.knights": "knights_and_knaves",
         "posttrain.graders.ifeval.grader": "ifeval",
         "posttrain.graders.alternatives": "any_answer",
+        "posttrain.graders.code.grader": "code_tests",
         "posttrain.graders.scored": "scored",
         "posttrain.graders.behaviour.refusal": "refusal",
         "posttrain.graders.behaviour.opinion": "opinion",
@@ -67,13 +68,14 @@ HOMES: dict[str, dict[str, str]] = {
     "principle": {
         "posttrain.graders.behaviour.principles": "at_most_words closes_tags shows_working without_phrases",
     },
-    "template": {"posttrain.render.words": "as_is boxed chat dialogue document plain r1_zero xml_reasoning"},
+    "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
         "posttrain.tasks.verifiable.gsm8k": "gsm8k",
         "posttrain.tasks.verifiable.math": "math",
         "posttrain.tasks.verifiable.math_suites": "aime24 aime25 amc math500 minerva_math olympiad_bench svamp",
         "posttrain.tasks.verifiable.mmlu": "mmlu",
+        "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.verifiable.ifeval": "ifeval",
         "posttrain.tasks.verifiable.knights_and_knaves": "knights_and_knaves",
         "posttrain.tasks.jsonl": "jsonl",

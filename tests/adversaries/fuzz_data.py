@@ -42,6 +42,16 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("question", "solution"),
     ),
     "hh_rlhf": ({"chosen": TALK.format("a", "b"), "rejected": TALK.format("a", "c")}, ("chosen", "rejected")),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": 'def double(n):\n    """Twice n."""\n',
+            "entry_point": "double",
+            "canonical_solution": "    return 2 * n\n",
+            "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+        },
+        ("prompt", "entry_point", "test"),
+    ),
     "ifeval": (
         {"key": 7, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
         ("prompt", "instruction_id_list", "kwargs"),
@@ -58,6 +68,16 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "math_shepherd": (
         {"input": "1+1? Step 1: It is 2. ки", "label": "1+1? Step 1: It is 2. +", "task": "GSM8K"},
         ("input", "label"),
+    ),
+    "mbpp": (
+        {
+            "task_id": 11,
+            "prompt": "Write a function that doubles.",
+            "code": "def double(n):\n    return 2 * n",
+            "test_imports": [],
+            "test_list": ["assert double(2) == 4", "assert double(-1) == -2"],
+        },
+        ("task_id", "prompt", "code", "test_list"),
     ),
     "minerva_math": (PROBLEM, ("problem", "answer")),
     "mmlu": (

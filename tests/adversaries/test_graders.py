@@ -36,8 +36,8 @@ def check(report: Report, least: int) -> None:
 def test_every_grader_has_its_adversary() -> None:
     """A new grader needs a test here."""
     assert set(registry.entries("grader")) == {
-        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "opinion",
-        "refusal", "scored",
+        "any_answer", "code_tests", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric",
+        "opinion", "refusal", "scored",
     }  # fmt: skip
 
 
@@ -290,3 +290,16 @@ def test_a_response_of_nothing_follows_no_instruction(instruction: str, argument
         if verdict.outcome == "right" or any(verdict.facts.values())
     ]
     assert paid == []
+
+
+def test_nothing_that_is_no_program_passes_tests() -> None:
+    """Attacks by programs have a table of their own: ``test_code_attacks``."""
+    tests = {
+        "names": ("f",),
+        "code": "assert not f(2)\nassert f(3) is None",
+        "prefix": "def f(n):\n    'Nothing.'\n",
+        "goes_on": True,
+    }
+    texts = [*empty_answers.invisible_texts()[::6], *grader_answers.constant_answers()[::25], "```python\n\n```", "```"]
+    graded = grade("code_tests", [Submission(text, text, None, {"tests": tests}) for text in texts])
+    assert {verdict.outcome for verdict in graded} == {"no_answer"}

@@ -34,6 +34,7 @@ XML_SYSTEM = (
     "Work the problem out step by step, then give the final answer. Write exactly in this format:\n"
     "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
 )
+CODE_INSTRUCTION = "Write the whole program in one block of Python code between ``` marks."
 BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -126,6 +127,33 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
         return [_theirs(example.solution), *_box("\n", answer)]
 
     return Template("boxed", "", (), prompt, response, boxed_answer, chat=chat, own_start=chat)
+
+
+@register("template")
+def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
+    """The question, and an instruction to answer with a program in a fenced block: the last complete one of Python.
+
+    A demonstration or a given response stands as it is. (The grader ``code_tests`` prefers the last block that
+    defines the function which the tests call.)
+
+    Args:
+        instruction: the system message (trusted), or what follows the last message without a chat template. May be
+            empty.
+        chat: render with the tokenizer's chat template; ``false`` for a model that has none.
+
+    Source: the wording is ours.
+    """
+    from posttrain.graders.code.extraction import last_program  # nobody else's prompts need it
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, instruction)
+        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+
+    def response(example: Example) -> list[Piece]:
+        return [_theirs(example.demonstration or example.solution or _answer_of(example))]
+
+    return Template("code", "", (), prompt, response, last_program, chat=chat, own_start=chat)
 
 
 @register("template")

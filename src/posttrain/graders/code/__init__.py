@@ -1,0 +1,1 @@
+"""Programs that a model wrote, graded by tests that run elsewhere than the program does."""
