@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 57550
+MAX_PACKAGE_LINES = 57560
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2250,
@@ -32,7 +32,7 @@ ROOMS: dict[str, int] = {
     "engines": 3680,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4660,
+    "train": 4670,
     "interpret": 7410,
     "runs": 2870,
     "sweeps": 3280,
