@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.attention import chosen_attention
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -338,10 +337,10 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with chosen_attention(recipe.model):
+    with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)
-    with closing(parts.source), records as (metrics, rollouts), chosen_attention(recipe.model):
+    with closing(parts.source), records as (metrics, rollouts), _attention(recipe):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
@@ -371,6 +370,15 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+def _attention(recipe: Recipe) -> AbstractContextManager[None]:
+    """In it attention is computed as the recipe says."""
+    if recipe.model.attention == "sdpa":
+        return nullcontext()
+    from posttrain.models.attention import chosen_attention
+
+    return chosen_attention(recipe.model)
 
 
 @contextmanager
