@@ -17,22 +17,22 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 58460
+MAX_PACKAGE_LINES = 58680
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2250,
-    "recipes": 1060,
+    "recipes": 1070,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
     "tasks": 5250,
     "store": 2470,
-    "models": 2420,
+    "models": 2430,
     "engines": 4640,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4570,
+    "train": 4780,
     "interpret": 7410,
     "runs": 2870,
     "sweeps": 3280,

@@ -30,7 +30,6 @@ from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
-from posttrain.store.ledger import Ledger
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
@@ -42,6 +41,7 @@ from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
+    from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
@@ -62,6 +62,7 @@ class Parts:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     guarantee: str = "L1"  # see ``Words.guarantee``
@@ -89,8 +90,16 @@ class Parts:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
-        own = {id(p) for p in self.model.parameters()}
-        return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
+        own = {name for name, _ in self.model.named_parameters()}
+        return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
+
+    def learning(self) -> Method:
+        """The method over what gradients are computed with."""
+        return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def whole_parameters(self) -> list[Tensor]:
+        """What is trained, whole, as this process has it."""
+        return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
 def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
@@ -103,14 +112,13 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template = build_template(recipe.prompt.template)
     words = words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
-    grader = build_grader(recipe.rewards, template)
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
     place = EnginePlace(loaded, folder, world)
     engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
@@ -134,7 +142,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         evaluating, notices = place.build_evaluating(words, engine)
         sampler = Sampler(evaluating, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    named, optimizer = _build_optimizer(recipe, model, heads)
+    shards = _build_shards(recipe, forward, heads, world)
+    named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -147,11 +156,52 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         grader=grader,
         engine=engine,
         origins=_origins(recipe, loaded),
+        shards=shards,
         reference=reference,
         evaluator=evaluator,
         guarantee=words.guarantee,
         notices=notices,
     )
+
+
+def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
+    recipe = words.recipe
+    return Method(
+        forward,
+        _bind_objective(words),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
+        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+    )
+
+
+def _build_shards(
+    recipe: Recipe, forward: Forward | ActorCritic, heads: dict[str, torch.nn.Module], world: World
+) -> Shards | None:
+    """The parts of what is trained that each process holds, where several share it out."""
+    if recipe.scale.sharding != "fsdp2" or world.size == 1:
+        return None
+    from posttrain.train.distributed import Shards
+
+    return Shards(forward, heads, world)
+
+
+def _sample_ahead(source: RolloutSource, recipe: Recipe, model: Any, folder: Path | None, world: World) -> None:
+    """Let another process sample for a source.
+
+    Raises:
+        UsageError: several processes train.
+    """
+    assert recipe.rollout is not None
+    if world.size > 1:
+        raise UsageError(
+            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and {world.size} "
+            "processes train here; leave it out, or train in one process (scale.processes: 1)"
+        )
+    from posttrain.store.ledger import Ledger
+    from posttrain.train.sources.ahead import Ahead
+
+    source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
@@ -170,17 +220,6 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     engine = EnginePlace(loaded).build(words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
-
-
-def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
-    recipe = words.recipe
-    return Method(
-        forward,
-        _bind_objective(words),
-        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
-        level=words.level,
-        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
-    )
 
 
 def _bind_objective(words: Words) -> Objective:
@@ -298,18 +337,6 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
     return Forward(loaded.model.eval().requires_grad_(False), temperature)
 
 
-def _sample_ahead(source: RolloutSource, recipe: Recipe, model: Any, folder: Path | None, world: World) -> None:
-    assert recipe.rollout is not None
-    if world.size > 1:
-        raise UsageError(
-            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
-            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
-        )
-    from posttrain.train.sources.ahead import Ahead
-
-    source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
-
-
 @dataclass(frozen=True)
 class EnginePlace:
     """What an engine is built with: the model that it follows, a folder for what it keeps, the processes that train."""
@@ -378,6 +405,8 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
+    if bits is not None and recipe.scale.sharding != "none":
+        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
     if recipe.train.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 
