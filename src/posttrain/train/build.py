@@ -113,13 +113,13 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template, words = build_template(recipe.prompt.template), words_of(recipe)
+    words = words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
-    grader = build_grader(recipe.rewards, template)
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
     place = EnginePlace(loaded, folder, world)
     engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
