@@ -31,7 +31,6 @@ from posttrain.train.sources import ahead, sampling_worker
 from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import Weights, read_drawn, receive, send, send_weights, weight_sums, write_drawn
 from posttrain.train.sources.rollouts import Drawn
-from posttrain.world import World
 from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
