@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 57940
+MAX_PACKAGE_LINES = 58150
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2250,
@@ -28,12 +28,12 @@ ROOMS: dict[str, int] = {
     "render": 1100,
     "tasks": 5250,
     "store": 2450,
-    "models": 2400,
+    "models": 2410,
     "engines": 3680,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4980,
-    "interpret": 7410,
+    "train": 5160,
+    "interpret": 7420,
     "runs": 2870,
     "sweeps": 3280,
     "reports": 3090,

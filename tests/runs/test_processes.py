@@ -145,7 +145,7 @@ def test_no_process_outlives_one_that_is_killed(killed: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     command = command_of(tmp_path, recipe_of("fine", 1))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", *command[2:]]
     done = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run:") == 1, "only the first process reports"
@@ -175,6 +175,7 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         ({"process": 2}, "Did you mean 'processes'"),
         ({"sharding": "fsdp"}, "scale.sharding"),
         ({"launcher": "slurm"}, "scale.launcher"),
+        ({"timeout_seconds": 0}, "scale.timeout_seconds"),
     ],
 )
 def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: str) -> None:
@@ -186,6 +187,8 @@ def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, m
     plain = make_recipe("sft")
     with pytest.raises(UsageError, match="torchrun has not started this process"):
         launch(make_recipe("sft", scale={"launcher": "torchrun"}), root=tmp_path)
+    with pytest.raises(UsageError, match=r"scale\.sharding: fsdp2 spreads a model over several processes"):
+        launch(make_recipe("sft", scale={"sharding": "fsdp2"}), root=tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match=r"scale\.processes: 2, but torchrun has started 4"):

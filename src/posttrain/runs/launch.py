@@ -19,7 +19,6 @@ from posttrain.consent import declare_code, declare_from_command_line, declared_
 from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
-from posttrain.runs.children import following
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
@@ -139,11 +138,16 @@ def check_scale(recipe: Recipe) -> None:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
     scale, there = recipe.scale, num_started()
+    if scale.sharding != "none" and (there or scale.processes) == 1:
+        raise UsageError(
+            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
+            "scale.processes, or sharding none"
+        )
     if there is None:
         if scale.launcher == "torchrun":
             raise UsageError(
                 "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-                "`torchrun --nproc-per-node N -m posttrain train ...`, or launcher local"
+                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
             )
         return
     if is_follower():
@@ -176,6 +180,7 @@ def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
     if size == 1:
         yield ONE
         return
+    from posttrain.runs.children import following
     from posttrain.train.distributed import Meeting, check_devices, join
 
     if started is None:
