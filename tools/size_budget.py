@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 57580
+MAX_PACKAGE_LINES = 57770
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2250,
@@ -26,18 +26,18 @@ ROOMS: dict[str, int] = {
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
-    "tasks": 5250,
+    "tasks": 5260,
     "store": 2450,
     "models": 2410,
     "engines": 3680,
     "evals": 2890,
     "reward_models": 1630,
     "train": 4690,
-    "interpret": 7410,
-    "runs": 2870,
-    "sweeps": 3280,
+    "interpret": 7570,
+    "runs": 2880,
+    "sweeps": 3290,
     "reports": 3090,
-    "commands": 6780,
+    "commands": 6800,
 }
 
 
