@@ -36,7 +36,7 @@ SMALLER: dict[str, str] = {
     "study": "--dry-run",
     "pipeline": "--dry-run",
     "evaluate": "--n 3 --max-tokens 4 --quiet",
-    "feedback": "--n 2 --max-tokens 4 --quiet",
+    "feedback": "--n 8 --max-tokens 64 --quiet",
     "quantize": "--n 2 --max-tokens 4 --quiet",
     "activations": "--max-rows 200 --quiet",
     "data show": "--n 20",
@@ -58,9 +58,8 @@ DEMO = {
 }
 PRINCIPLES = """\
 principles:
-- name: short
-  critique: Say what could be left out.
-  revise: Write it in fewer words.
+  - name: plain ending
+    rule: {name: without_phrases, phrases: [So the answer is], instead: "Answer:"}
 """
 
 
