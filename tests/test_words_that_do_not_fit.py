@@ -58,6 +58,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always stands on the model"),
         ("--objective bradley_terry --eval.drift_prompts 4", "objective 'bradley_terry' trains no policy that"),
         ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples: a reward model writes no"),
+        ("--eval.every 1 --eval.n 2 --eval.best ftness", "eval.best: no evaluation measures 'ftness'"),
         ("--eval.samples 2", "the same answer every time; give a 'temperature' above 0 with 'samples'"),
         ("--eval.top_p 0.9", "the same answer every time; give a 'temperature' above 0 with 'top_p'"),
         ("--eval.items first --eval.items_seed 1", "'items_seed' draws a sample, and 'items: first' takes none"),

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 59610
+MAX_PACKAGE_LINES = 60600
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2250,
+    "ground": 2260,
     "recipes": 1060,
     "algorithms": 1810,
     "graders": 6650,
     "rewards": 390,
     "render": 1130,
-    "tasks": 5410,
+    "tasks": 5420,
     "store": 2450,
-    "models": 2400,
+    "models": 2410,
     "engines": 3680,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 4490,
-    "interpret": 7410,
-    "runs": 2870,
-    "sweeps": 3280,
+    "train": 5170,
+    "interpret": 7570,
+    "runs": 2880,
+    "sweeps": 3290,
     "reports": 3090,
-    "commands": 6780,
+    "commands": 6890,
 }
 
 

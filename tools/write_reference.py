@@ -20,8 +20,8 @@ COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
 HEADING = """# Reference runs
 
 What the shipped recipes came to, to hold your own runs against: the command in front of a table makes it again, and
-`posttrain runs compare RUN RUN` shows two runs side by side. Written by `make docs` from `benchmarks/results`, which holds
-every cell with its seeds. All of these are runs of two cores; no recipe for a larger model was run at full size.
+`posttrain runs compare RUN RUN` shows two runs side by side. Written by `make docs` from `benchmarks/results`, which
+holds every cell with its seeds. All of these are runs of two cores; no recipe for a larger model was run at full size.
 
 ± is the half-width of a 95 % interval over seeds (Student's t), which does not cover the choice of the problems.
 """

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from posttrain.types import Batch, Loss, Outputs
+
 calls = 0
 
 
@@ -42,6 +44,13 @@ def stops_in_rank_one(text: str, *, after: int = 0, note: str = "") -> float:
         Path(note).write_text(str(os.getpid()), encoding="utf-8")
         time.sleep(3600)
     return fine(text)
+
+
+def dies_in_rank_one(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that ends rank 1 at its second update, where rank 0 is in the midst of an exchange of weights."""
+    if _is_late(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Loss(-outputs.logprobs)
 
 
 def asks_to_stop(text: str, *, after: int = 0) -> float:

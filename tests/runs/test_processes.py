@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
 from posttrain.train.distributed import check_devices
 from small_runs import Events, make_recipe, same_bits, saved_tensors
 
@@ -113,6 +116,17 @@ def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path) -
     assert steps == [1, 2, 3, 4], "none is doubled, none skipped"
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_among_weights_in_parts_is_named(tmp_path: Path) -> None:
+    scale = {"processes": 2, "sharding": "fsdp2"}
+    recipe = make_recipe("sft", objective="rank_words:dies_in_rank_one", scale=scale, train={"save_every": 1})
+    code, error = ended(tmp_path, recipe)
+    assert code == 1, error
+    assert "rank 1 of 2: its process was ended by SIGKILL" in error
+    assert "Traceback" not in error
+    assert checkpoint_steps(tmp_path / "runs" / "it" / "checkpoints") == [1]
+
+
 def _is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -145,7 +159,7 @@ def test_no_process_outlives_one_that_is_killed(killed: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     command = command_of(tmp_path, recipe_of("fine", 1))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", *command[2:]]
     done = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run:") == 1, "only the first process reports"
@@ -175,6 +189,7 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         ({"process": 2}, "Did you mean 'processes'"),
         ({"sharding": "fsdp"}, "scale.sharding"),
         ({"launcher": "slurm"}, "scale.launcher"),
+        ({"timeout_seconds": 0}, "scale.timeout_seconds"),
     ],
 )
 def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: str) -> None:
@@ -186,6 +201,8 @@ def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, m
     plain = make_recipe("sft")
     with pytest.raises(UsageError, match="torchrun has not started this process"):
         launch(make_recipe("sft", scale={"launcher": "torchrun"}), root=tmp_path)
+    with pytest.raises(UsageError, match=r"scale\.sharding: fsdp2 spreads a model over several processes"):
+        launch(make_recipe("sft", scale={"sharding": "fsdp2"}), root=tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match=r"scale\.processes: 2, but torchrun has started 4"):
@@ -226,3 +243,37 @@ def test_the_scale_is_no_part_of_what_a_run_is() -> None:
 def test_a_failure_of_another_keeps_its_exit_code() -> None:
     assert PeerFailure("rank 1 of 2: no such file", 2).exit_code == 2
     assert PeerFailure("rank 1 of 2: it ended").exit_code == 1
+
+
+def _children_of(process: int) -> list[int]:
+    listed: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            listed += map(int, path.read_text().split())
+    return listed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
+@pytest.mark.parametrize("seed", range(30))
+def test_killed_at_any_moment_it_ends_and_goes_on_without_loss(seed: int, tmp_path: Path) -> None:
+    """Whichever process is killed, whenever: no process stays, and each step is trained and recorded once."""
+    chance = random.Random(seed)
+    process = started(tmp_path, recipe_of("fine", chance.choice((2, 3))))
+    time.sleep(chance.uniform(1.0, 25.0))
+    others = _children_of(process.pid)
+    victim = chance.choice([process.pid, *others])
+    with suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    code = process.wait(SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while any(map(_is_alive, others)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_is_alive, others))
+    assert code in (0, 1, -signal.SIGKILL)
+    run = tmp_path / "runs" / "it"
+    is_there = (run / "recipe.yaml").is_file()
+    code, error = ended(tmp_path, recipe_of("fine", 1), *(["--resume"] if is_there else []))
+    assert code == 0, error
+    assert [row.step for row in MetricsLog(run / "metrics.jsonl").read() if "loss" in row.metrics] == [1, 2, 3, 4]
+    assert RolloutStore(run / "rollouts.db", read_only=True).count_training() == dict.fromkeys(range(1, 5), 8)

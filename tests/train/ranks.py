@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.recipes.recipe import validate_recipe
+from posttrain.train.build import prepare
 from posttrain.train.distributed import Meeting, join
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import TrainResult, train
+from posttrain.train.step import accumulate, apply_update
 from posttrain.world import World
 from small_runs import Events
 
@@ -56,6 +58,33 @@ def train_case(world: World, recipe: dict[str, Any], folder: Path, *, resume: bo
     return _train(world, recipe, folder, resume, stop_after)
 
 
+def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[tuple[int, ...]]], float]:
+    """Rank 0: one update of a resolved recipe. Of every trained parameter the shape, and those of what this process has
+    of its gradient, its moment and itself; and the norm of the gradient.
+    """
+    world.tell((recipe,), "case")
+    return _shards(world, recipe)
+
+
+def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[tuple[int, ...]]], float]:
+    recipe = validate_recipe(plain).resolve()
+    parts = prepare(recipe, None, world)
+    batch = parts.source(1).batch
+    assert batch is not None
+    loss, _ = accumulate(parts.learning(), batch, recipe.train, world=world)
+    gradients = [_own_shape(p.grad) for _, p in parts.parameters]
+    own, apart = parts.split_parameters()
+    norm = apply_update(parts.optimizer, own, 1e-4, 1.0, loss, 1, apart)
+    moments = [_own_shape(parts.optimizer.state[p]["exp_avg"]) for _, p in parts.parameters]
+    trained = [p for _, p in parts.parameters]
+    shapes = zip((tuple(p.shape) for p in trained), gradients, moments, map(_own_shape, trained), strict=True)
+    return [list(of) for of in shapes], norm
+
+
+def _own_shape(tensor: Any) -> tuple[int, ...]:
+    return tuple((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)
+
+
 def _train(
     world: World, recipe: dict[str, Any], folder: Path, resume: bool, stop_after: int
 ) -> tuple[TrainResult, Any]:
@@ -74,7 +103,10 @@ def _train(
 def main() -> None:
     with join(Meeting.attend(), "cpu", SECONDS) as world:
         while (case := world.tell(None, "case")) is not None:
-            _train(world, case[0], Path(case[1]), *case[2:])
+            if len(case) == 1:
+                _shards(world, *case)
+            else:
+                _train(world, case[0], Path(case[1]), *case[2:])
 
 
 if __name__ == "__main__":

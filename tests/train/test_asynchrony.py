@@ -31,7 +31,7 @@ from posttrain.train.sources import ahead, sampling_worker
 from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import Weights, read_drawn, receive, send, send_weights, weight_sums, write_drawn
 from posttrain.train.sources.rollouts import Drawn
-from posttrain.world import World
+from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 STEPS = 16
@@ -120,8 +120,8 @@ def without_staleness(folder: Path) -> list[dict[str, float]]:
 def by_the_definition(staleness: int) -> Callable[..., Parts]:
     """``prepare`` with groups drawn as the words say: a copy of every version is kept, and that of b − S samples."""
 
-    def prepared(recipe: Recipe, folder: Path | None = None) -> Parts:
-        parts = prepare(recipe, folder)
+    def prepared(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
+        parts = prepare(recipe, folder, world)
         versions: list[Any] = []
         source = parts.source
         draw = source.draw
@@ -168,8 +168,8 @@ def test_a_schedule_of_zero_is_the_synchronous_run(
     assert not (tmp_path / "plain" / "ledger.jsonl").exists()
     assert all("staleness" not in step for step in steps_of(tmp_path / "plain"))
 
-    def prepared(recipe: Recipe, folder: Path | None = None) -> Parts:
-        parts = prepare(recipe, folder)
+    def prepared(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
+        parts = prepare(recipe, folder, world)
         assert folder is not None
         parts.source.ahead = Ahead(parts.source, recipe, parts.model, Ledger(folder / "ledger.jsonl"))
         return parts
@@ -277,8 +277,8 @@ def test_a_process_beside_it_gives_the_same_bits_also_when_it_is_killed(
         run(tmp_path / "inline", recipe)
     seen: list[int] = []
 
-    def prepared(recipe: Recipe, folder: Path | None = None) -> Parts:
-        parts = prepare(recipe, folder)
+    def prepared(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
+        parts = prepare(recipe, folder, world)
         process = parts.source.ahead._process
         ask = process._ask
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import train_case, world_of
+from ranks import shard_case, train_case, world_of
 from torch import Tensor
 
 from posttrain.store.metrics import MetricsLog
 from posttrain.world import ONE, World
-from small_runs import make_recipe, recorded, same_bits, saved_tensors, steps_of
+from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
 
 SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
 TRAIN = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
@@ -31,7 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
     "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"epochs": 2}},
-    "teacher": {"kind": "grpo", "rollout": SHORT, "objective": "distillation", "teacher": {"name": "tiny"}},
+    "lora and adamw": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
+    "recomputed": {"kind": "sft", "data": {"batch": 6}, "train": {"gradient_checkpointing": True}},
+    "teacher": {
+        "kind": "grpo",
+        "rollout": SHORT,
+        "objective": "on_policy_distillation",
+        "teacher": {"name": "tiny"},
+    },  # see below
 }
 METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
 
@@ -78,6 +85,11 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5) -> None:
     else:
         assert tokens_of(ours, 1) == tokens_of(theirs, 1)
         assert absolute < 2e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
+    CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +167,41 @@ def test_a_run_goes_on_in_another_number_of_processes(
                     whole = tmp_path_factory.mktemp("whole")
                     train_case(world, recipe, whole)
                     assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
+
+
+SHARDED = {"scale": {"sharding": "fsdp2"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed"])
+def test_shards_train_as_one_process(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The norm among them: it is that of the whole gradient, and not of one process's part."""
+    train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype)
+
+
+def test_each_process_has_its_part_of_what_is_trained(several: World) -> None:
+    """And the norm of the gradient is that of the whole: of a part alone it would be smaller."""
+    shapes, norm = shard_case(several, recipe_of("sft", "float64", **SHARDED))
+    assert len(shapes) > 10
+    for whole, gradient, moment, part in shapes:
+        assert gradient == moment == part
+        assert part[0] == -(-whole[0] // several.size)
+        assert part[1:] == whole[1:]
+    assert norm == pytest.approx(shard_case(ONE, recipe_of("sft", "float64"))[1], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "lora"])
+def test_a_run_in_parts_goes_on_whole_and_back(
+    case: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain, parts = recipe_of(case, "float64"), recipe_of(case, "float64", **SHARDED)
+    for began, world, then, other in ((parts, several, plain, ONE), (plain, ONE, parts, several)):
+        folder = tmp_path / str(world.size)
+        train_case(world, began, folder, stop_after=2)
+        train_case(other, then, folder, resume=True)
+        check_same(alone(case, "float64"), folder, "float64")

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import held_out, loop
 from posttrain.train.build import prepare
@@ -288,8 +287,8 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
     prepared: list[Any] = []
     original = loop.prepare
 
-    def keep(recipe: Recipe, folder: Path) -> Any:
-        prepared.append(original(recipe, folder))
+    def keep(*about: Any) -> Any:
+        prepared.append(original(*about))
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)

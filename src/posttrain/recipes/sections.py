@@ -296,7 +296,8 @@ class ScaleSection(Section):
     ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
     ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
     by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
-    whole model in every process. ``timeout_seconds``: how long one process waits for the others before it says who is
+    whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
+    sample with. ``timeout_seconds``: how long one process waits for the others before it says who is
     missing; a process that ended is noticed at once.
     """
 

@@ -19,7 +19,6 @@ from posttrain.consent import declare_code, declare_from_command_line, declared_
 from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
-from posttrain.runs.children import following
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
@@ -99,14 +98,14 @@ def launch(
             notices += _name_notices(folder, name_of_recipe(recipe_name))
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
-        record = _Record(directory, status, observer)
+        record = _Record(directory, status, observer, is_new=not resume)
         try:
             with record:
                 for message in notices:
                     record("notice", {"message": message})
                 return _train(recipe, directory, resume, record, train)
         except UsageError:
-            if not resume and not record.started:
+            if record.is_refusal:
                 directory.discard()  # the same command, once corrected, finds the name free
                 with suppress(OSError):  # other runs may have come into it
                     if is_new_root:
@@ -139,11 +138,16 @@ def check_scale(recipe: Recipe) -> None:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
     scale, there = recipe.scale, num_started()
+    if scale.sharding != "none" and (there or scale.processes) == 1:
+        raise UsageError(
+            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
+            "scale.processes, or sharding none"
+        )
     if there is None:
         if scale.launcher == "torchrun":
             raise UsageError(
                 "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-                "`torchrun --nproc-per-node N -m posttrain train ...`, or launcher local"
+                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
             )
         return
     if is_follower():
@@ -176,6 +180,7 @@ def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
     if size == 1:
         yield ONE
         return
+    from posttrain.runs.children import following
     from posttrain.train.distributed import Meeting, check_devices, join
 
     if started is None:
@@ -451,8 +456,10 @@ class _Record:
     As a context it sets the final state, whatever ends the run short of a kill.
     """
 
-    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer) -> None:
+    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer, is_new: bool = True) -> None:
         self.directory, self.status, self.observer = directory, status, observer
+        self.is_new = is_new
+        self.is_refusal = False  # a new run ended by what its user has to correct, before it made a step
         self.started = False
         self._interrupted = False
 
@@ -507,6 +514,7 @@ class _Record:
             self._update(state=state)
             self.directory.log(state)
             return
+        self.is_refusal = self.is_new and isinstance(error, UsageError) and self.status.step == 0
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         state = "interrupted" if stopped else "failed"
         message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
@@ -514,7 +522,7 @@ class _Record:
         try:
             self._update(state=state, message=message)
             self.directory.log(f"{state}: {message}")
-            if self.started:
+            if self.started and not self.is_refusal:
                 self("notice", {"message": self._how_to_go_on(stopped)})
         except (StorageError, OSError) as failure:  # the first error is the one to show
             error.add_note(str(failure))

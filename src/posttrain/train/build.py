@@ -18,7 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
@@ -29,7 +29,6 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
-from posttrain.store.ledger import Ledger
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
@@ -41,7 +40,9 @@ from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
+    from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -61,6 +62,7 @@ class Parts:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
     guarantee: str = "L1"  # see ``Words.guarantee``
@@ -76,8 +78,16 @@ class Parts:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
-        own = {id(p) for p in self.model.parameters()}
-        return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
+        own = {name for name, _ in self.model.named_parameters()}
+        return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
+
+    def learning(self) -> Method:
+        """The method over what gradients are computed with."""
+        return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def whole_parameters(self) -> list[Tensor]:
+        """What is trained, whole, as this process has it."""
+        return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
 def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
@@ -90,19 +100,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template = build_template(recipe.prompt.template)
-    words = words_of(recipe)
+    template, words = build_template(recipe.prompt.template), words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
-    method = Method(
-        forward,
-        _bind_objective(words),
-        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
-        level=words.level,
-        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
-    )
+    method = _build_method(words, forward)
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
@@ -115,15 +118,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
-        if recipe.rollout.staleness:
-            if world.size > 1:
-                raise UsageError(
-                    f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
-                    f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
-                )
-            from posttrain.train.sources.ahead import Ahead
-
-            source.ahead = Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+        source.ahead = _build_ahead(recipe, source, model, folder, world)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -132,7 +127,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
         sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    named, optimizer = _build_optimizer(recipe, model, heads)
+    shards = _build_shards(recipe, forward, heads, world)
+    named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -145,10 +141,33 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         grader=grader,
         engine=engine,
         origins=_origins(recipe, loaded),
+        shards=shards,
         reference=reference,
         evaluator=evaluator,
         guarantee=words.guarantee,
     )
+
+
+def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
+    recipe = words.recipe
+    return Method(
+        forward,
+        _bind_objective(words),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
+        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+    )
+
+
+def _build_shards(
+    recipe: Recipe, forward: Forward | ActorCritic, heads: dict[str, torch.nn.Module], world: World
+) -> Shards | None:
+    """The parts of what is trained that each process holds, where several share it out."""
+    if recipe.scale.sharding != "fsdp2" or world.size == 1:
+        return None
+    from posttrain.train.distributed import Shards
+
+    return Shards(forward, heads, world)
 
 
 def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
@@ -233,6 +252,25 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
     )
+
+
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
+    """Who draws the rollouts of a run that samples ahead.
+
+    Raises:
+        UsageError: several processes train.
+    """
+    if recipe.rollout is None or not recipe.rollout.staleness:
+        return None
+    if world.size > 1:
+        raise UsageError(
+            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+        )
+    from posttrain.store.ledger import Ledger
+    from posttrain.train.sources.ahead import Ahead
+
+    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def _build_credit(words: Words) -> Credit:
@@ -335,6 +373,8 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
+    if bits is not None and recipe.scale.sharding != "none":
+        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
     if recipe.train.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 

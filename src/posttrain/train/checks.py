@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from posttrain.render.rows import Shape
 
 OWN_TEACHER = "self"
+SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -230,5 +231,12 @@ def _of_groups(w: Words) -> Iterator[Rule]:
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
-    whole = ": fsdp2 is not there yet; leave it out, and every process keeps the whole model"
-    yield w.recipe.scale.sharding == "fsdp2", "scale.sharding", whole
+    if w.recipe.scale.sharding == "none":
+        return
+    known = w.recipe.optimizer.name in SHARDED_OPTIMIZERS
+    parts = f": nobody has said whether optimizer {w.recipe.optimizer.name!r} works on tensors in parts"
+    yield not known, "scale.sharding", f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
+    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    yield w.recipe.model.load_bits, "scale.sharding", bits
+    types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
+    yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types

@@ -10,11 +10,12 @@ Objects of our own travel pickled between the processes of one run, which trust 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +24,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
 from posttrain.world import World, local_rank
 
@@ -105,6 +111,14 @@ class Meeting:
                 return PeerFailure(*json.loads(self.store.get(FAILURE)))
         return None
 
+    def wait_for_failure(self) -> PeerFailure | None:
+        """The same, from a process that an exchange has failed in: what made it fail may take a moment to come in."""
+        self.noticed = True
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (failure := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return failure
+
     def wait_for_all(self) -> None:
         """Until every process has come here; not longer than until one has failed.
 
@@ -158,6 +172,10 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
         finally:
             dist.destroy_process_group()
     except BaseException as error:
+        # Layers in parts are gathered by torch itself, whose errors of an exchange come here as they are.
+        failure = meeting.wait_for_failure() if isinstance(error, RuntimeError) else None
+        if failure is not None:
+            raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
             meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
@@ -237,13 +255,9 @@ class Processes(World):
 
     def _explain(self, what: str, error: Exception, seconds: float) -> PeerFailure:
         """Why an exchange failed: what the one that failed has left, or who has not come."""
-        self._meeting.noticed = True
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            failure = self._meeting.failure()
-            if failure is not None:
-                return failure
-            time.sleep(0.05)
+        failure = self._meeting.wait_for_failure()
+        if failure is not None:
+            return failure
         here = f"rank {self.rank} of {self.size}"
         if seconds < self._timeout_seconds:
             return PeerFailure(f"{here}: another process ended during the exchange of {what}: {first_line(error)}")
@@ -259,6 +273,98 @@ class Processes(World):
             if self._meeting.store.check([f"at {rank}"]):
                 return int(json.loads(self._meeting.store.get(f"at {rank}"))[0])
         return 0
+
+
+class Root(torch.nn.Module):
+    """What is sharded as a whole: a model, with the head that reads its states where there is one.
+
+    Its forward is whatever is computed with them, so that nothing goes past the hooks that gather their weights and
+    add up their gradients.
+    """
+
+    def __init__(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class Shards:
+    """The weights that are trained, in parts: each process has its part of every tensor, of its gradient and of its
+    moments (FSDP2, ``fully_shard`` of each layer and of the root).
+
+    Gradients are computed with them alone. The whole model stays beside them for all else: sampling, scoring,
+    evaluation and checkpoints are those of an unsharded run. ``gather`` brings it up to date after an update,
+    ``scatter`` the shards after it was loaded.
+
+    Args:
+        whole: the forward pass that the objective reads, over the whole model.
+        heads: heads and critics that are trained beside it.
+    """
+
+    def __init__(self, whole: Forward | ActorCritic, heads: Mapping[str, torch.nn.Module], world: World) -> None:
+        device = whole.policy.device if isinstance(whole, ActorCritic) else whole.device
+        self._mesh = init_device_mesh(device.type, (world.size,))
+        self.model = copy.deepcopy(whole.model)
+        self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
+        self.forward = self._sharded(whole)
+        own = {"": (whole.model, self.model), **{f"{n}.": (heads[n], self.heads[n]) for n in heads}}
+        self._pairs = [
+            (plain, shard)
+            for module, sharded in own.values()
+            for plain, shard in zip(module.parameters(), sharded.parameters(), strict=True)
+            if plain.requires_grad
+        ]
+
+    def _sharded(self, whole: Forward | ActorCritic) -> Forward | ActorCritic:
+        """The same pass over models in shards; which path it takes was found out for the whole model."""
+        if isinstance(whole, ActorCritic):
+            critic = self._of_model(whole.critic, self.heads["critic"])
+            return ActorCritic(self._of_model(whole.policy, self.model), critic)
+        return self._of_model(whole, self.model)
+
+    def _of_model(self, whole: Forward, model: torch.nn.Module) -> Forward:
+        forward = copy.copy(whole)
+        forward.model, forward.head = model, None if whole.head is None else self.heads["head"]  # type: ignore[assignment]
+        forward.root = root = Root(model, forward.head)
+        for part in (*checkpointed_layers(model), root):
+            fully_shard(part, mesh=self._mesh)
+            # A plain sum: the weights of the loss are those of the batch of all processes; and gloo has no other one.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        return forward
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """The whole model becomes what the shards are."""
+        for plain, shard in self._pairs:
+            plain.copy_(shard.full_tensor())
+
+    @torch.no_grad()
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """The shards, and the optimizer's whole moments, become parts of what the whole model and they are."""
+        for plain, shard in self._pairs:
+            shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if value.shape == parameter.shape and not isinstance(value, DTensor):
+                    state[key] = part_of(value, parameter)
+
+    @torch.no_grad()
+    def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
+        """Whole tensors of parts, on the CPU; of a process that has no use for them (``is_kept``), nothing."""
+        gathered = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if is_kept:
+                gathered[name] = full.cpu()
+        return gathered
+
+
+def part_of(whole: Tensor, like: Any) -> Any:
+    """A whole tensor, the same in all processes, in parts as ``like`` is."""
+    return distribute_tensor(whole, like.device_mesh, like.placements)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

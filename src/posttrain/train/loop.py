@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as serialize
+from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.attention import chosen_attention
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -85,6 +85,8 @@ class Loop:
             restore_model(self.parts.model, found.path)
             restore_heads(self.parts.heads, found.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
+            if self.parts.shards is not None:
+                self.parts.shards.scatter(self.parts.optimizer)
             self.parts.source.restore(found.rollout_buffer, found.state.get("source", {}))
             self.step = found.step
             self.best = found.state.get("best")
@@ -130,7 +132,7 @@ class Loop:
         """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
         steps = self.steps
         saved = self.step
-        same_weights([p for _, p in self.parts.parameters], self.world, "before training")
+        same_weights(self.parts.whole_parameters(), self.world, "before training")
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
             self.save()
@@ -159,8 +161,13 @@ class Loop:
             return
         if self.step in checkpoint_steps(self.files.checkpoints):
             return
+        if self.parts.shards is not None:
+            error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
+            return
         try:
-            path = self._write_checkpoint()
+            path = self._write_checkpoint(
+                optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
+            )
             self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
         except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
             error.add_note(f"step {self.step} could not be saved: {failure}")
@@ -203,12 +210,15 @@ class Loop:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
         place = (step, self.world.rank) if self.world.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
-        loss, metrics = accumulate(self.parts.method, batch, options, world=self.world)
-        add_gradients([p for _, p in self.parts.parameters], self.world)
+        loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        if self.parts.shards is None:
+            add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
             own, apart = self.parts.split_parameters()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+            if self.parts.shards is not None:
+                self.parts.shards.gather()
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
@@ -246,14 +256,17 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
-        same_weights([p for _, p in self.parts.parameters], self.world, f"step {self.step} cannot be saved")
+        same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
+        optimizer = optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
+        if self.parts.shards is not None:
+            optimizer = self.parts.shards.whole(optimizer, self.world.is_main)
         if not self.world.is_main:
             return
-        path = self._write_checkpoint()
+        path = self._write_checkpoint(optimizer)
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _write_checkpoint(self) -> Path:
+    def _write_checkpoint(self, optimizer: Mapping[str, Tensor]) -> Path:
         """Records are durable before the checkpoint appears under its name."""
         self.rollouts.flush()
         self.metrics.flush()
@@ -263,7 +276,7 @@ class Loop:
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
-            optimizer=optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters]),
+            optimizer=optimizer,
             state={
                 "recipe": self.recipe.fingerprint(),
                 "settings": decisive(self.recipe.dump()),
@@ -324,10 +337,10 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with chosen_attention(recipe.model):
+    with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)
-    with closing(parts.source), records as (metrics, rollouts), chosen_attention(recipe.model):
+    with closing(parts.source), records as (metrics, rollouts), _attention(recipe):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
@@ -357,6 +370,15 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+def _attention(recipe: Recipe) -> AbstractContextManager[None]:
+    """In it attention is computed as the recipe says."""
+    if recipe.model.attention == "sdpa":
+        return nullcontext()
+    from posttrain.models.attention import chosen_attention
+
+    return chosen_attention(recipe.model)
 
 
 @contextmanager

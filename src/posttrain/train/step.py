@@ -128,17 +128,25 @@ def accumulate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
     slots = used = 0.0
-    for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world):
+    pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
+    num_own = len(pieces)
+    if learns and is_sharded(forward):  # every pass gathers weights from all processes, so all make as many passes
+        most = max(world.gather([num_own], "number of micro-batches"))
+        pieces += [list(range(batch.rows_per_unit))] * (most - num_own)
+    for index, rows in enumerate(pieces):
         planned = batch.select(rows)
         part = planned.to(device)
         with _learning(forward, options) if learns else torch.no_grad():
             outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
             result = _apply(method.objective, outputs, part, level)
             assert part.weights is not None
-            loss = (_kept(result.values, part, level) * part.weights.to(result.values.dtype)).sum()
+            weights = part.weights.to(result.values.dtype) if index < num_own else torch.zeros_like(result.values)
+            loss = (_kept(result.values, part, level) * weights).sum()
             if learns:
                 with forward.backward_context():
                     loss.backward()
+        if index >= num_own:
+            continue
         total += loss.detach().to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
         slots += forward.last_slots
@@ -186,6 +194,11 @@ def _digest(parameters: Sequence[Tensor]) -> list[int]:
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
         sums.append(int(bits.sum(dtype=torch.int64)))
     return sums
+
+
+def is_sharded(forward: Forward | ActorCritic) -> bool:
+    """Whether each process has a part of the weights alone."""
+    return (forward.policy if isinstance(forward, ActorCritic) else forward).root is not None
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
@@ -272,6 +285,12 @@ def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -
     return result
 
 
+def _total_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all gradients as one vector; of shards, that of the whole tensors."""
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
 def apply_update(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
@@ -289,10 +308,7 @@ def apply_update(
     Raises:
         NonFiniteLoss: loss or norm is not finite; the weights are as before.
     """
-    norm, norm_apart = (
-        float(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
-        for group in (parameters, apart)
-    )
+    norm, norm_apart = (_total_norm([p.grad for p in group if p.grad is not None]) for group in (parameters, apart))
     if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
         optimizer.zero_grad(set_to_none=True)
         critic = f", of the critic {norm_apart}" if apart else ""

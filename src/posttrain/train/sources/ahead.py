@@ -44,9 +44,19 @@ class Ahead:
     Args:
         model: what is trained; its weights are copied when a batch is given away.
         ledger: where it is noted what becomes of each group; None for a source that belongs to no run.
+        process, courier: what draws, and whose thread waits for it, if others than a process beside this one.
     """
 
-    def __init__(self, source: RolloutSource, recipe: Recipe, model: Any, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        source: RolloutSource,
+        recipe: Recipe,
+        model: Any,
+        ledger: Ledger | None,
+        *,
+        process: Any = None,
+        courier: Any = None,
+    ) -> None:
         assert recipe.rollout is not None
         self.source, self.model, self.ledger = source, model, ledger
         self.staleness = recipe.rollout.staleness
@@ -55,8 +65,8 @@ class Ahead:
             assert recipe.train.passes is not None, "a recipe says steps or passes"
             steps, _ = source.length_of(recipe.train.passes)
         self.num_batches = -(-steps // source.updates)
-        self._process = SamplingProcess(recipe)
-        self._courier: ThreadPoolExecutor | None = None
+        self._process = process or SamplingProcess(recipe)
+        self._courier = courier
         self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
         self._next = 0  # the first batch that was not given away
         self._version = 0  # of the trainer's weights, as of the last batch that it asked for
