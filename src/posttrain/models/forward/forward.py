@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.forward.attention import install_packed_attention, packed_attention
 from posttrain.models.forward.linear import fast_linear
-from posttrain.models.forward.packing import Packing, Reads, install_packed_attention, pack, packed_attention
+from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, log_softmax, score_logits
 from posttrain.types import Batch, Outputs
 
