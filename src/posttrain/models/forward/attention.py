@@ -55,17 +55,28 @@ def _attention(
     packing = _active
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    scaling, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     window = kwargs.get("sliding_window")
+    return attend(packing, q, k, v, kwargs.get("scaling"), kwargs.get("dropout", 0.0), window), None
+
+
+def active_packing() -> Packing | None:
+    """The packing that attention follows now."""
+    return _active
+
+
+def attend(
+    packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Attention of streams ``[N, H, D]`` under ``packing``: ``[1, N, H, D]``."""
     if window is not None and int(packing.positions.max()) >= window:
         raise AssertionError("sequences longer than the attention window take the padded path")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     parts = [q[:0]]  # for a stream that holds nothing
     for bucket in packing.buckets:
         own = _attend(bucket, q, k, v, scaling, dropout)
         parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
     joined = torch.cat(parts)
-    return _filled(joined if packing.order is None else joined.index_select(0, packing.order), q), None
+    return _filled(joined if packing.order is None else joined.index_select(0, packing.order), q)
 
 
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float) -> Tensor:
