@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 55630
+MAX_PACKAGE_LINES = 56020
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2170,
@@ -28,11 +28,11 @@ ROOMS: dict[str, int] = {
     "render": 1100,
     "tasks": 5250,
     "store": 2300,
-    "models": 2290,
+    "models": 2670,
     "engines": 3660,
     "evals": 2880,
     "reward_models": 1630,
-    "train": 3400,
+    "train": 3410,
     "interpret": 7410,
     "runs": 2670,
     "sweeps": 3280,
