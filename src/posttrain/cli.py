@@ -53,6 +53,7 @@ BODIES = {
     "studio": ("posttrain.commands.chat.studio", "run_studio"),
     "serve-command": ("posttrain.commands.serve", "run_serve_command"),
     "quantize": ("posttrain.commands.quantize", "run_quantize"),
+    "plan": ("posttrain.commands.plan", "run_plan"),
     "recipes": ("posttrain.commands.recipes", "run_recipes"),
     "explain": ("posttrain.commands.recipes", "run_explain"),
     "data": ("posttrain.commands.data", "run_data"),
@@ -66,6 +67,7 @@ BODIES = {
 # Commands that take keys of a recipe as further options; None: any key, else these sections.
 OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
     "train": None,
+    "plan": None,
     "compare": None,
     "study": None,
     "pipeline": None,
@@ -261,6 +263,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]] = {
     "demo": ("watch a small model learn to reason, and read the report", _add_demo_options),
     "train": ("train by a recipe", _add_train_options),
+    "plan": ("say what a recipe takes on GPUs: memory and seconds by part", "posttrain.commands.plan"),
     "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweep"),
     "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweep"),
     "pipeline": ("the whole of RLHF: demonstrations, reward models, policies, contests", "posttrain.commands.sweep"),
@@ -407,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
+        if arguments[:1] == ["__follow"]:  # one of several processes that train a run
+            return int(importlib.import_module("posttrain.runs.launch").follow())
         namespace = parse(arguments)
         if namespace.command is None:
             return 0

@@ -92,6 +92,11 @@ def imported_code() -> dict[str, list[str]]:
     return {name: list(_FOLDERS[name]) for name in sorted(_IMPORTED)}
 
 
+def declared_code() -> dict[str, list[str]]:
+    """Every name that may be imported here, with its folders: for another process of the same run."""
+    return {name: list(folders) for name, folders in _FOLDERS.items()}
+
+
 def consent_options() -> list[str]:
     """The options that allow a command of ours, started by this one, the same."""
     options = [f"{name}@{folder}" for name, folders in imported_code().items() for folder in folders]

@@ -16,6 +16,7 @@
         ├── NonFiniteLoss             loss or gradient is NaN or infinite; the batch was saved
         ├── CheckpointError           no checkpoint verifies
         ├── StorageError              the disk is full or not writable
+        ├── PeerFailure               another process of the run failed: its message, its exit code
         └── EngineMismatch            sampler and trainer disagree about the same tokens
 
 A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
@@ -112,8 +113,8 @@ def install_command(extra: str) -> str:
 
     ``pip`` is that of this Python, named by its path where another one would answer to ``pip``.
     """
-    found = shutil.which("pip")
-    own = found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+    pip_path = shutil.which("pip")
+    own = pip_path is not None and Path(pip_path).parent.resolve() == Path(sys.executable).parent.resolve()
     pip = "pip" if own else f"{sys.executable} -m pip"
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file() and (checkout / "src" / "posttrain") == Path(__file__).parent:
@@ -155,6 +156,19 @@ class CheckpointError(RunFailure):
 
 class StorageError(RunFailure):
     """The disk is full or not writable."""
+
+
+class PeerFailure(RunFailure):
+    """Another process of the same run failed, ended, or does not answer.
+
+    Args:
+        message: says which one, and why.
+        exit_code: with which that one ended, where it ended by an error of ours.
+    """
+
+    def __init__(self, message: str, exit_code: int = RunFailure.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class EngineMismatch(RunFailure):

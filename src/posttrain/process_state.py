@@ -115,21 +115,21 @@ class _Streams:
 
 def _identity(number: int) -> tuple[int, int] | None:
     try:
-        found = os.fstat(number)
+        status = os.fstat(number)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _written_files() -> dict[tuple[int, int, int], str]:
     """The regular files that are open for writing: (descriptor, device, inode) and path; empty where nothing tells."""
-    found: dict[tuple[int, int, int], str] = {}
+    paths: dict[tuple[int, int, int], str] = {}
     if fcntl is None or not os.path.isdir(_DESCRIPTORS):
-        return found
+        return paths
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):  # such as the descriptor of this listing
             status = os.fstat(int(name))
             writable = fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             if stat.S_ISREG(status.st_mode) and writable:
-                found[int(name), status.st_dev, status.st_ino] = os.readlink(f"{_DESCRIPTORS}/{name}")
-    return found
+                paths[int(name), status.st_dev, status.st_ino] = os.readlink(f"{_DESCRIPTORS}/{name}")
+    return paths

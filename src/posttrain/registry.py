@@ -162,7 +162,7 @@ class Entry:
                 "module, outside of `if TYPE_CHECKING`"
             ) from error
 
-    def options(self, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    def options(self, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         """All options with defaults filled in.
 
         Raises:
@@ -171,7 +171,7 @@ class Entry:
         """
         model = self.options_model()
         try:
-            checked = model(**given)
+            checked = model(**options)
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None
@@ -180,19 +180,19 @@ class Entry:
             _check_word(filled[key], kind, f"{where}.{key}" if where else key)
         return filled
 
-    def bind(self, given: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
+    def bind(self, options: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
         """The function with its options filled in; takes what the machine provides."""
-        return partial(self.function, **self.options(given, where))
+        return partial(self.function, **self.options(options, where))
 
 
 def _check_word(value: Any, kind: str, where: str) -> None:
     """Refuse what is neither ``auto`` nor a word of the kind: its name, or a mapping with its name and options."""
     if value == "auto":
         return
-    given = {"name": value} if isinstance(value, str) else dict(value)
-    if "name" not in given:
+    word = {"name": value} if isinstance(value, str) else dict(value)
+    if "name" not in word:
         raise RecipeError(f"{where}: a {kind} has a name and maybe options; got {value!r}")
-    find(kind, str(given.pop("name")), where).options(given, where)
+    find(kind, str(word.pop("name")), where).options(word, where)
 
 
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in HOMES}
@@ -294,14 +294,14 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
     return Entry(kind, path, function, {})
 
 
-def call(where: str, function: Callable[..., Any], *given: Any) -> Any:
+def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a word returns; ``where`` is its key in the recipe.
 
     Raises:
         RunFailure: it raised something that is none of our errors; these pass as they are.
     """
     try:
-        return function(*given)
+        return function(*arguments)
     except PosttrainError:
         raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept

@@ -85,6 +85,9 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
         if action.nargs in (None, "+") or (
             action.nargs == "*" and command in ("runs prune", "runs delete", "runs compare")
         ):
+            if action.choices:
+                given.append(str(next(iter(action.choices))))
+                continue
             recipe = command in RECIPES and action.dest in ("recipe", "models")
             given.append("mine.yaml" if recipe else "some-run" if words[0] == "runs" else "tiny")
             if recipe:
@@ -132,7 +135,7 @@ def argument_cases(random: Random) -> list[Case]:
                 Case(
                     "argument: unknown",
                     (*start, wrong, *more),
-                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "unrecognized", "'quiet'", "'1'"),
+                    (wrong[:30], wrong.strip("-=.")[:30] or "key", "no option --.", "unrecognized", "'quiet'", "'1'"),
                     files,
                 )
             )

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.cli import main, parse
 from posttrain.commands.sweep_view import command_of, folder_of
+from posttrain.models.sources import TINY
 from posttrain.reports.study import write_study
 from posttrain.sweeps.pipelines.plan import load_pipeline
 from posttrain.sweeps.pipelines.results import collect_pipeline
@@ -84,6 +87,81 @@ def test_the_command_makes_it_and_goes_on_where_it_was(tmp_path: Path, capsys: p
     before = (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns
     assert main(arguments) == 0
     assert "dpo-files: wins" in capsys.readouterr().out
+    assert (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_gpt2_on_human_preferences_is_planned_as_its_file_says() -> None:
+    plan = load_pipeline("hh-gpt2", folder="unused")
+    runs = {part.name: part.recipe for part in plan.parts if isinstance(part, Training)}
+    assert len(plan.parts) == 1 + 3 * (2 + 4 + 4)
+    assert [runs[f"{name}-seed0"].task.options["half"] for name in ("proxy", "judge")] == ["first", "second"]
+    policies = [runs[f"{name}-seed0"] for name in ("ppo", "grpo", "dpo")]
+    assert {recipe.task.options["test_share"] for recipe in policies} == {0.0}  # contests are on the test split
+    answers = {
+        r.rollout.prompts * r.rollout.group * r.train.steps // r.train.minibatches for r in policies if r.rollout
+    }
+    assert answers == {25_600}
+    assert all(recipe.rewards[0].model_extra["run"].endswith("proxy-seed0") for recipe in policies)
+    start = next(part for part in plan.parts if part.name == "start")
+    assert all(recipe.model.name == start.weights for name, recipe in runs.items() if name != "start")
+    assert [contest.command[contest.command.index("--task.split") + 1] for contest in plan.contests] == ['"test"'] * 12
+
+
+def write_gpt2(folder: Path) -> None:
+    """A random GPT-2 of two small layers, with the embedded model's tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": len(tokenizer)}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_gpt2_on_human_preferences_on_a_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped file from start to page: a random small GPT-2, forty dialogues, one step of everything."""
+    write_gpt2(tmp_path / "gpt2")
+    pairs = [
+        {
+            "chosen": f"\n\nHuman: {a} and {a + 3}?\n\nAssistant: {2 * a + 3}.",
+            "rejected": f"\n\nHuman: {a} and {a + 3}?\n\nAssistant: {a}!",
+            "subset": "helpful-base",
+        }
+        for a in range(40)
+    ]
+    (tmp_path / "data" / "hh_rlhf").mkdir(parents=True)
+    for split in ("train", "test"):
+        path = tmp_path / "data" / "hh_rlhf" / f"{split}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path / "data"))
+    words = ["pipeline", "hh-gpt2", "--runs-dir", str(tmp_path / "runs"), "--seeds", "1", "--jobs", "2"]
+    small = {"train.steps": 1, "train.warmup_steps": 0, "eval.every": 0}
+    sampled = {"train.minibatches": 1, "rollout.prompts": 2, "rollout.group": 2, "rollout.max_tokens": 6}
+    parts = {
+        "start": {"model.name": str(tmp_path / "gpt2"), "data.batch": 2, "data.max_tokens": 200},
+        "reward_models.proxy": {"data.batch": 2, "data.max_tokens": 200},
+        "reward_models.judge": {"data.batch": 2, "data.max_tokens": 200},
+        "policies.ppo": sampled | {"rollout.group": 1},
+        "policies.grpo": sampled,
+        "policies.dpo": sampled,
+        "policies.dpo-files": {"data.batch": 2, "data.max_tokens": 200},
+    }
+    for name, changes in parts.items():
+        for key, value in (small | changes).items():
+            words += [f"--{name}.{key}", str(value)]
+    words += ["--evaluate.n", "4", "--evaluate.max_tokens", "6"]
+    assert main(words) == 0, capsys.readouterr().err
+    folder = tmp_path / "runs" / "pipeline-hh-gpt2"
+    results = json.loads((folder / "results.json").read_text())
+    assert results["policies"].keys() == {"ppo", "grpo", "dpo", "dpo-files"}
+    assert all(
+        0 <= policy["win_rate"]["mean"] <= 1 and policy["kl"]["mean"] >= 0 for policy in results["policies"].values()
+    )
+    assert (folder / "report.html").is_file()
+    before = (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    assert main(words) == 0  # nothing is made again
     assert (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
 
 

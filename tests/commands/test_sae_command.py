@@ -154,7 +154,13 @@ def test_several_layers_are_recorded_in_one_pass(
         load_dictionary("runs/both-resid.1/dictionary").W_dec, load_dictionary("runs/one/dictionary").W_dec
     )
 
+    (shared,) = (place for place in places if place is not None)
     capsys.readouterr()
+    assert main(["runs", "delete", "both-resid.1", "--dry-run"]) == 0
+    assert f"the activations in {shared} stay" in (told := capsys.readouterr().out)
+    assert "both-resid.3, one share them" in told
+    assert main(["runs", "delete", "both-*", "one", "--dry-run"]) == 0
+    assert f"no other run uses them; to delete them: rm -r {shared}" in capsys.readouterr().out
     assert main(several) == 2
     assert "Continue it with --resume" in capsys.readouterr().err
     (Path("runs") / "both-resid.3").rename("elsewhere")

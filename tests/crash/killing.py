@@ -67,11 +67,19 @@ def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
     }
 
 
+def ahead_recipe(steps: int, staleness: int = 2) -> dict[str, Any]:
+    """GRPO that samples ahead, with dropped groups and four updates per batch."""
+    recipe = grpo_recipe(steps, epochs=2, minibatches=2)
+    drops = {"drop_uniform_groups": True, "max_rounds": 3, "staleness": staleness, "max_tokens": 6}
+    return recipe | {"rollout": recipe["rollout"] | drops, "rewards": [{"name": "vowels:begins_with_a_vowel"}]}
+
+
 RECIPES: dict[str, Callable[[int], dict[str, Any]]] = {
     "grpo": grpo_recipe,
     "sft": sft_recipe,
     # Four updates per rollout batch, saved after every third: most checkpoints fall inside a batch.
     "grpo in passes": lambda steps: grpo_recipe(steps, epochs=2, minibatches=2),
+    "grpo ahead": ahead_recipe,
 }
 
 

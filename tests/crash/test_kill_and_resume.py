@@ -8,6 +8,8 @@ import killing
 import pytest
 import yaml
 
+from posttrain.store.ledger import Ledger, count, standing
+
 
 @pytest.fixture(scope="module")
 def starters() -> Iterator[tuple[killing.Starter, killing.Starter]]:
@@ -98,6 +100,23 @@ def test_the_comparison_notices_every_kind_of_difference(
     found = killing.differences(tmp_path / "0", tmp_path / "1")
     assert {"checkpoints/step-000004/model.safetensors", "checkpoints/step-000004/optimizer.safetensors"} <= set(found)
     assert {"metrics.jsonl", "rollouts.db: rollouts", "rollouts.db: evaluation_rollouts"} <= set(found)
+
+
+@pytest.mark.slow  # every start is two interpreters; test_asynchrony.py has what can be had in one
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_kills_of_a_run_that_samples_ahead_lose_and_double_nothing(
+    starters: tuple[killing.Starter, killing.Starter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staleness: int,
+) -> None:
+    monkeypatch.setitem(killing.RECIPES, "grpo ahead", lambda steps: killing.ahead_recipe(steps, staleness))
+    compare(starters, tmp_path, "grpo ahead", 16, ["update", "checkpoint", "rollout", "anywhere"])
+    whole, cut = (Ledger(tmp_path / name / "ledger.jsonl").read() for name in ("whole", "cut"))
+    assert standing(cut) == standing(whole)
+    assert set(count(cut)) == {"consumed", "dropped"}
+    assert count(cut)["consumed"] == 4 * 4
+    assert any(event.event == "resumed" for event in cut)
 
 
 @pytest.mark.slow

@@ -104,6 +104,17 @@ class EngineContract:
                 assert short.ids == long.ids[:limit]
                 assert short.finish == ("stop" if short.ids[-1] in case.stops else "length")
 
+    def test_a_prompt_and_its_completion_share_a_limit(self, case: EngineCase) -> None:
+        keys = keys_of([4] * len(case.prompts))
+        whole = case.engine.generate(case.prompts, keys, case.sampling)
+        total = max(map(len, case.prompts)) + 2
+        cut = case.engine.generate(case.prompts, keys, replace(case.sampling, max_total_tokens=total))
+        for prompt, long, short in zip(case.prompts, whole, cut, strict=True):
+            room = min(LIMIT, total - len(prompt))
+            assert [c.ids for c in short] == [c.ids[:room] for c in long]
+            assert {c.finish for c in short if c.ids[-1] not in case.stops} <= {"length"}
+        assert _flat(cut) != _flat(whole)
+
     def test_a_stop_id_at_the_limit_is_a_stop(self, case: EngineCase) -> None:
         keys = keys_of([1])
         ((whole,),) = case.engine.generate(case.prompts[:1], keys, Sampling(max_tokens=6))

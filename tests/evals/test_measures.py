@@ -80,7 +80,7 @@ def test_items_without_gold_do_not_count_in_accuracy() -> None:
 
 
 def test_without_gold_the_reward_has_an_interval_over_items() -> None:
-    """Two items of two samples: means 1 and 2, so the middle is 1.5 and the standard error √(0.5 / 2) = 0.5."""
+    """Two items of two samples: means 1 and 2, the middle 1.5, the standard error √(0.5 / 2) = 0.5, t = 12.706."""
     first, second = make_items(["uu", "uu"])
     rewards = ((0.5, 1.5), (1.0, 3.0))
     items = [
@@ -89,7 +89,7 @@ def test_without_gold_the_reward_has_an_interval_over_items() -> None:
     ]
     results = summarize(items, samples=2)
     assert results["reward"] == 1.5
-    assert (results["reward_low"], results["reward_high"]) == pytest.approx((1.5 - 0.98, 1.5 + 0.98), abs=1e-4)
+    assert (results["reward_low"], results["reward_high"]) == pytest.approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
     assert "reward_low" not in summarize(items[:1], samples=2)  # one item has no spread
     assert "reward_low" not in summarize(make_items(["rw", "uu"]), samples=2)
 

@@ -153,10 +153,10 @@ def test_the_summary_of_divergences_by_hand() -> None:
     answers = [answer(0, ids=[1] * 4), answer(0, ids=[1] * 2), answer(1, ids=[1] * 6), answer(2, ids=[1] * 8)]
     found = summarize_kl("kl_ab", answers, [1.0, 3.0, 6.0, 4.0])
     means = [2.0, 6.0, 4.0]
-    half = 1.959963984540054 * statistics.stdev(means) / math.sqrt(3)
+    half = 4.302652729911275 * statistics.stdev(means) / math.sqrt(3)
     assert found == {
         "kl_ab": pytest.approx(4.0),
-        "kl_ab_low": pytest.approx(4.0 - half),
+        "kl_ab_low": pytest.approx(max(0.0, 4.0 - half)),
         "kl_ab_high": pytest.approx(4.0 + half),
         "kl_ab_per_token": pytest.approx(14.0 / 20),
     }

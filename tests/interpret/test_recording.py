@@ -37,13 +37,13 @@ def made(root: Path, run: str, asked: ActivationsSection) -> tuple[ActivationSto
 def count_batches(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """What is computed from here on, shard by shard."""
     computed: list[range] = []
-    compute: Callable[..., Any] = Recorder._compute
+    compute: Callable[..., Any] = Recorder.compute
 
-    def counted(self: Recorder, documents: range) -> Any:
-        computed.append(documents)
-        return compute(self, documents)
+    def counted(self: Recorder, number: int) -> Any:
+        computed.append(self.plan[number])
+        return compute(self, number)
 
-    monkeypatch.setattr(Recorder, "_compute", counted)
+    monkeypatch.setattr(Recorder, "compute", counted)
     return computed
 
 

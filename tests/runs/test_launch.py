@@ -19,6 +19,7 @@ from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, stop_on_signals
 from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
+from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -40,8 +41,16 @@ class FakeLoop:
     calls: list[tuple[bool, int]] = field(default_factory=list)
 
     def __call__(
-        self, recipe: Recipe, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Callable[[], bool]
+        self,
+        recipe: Recipe,
+        files: RunFiles,
+        *,
+        resume: bool,
+        observer: Observer,
+        should_stop: Callable[[], bool],
+        world: World,
     ) -> Result:
+        assert world is ONE
         self.calls.append((resume, recipe.train.steps))
         done = sorted(int(p.name[5:]) for p in files.checkpoints.glob("step-*"))
         step = done[-1] if done else 0

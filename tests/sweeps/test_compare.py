@@ -244,6 +244,18 @@ def test_overrides_that_do_not_fit_are_refused(key: str, value: str, message: st
     assert message in str(caught.value)
 
 
+def test_words_that_do_not_fit_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    """A later cell's mistake is found before the first one is begun."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "base: {recipe: tiny/grpo, eval: {every: 10}}\nseeds: 2\n"
+        "methods: {grpo: rl/grpo, blind: {recipe: rl/grpo, advantage: gae}}\n"
+    )
+    with pytest.raises(RecipeError, match=r"^blind-seed0: advantage: 'gae' needs values, which objective 'grpo' does"):
+        load_comparison(str(path), folder=tmp_path / "unused")
+    assert load_comparison(str(path), folder=tmp_path / "unused", methods=["grpo"]).cells
+
+
 def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"--methods: .* has no method 'wyde'. Did you mean 'wide'\? There: grpo, "):
         load(methods=["grpo", "wyde"])

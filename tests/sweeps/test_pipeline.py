@@ -130,7 +130,7 @@ def test_reward_is_counted_in_deviations_of_the_starts_scores_and_unscored_promp
     # gains 3 and -1, mean 1; the start's scores 0 and 2 deviate by 1
     gain = reward_gain(items, None)
     assert gain.mean == pytest.approx(1.0)
-    half = 1.959963984540054 * math.sqrt(8.0 / 2)  # variance of (3, -1) is 8, over 2 prompts
+    half = 12.706204736432095 * math.sqrt(8.0 / 2)  # variance of (3, -1) is 8, over 2 prompts
     assert (gain.low, gain.high) == (pytest.approx(1.0 - half), pytest.approx(1.0 + half))
     assert reward_gain(items, "p").mean == pytest.approx(1.0)  # the unit doubles with the scores
 
@@ -190,7 +190,7 @@ def test_damaged_records_are_one_message(tmp_path: Path) -> None:
             (tmp_path / "results.json").write_text(content)
             (tmp_path / "items.jsonl").write_text("")
         with pytest.raises(DataError, match="its files are damaged"):
-            read_meeting(tmp_path, "a", 0, "p")
+            read_meeting(tmp_path, "a", 0)
 
 
 def test_shipped_pipelines_can_be_planned(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
-from posttrain.evals.generation import Evaluation, Questions, evaluate
+from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import held_out, loop
 from posttrain.train.build import prepare
@@ -206,6 +205,49 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     assert {r.evaluation for r in records} == {"stories/validation"}
 
 
+def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
+    """The first, another sample, several answers to each: the run's own key decides, and everything else stays."""
+    items = {}
+    for name, options in {
+        "sample": {},
+        "first": {"items": "first"},
+        "other": {"items_seed": 1},
+        "several": {"samples": 3, "temperature": 1.5, "top_p": 0.9},
+    }.items():
+        recipe = make_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"n": 6} | options)
+        run(tmp_path / name, recipe)
+        items[name] = [r for r in recorded(tmp_path / name)[1] if r.step == 0]
+    held_out = prepare(make_recipe("sft", eval=EVALUATION)).evaluator
+    assert held_out is not None
+    ids = [example.id for example in held_out.tasks[0].examples]
+    assert [r.example_id for r in items["first"]] == ids[:6]
+    sampled = {name: [ids.index(r.example_id) for r in items[name]] for name in ("sample", "other")}
+    assert sampled == {"sample": held_out_indices(len(ids), 6), "other": held_out_indices(len(ids), 6, seed=1)}
+    assert sampled["sample"] != sampled["other"]
+    several = items["several"]
+    assert [(r.example_id, r.rollout_index) for r in several] == [
+        (r.example_id, k) for r in items["sample"] for k in range(3)
+    ]
+    assert len({r.completion for r in several}) > 6
+    (facts,) = [row.metrics for row in MetricsLog(tmp_path / "several" / "metrics.jsonl").read() if row.step == 0]
+    assert (facts["eval/stories/validation/n"], facts["eval/stories/validation/samples"]) == (6.0, 3.0)
+    assert facts["eval/stories/validation/pass@3"] >= facts["eval/stories/validation/accuracy"]
+
+
+def test_one_limit_for_a_prompt_and_its_answer(tmp_path: Path) -> None:
+    whole = prepare(make_recipe("grpo"))
+    total = max(len(r.prompt_ids) + len(r.completion.ids) for r in whole.source(1).rollouts) - 2
+    recipe = make_recipe("grpo", rollout={"max_total_tokens": total}, train={"steps": 1}, eval=EVALUATION)
+    run(tmp_path, recipe)
+    parts = prepare(recipe)
+    assert parts.evaluator is not None
+    assert (parts.evaluator.sampler.context_tokens, parts.evaluator.sampling(0.0).max_total_tokens) == (total, total)
+    trained, evaluated = recorded(tmp_path)
+    assert trained
+    assert evaluated
+    assert all(len(parts.tokenizer.encode(r.prompt)) + r.num_tokens <= total for r in [*trained, *evaluated])
+
+
 def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
     def pretend(_: Any, asked: Questions) -> Evaluation:
         return Evaluation("stories/validation", {"accuracy": accuracies[asked.step], "seconds": 0.0}, [])
@@ -262,8 +304,8 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
     prepared: list[Any] = []
     original = loop.prepare
 
-    def keep(recipe: Recipe, folder: Path) -> Any:
-        prepared.append(original(recipe, folder))
+    def keep(*about: Any) -> Any:
+        prepared.append(original(*about))
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)

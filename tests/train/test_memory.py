@@ -284,6 +284,17 @@ def test_the_cache_of_sampling(
     assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
 
 
+def test_one_limit_for_a_prompt_and_its_answer(folders: dict[str, str]) -> None:
+    """256 of 320 tokens are the prompt's, as where the answer is given 64."""
+    asked = {"prompt__max_prompt_tokens": "256"}
+    limited = recipe_of("grpo", folders["qwen3"], rollout__max_tokens="64", **asked)
+    shared = recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", rollout__max_total_tokens="320", **asked)
+    assert stated_memory(shared) == stated_memory(limited)
+    assert stated_memory(shared) != stated_memory(
+        recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", **asked)
+    )
+
+
 def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:
     recipe = recipe_of("grpo", folders["qwen3"])
     drawn = prepare(recipe).source(1).batch

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
     "after the backward pass": ({"kind": "sft"}, loop, "accumulate", 3, True, 2),
     "in the first step": ({"kind": "sft"}, loop, "accumulate", 1, False, None),
     "in the optimizer": ({"kind": "sft"}, loop, "apply_update", 3, True, None),
-    "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "_draw_groups", 4, False, 3),
+    "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "draw", 4, False, 3),
     "after the rollouts": ({"kind": "grpo", **KL}, RolloutSource, "_collect", 4, True, 3),
     "inside a rollout batch": ({"kind": "grpo", "train": {"epochs": 2}}, loop, "accumulate", 4, False, 3),
     "in an evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 2, False, 2),

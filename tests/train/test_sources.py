@@ -292,6 +292,20 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, template) 
         sampled(tokenizer, template, task, prompt={"max_prompt_tokens": 3})
 
 
+def test_one_limit_for_a_prompt_and_its_answer(tokenizer, template) -> None:
+    """A prompt that leaves no room is dropped, and what is left of the limit is the answer's."""
+    task = sums(9, long=(1, 4))
+    lengths = [len(encode_prompt(tokenizer, template, example.messages)) for example in task.examples]
+    limit = max(lengths[0], lengths[2]) + 1
+    source = sampled(tokenizer, template, task, rollout={"prompts": 7, "max_total_tokens": limit})
+    assert source.dropped == {"blank": 2, f"prompt longer than {limit - 1} tokens": 2}
+    rollouts = source(1).rollouts
+    assert {r.prompt_index for r in rollouts} == {0, 2, 3, 5, 6, 7, 8}
+    assert max(len(r.prompt_ids) + len(r.completion.ids) for r in rollouts) == limit
+    with pytest.raises(UsageError, match=r"task 'sums': no prompt is left to sample from; dropped: .*: 9"):
+        sampled(tokenizer, template, task, rollout={"max_total_tokens": 3})
+
+
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 3), (2, 3), (3, 1)])
 def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epochs: int, minibatches: int) -> None:
     source = sampled(

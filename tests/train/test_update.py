@@ -26,9 +26,12 @@ from posttrain import registry
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.packing import Packing
 from posttrain.recipes.sections import TrainSection
+from posttrain.train.build import prepare
 from posttrain.train.step import MeanOverBatch, Method, accumulate, apply_update, learning_rate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
+from small_runs import make_recipe
 
 # Sums of the same float64 numbers in another order.
 CLOSE = 1e-9
@@ -42,6 +45,33 @@ def models() -> tuple[torch.nn.Module, torch.nn.Module]:
 @pytest.fixture(scope="module")
 def model(models) -> torch.nn.Module:
     return models[0]
+
+
+def test_only_micro_batches_go_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts, streams and optimizer batches stay in main memory: at a time, what is computed on is elsewhere."""
+    moved: list[tuple[str, int]] = []
+    for kind in (Batch, Packing):
+
+        def move(self: Any, device: Any, was: Any = kind.to, name: str = kind.__name__) -> Any:
+            moved.append((name, int(self.lengths.sum()) if name == "Batch" else self.num_tokens))
+            return was(self, device)
+
+        monkeypatch.setattr(kind, "to", move)
+    recipe = make_recipe("grpo", regularize={"kl": 0.1}, train={"tokens_per_micro": 60})
+    parts = prepare(recipe)
+    moved.clear()
+    batch = parts.source(1).batch  # the reference's log-probabilities are filled
+    assert batch is not None
+    pieces = [batch.select(rows) for rows in split_rows(batch, 60)]
+    assert len(pieces) > 2
+    assert batch.stream("ref_logprobs").abs().sum() > 0
+    assert max(tokens for _, tokens in moved) <= 60
+    moved.clear()
+    accumulate(parts.method, batch, recipe.train)
+    assert [tokens for name, tokens in moved if name == "Batch"] == [int(piece.lengths.sum()) for piece in pieces]
+    assert [name for name, _ in moved].count("Packing") == len(pieces)
+    tensors = [batch.tokens, batch.mask, batch.weights, *batch.streams.values()]
+    assert {str(x.device) for x in tensors if x is not None} == {"cpu"}
 
 
 class Trainer:

@@ -40,15 +40,15 @@ def run_data(arguments: argparse.Namespace) -> int:
     word = chosen_words(arguments)["task"]
     task = build_task(word, "task")
     measure, unit = _choose_measure(arguments.model)
-    found = describe_task(task, measure, n=arguments.n or WHOLE_TASK)
-    if found.num_read == 0:
+    stats = describe_task(task, measure, n=arguments.n or WHOLE_TASK)
+    if stats.num_read == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
-    print_description(console, task, found, unit, arguments.max_tokens)
+    print_description(console, task, stats, unit, arguments.max_tokens)
     for example in random_examples(task, arguments.examples, arguments.seed):
         print_example(console, example)
     if arguments.plot is not None:
-        title = f"{task.name}/{task.split}: {found.num_read:,} examples"
-        print(f"picture: {draw_data(found, title, unit, arguments.plot or _picture_name(word))}")
+        title = f"{task.name}/{task.split}: {stats.num_read:,} examples"
+        print(f"picture: {draw_data(stats, title, unit, arguments.plot or _picture_name(word))}")
     return 0
 
 
@@ -73,50 +73,50 @@ def _print_tasks(console: Console) -> None:
     console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
 
 
-def print_description(console: Console, task: Task, found: Description, unit: str, limit: int | None) -> None:
+def print_description(console: Console, task: Task, stats: Description, unit: str, limit: int | None) -> None:
     """Counts, lengths and balances as tables."""
-    read = "" if found.num_read == found.num_examples else f", the first {found.num_read:,} of which were read"
-    console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {found.num_examples:,} examples{read}"))
+    read = "" if stats.num_read == stats.num_examples else f", the first {stats.num_read:,} of which were read"
+    console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {stats.num_examples:,} examples{read}"))
     for reason, count in task.dropped.items():
         console.print(Text(f"  left out: {count:,} × {reason}"))
-    for line in _facts(found, unit, limit):
+    for line in _facts(stats, unit, limit):
         console.print(Text(f"  {line}"))
     console.print()
-    console.print(_length_table(found, unit))
-    for name, counts in _counted(found):
+    console.print(_length_table(stats, unit))
+    for name, counts in _counted(stats):
         console.print()
         console.print(_count_table(name, counts))
 
 
-def _facts(found: Description, unit: str, limit: int | None) -> list[str]:
-    turns = ", ".join(f"{n:,} × {length}" for length, n in sorted(found.turns.items()))
+def _facts(stats: Description, unit: str, limit: int | None) -> list[str]:
+    turns = ", ".join(f"{n:,} × {length}" for length, n in sorted(stats.turns.items()))
     lines = [
-        f"prompts that stand there more than once: {found.repeated_prompts:,} examples repeat an earlier one",
-        f"messages of a prompt: {turns}" if len(found.turns) > 1 else f"messages of a prompt: {min(found.turns)}",
+        f"prompts that stand there more than once: {stats.repeated_prompts:,} examples repeat an earlier one",
+        f"messages of a prompt: {turns}" if len(stats.turns) > 1 else f"messages of a prompt: {min(stats.turns)}",
     ]
     if limit is not None:
-        over = found.over(limit)
-        lines.append(f"longer than {limit:,} {unit}, prompt and answer: {over:,} ({over / found.num_read:.1%})")
-    if found.answers:
-        common = ", ".join(f"{answer[:40]!r} {n:,} ×" for answer, n in found.answers.most_common(NUM_COMMONEST))
-        lines.append(f"answers: {found.answers.total():,}, {len(found.answers):,} different; commonest {common}")
-    if found.answers or not found.lengths.keys() & {"chosen", "response"}:  # given answers are not graded
-        lines.append(f"graded by: {', '.join(found.graders)}")
-    if found.num_pairs:
-        margins = found.margins
+        over = stats.over(limit)
+        lines.append(f"longer than {limit:,} {unit}, prompt and answer: {over:,} ({over / stats.num_read:.1%})")
+    if stats.answers:
+        common = ", ".join(f"{answer[:40]!r} {n:,} ×" for answer, n in stats.answers.most_common(NUM_COMMONEST))
+        lines.append(f"answers: {stats.answers.total():,}, {len(stats.answers):,} different; commonest {common}")
+    if stats.answers or not stats.lengths.keys() & {"chosen", "response"}:  # given answers are not graded
+        lines.append(f"graded by: {', '.join(stats.graders)}")
+    if stats.num_pairs:
+        margins = stats.margins
         lines += [
-            f"pairs: {found.num_pairs:,}, of which {found.identical_pairs:,} differ in white space at most",
-            f"the chosen answer is the longer one in {found.longer_chosen / found.num_pairs:.1%} of the pairs",
+            f"pairs: {stats.num_pairs:,}, of which {stats.identical_pairs:,} differ in white space at most",
+            f"the chosen answer is the longer one in {stats.longer_chosen / stats.num_pairs:.1%} of the pairs",
             f"score differences: median {percentile(margins, 0.5):g}, from {min(margins):g} to {max(margins):g}",
         ]
     return lines
 
 
-def _counted(found: Description) -> list[tuple[str, Counter[str]]]:
-    return [(f"labels of {name}", counts) for name, counts in found.labels.items()] + list(found.kinds.items())
+def _counted(stats: Description) -> list[tuple[str, Counter[str]]]:
+    return [(f"labels of {name}", counts) for name, counts in stats.labels.items()] + list(stats.kinds.items())
 
 
-def _length_table(found: Description, unit: str) -> Table:
+def _length_table(stats: Description, unit: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(unit)
     table.add_column("texts", justify="right")
@@ -124,7 +124,7 @@ def _length_table(found: Description, unit: str) -> Table:
         name = {0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}")
         table.add_column(name, justify="right")
     table.add_column("mean", justify="right")
-    for part, values in found.lengths.items():
+    for part, values in stats.lengths.items():
         cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
         table.add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
     return table

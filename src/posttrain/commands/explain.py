@@ -90,25 +90,25 @@ def show_default(value: Any) -> str:
 
 def word_options(entry: Entry) -> list[Option]:
     """The keyword-only parameters of a word's function: its YAML keys."""
-    found = []
+    options = []
     for parameter in inspect.signature(entry.function, eval_str=True).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             required = parameter.default is inspect.Parameter.empty
             default = "required" if required else show_default(parameter.default)
-            found.append(Option(parameter.name, show_type(parameter.annotation), default))
-    return found
+            options.append(Option(parameter.name, show_type(parameter.annotation), default))
+    return options
 
 
 def section_options(section: type[BaseModel]) -> list[Option]:
     """The keys of a section of the recipe."""
-    found = []
+    options = []
     for name, field in section.model_fields.items():
         if field.is_required():
             default = "required"
         else:
             default = show_default(field.get_default(call_default_factory=True))
-        found.append(Option(name, show_type(field.annotation) + _show_bounds(field.metadata), default))
-    return found
+        options.append(Option(name, show_type(field.annotation) + _show_bounds(field.metadata), default))
+    return options
 
 
 def _show_bounds(metadata: Iterable[Any]) -> str:
@@ -158,14 +158,14 @@ def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     """The shipped recipes that use each word."""
     from posttrain.train import checks  # torch, which a list of the recipes does without
 
-    found: dict[tuple[str, str], list[str]] = {}
+    by_word: dict[tuple[str, str], list[str]] = {}
     for name in training_recipe_names():
         recipe = load_recipe(name).resolve()
         for word in words_of(recipe) | {("stream", stream) for stream in checks.words_of(recipe).needs}:
-            found.setdefault(word, []).append(name)
+            by_word.setdefault(word, []).append(name)
     for name in interpretation_names("dictionary"):
-        found.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
-    return found
+        by_word.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
+    return by_word
 
 
 def all_words() -> dict[str, dict[str, Entry]]:

@@ -82,17 +82,17 @@ def run_feedback(arguments: argparse.Namespace) -> int:
 
     forward = Forward(model.model.requires_grad_(False)) if asked.asks_preference else None
     journal = Journal(out.with_name(f"{out.name}.part"), fingerprint(settings))
-    found = make_pairs(model, asked, forward=forward, journal=journal, observe=observe)
+    feedback = make_pairs(model, asked, forward=forward, journal=journal, observe=observe)
     if not arguments.quiet:
         name = f"{asked.task.name}/{asked.task.split}"
-        console.print(Text(f"{len(found.rows):,} pairs from {found.num_prompts:,} prompts of {name}"))
-        for reason, count in found.dropped.items():
+        console.print(Text(f"{len(feedback.rows):,} pairs from {feedback.num_prompts:,} prompts of {name}"))
+        for reason, count in feedback.dropped.items():
             console.print(Text(f"  left out: {count:,} × {reason}"))
         if any(principle.rule is not None for principle in asked.principles):
-            print_table(console, rules_table(found, asked.principles))
-    if not found.rows:  # nothing is kept of what came to nothing
+            print_table(console, rules_table(feedback, asked.principles))
+    if not feedback.rows:  # nothing is kept of what came to nothing
         journal.close()
-    about = write_pairs(out, found, settings)
+    about = write_pairs(out, feedback, settings)
     journal.close()
     if not arguments.quiet:
         console.print(Text(f"pairs: {out}; counts and settings: {about}"), soft_wrap=True)
@@ -169,17 +169,17 @@ def _choose_task(named: Word | None, source: ModelSource) -> Word:
     return chosen
 
 
-def rules_table(found: Feedback, principles: Sequence[Principle]) -> TextTable:
+def rules_table(feedback: Feedback, principles: Sequence[Principle]) -> TextTable:
     """How many first answers break each rule, with the interval, and how many of the chosen ones still do."""
     from posttrain.evals.statistics import wilson_interval
     from posttrain.evals.tables import NOTHING, TextTable
 
     lines = []
     for name in (principle.name for principle in principles if principle.rule is not None):
-        broken, chosen = found.broken[name], found.broken_chosen[name]
+        broken, chosen = feedback.broken[name], feedback.broken_chosen[name]
         cells = [NOTHING, NOTHING]
-        if found.num_answers:
-            low, high = wilson_interval(broken, found.num_answers)
-            cells = [f"{broken / found.num_answers:.1%}", f"{low:.1%} – {high:.1%}"]
-        lines.append([name, str(found.num_answers), *cells, f"{chosen} of {len(found.rows)}"])
+        if feedback.num_answers:
+            low, high = wilson_interval(broken, feedback.num_answers)
+            cells = [f"{broken / feedback.num_answers:.1%}", f"{low:.1%} – {high:.1%}"]
+        lines.append([name, str(feedback.num_answers), *cells, f"{chosen} of {len(feedback.rows)}"])
     return TextTable("Rules", ["rule", "answers", "break it", "95 % interval", "chosen that break it"], lines)

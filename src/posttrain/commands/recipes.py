@@ -113,8 +113,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     name = arguments.name
     sections = words.sections()
     kinds = {kind for kind, (key, _) in words.KINDS.items() if name in (kind, key, kind + "s")}
-    found, recipes = _entries_named(name), recipes_called(name)
-    if not found and not kinds and not recipes and name not in sections:
+    entries, recipes = _entries_named(name), recipes_called(name)
+    if not entries and not kinds and not recipes and name not in sections:
         known = sorted(
             {word for group in words.all_words().values() for word in group}
             | set(sections)
@@ -124,7 +124,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
         raise UnknownWord(
             f"nothing is called {name!r}.{registry.suggest(name, known)} `posttrain explain` lists everything"
         )
-    for entry in found:
+    for entry in entries:
         _print_entry(console, entry)
     for kind in sorted(kinds):
         _print_kind(console, kind)
@@ -196,8 +196,8 @@ def _print_recipe(console: Console, name: str) -> None:
         word = getattr(resolved, key)
         if word is not None:
             entry = registry.find(kind, word.name)
-            given = ", ".join(f"{option} {value}" for option, value in word.options.items())
-            table.add_row(key, Text(word.name, style="cyan"), Text(f"{words.summary(entry.doc)} {given}".strip()))
+            options = ", ".join(f"{option} {value}" for option, value in word.options.items())
+            table.add_row(key, Text(word.name, style="cyan"), Text(f"{words.summary(entry.doc)} {options}".strip()))
     select = resolved.rollout.select if resolved.rollout is not None else None
     if select is not None and select.name != "every":
         doc = registry.find("selection", select.name).doc

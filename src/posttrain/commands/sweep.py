@@ -6,6 +6,7 @@ Only the standard library is imported here until one of them runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,18 +64,11 @@ def read_over(text: str) -> tuple[str, list[str]]:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Check every cell, train those that are not finished, and write table, picture and report."""
-    from posttrain.commands.sweep_view import folder_of, print_comparison, run_sweep_command
+    from posttrain.commands.sweep_view import print_comparison, run_sweep_command
     from posttrain.sweeps.compare import load_comparison
     from posttrain.sweeps.comparison import collect_comparison
 
-    plan = load_comparison(
-        arguments.recipe,
-        arguments.overrides,
-        folder=folder_of(arguments),
-        methods=arguments.methods,
-        num_seeds=arguments.seeds,
-        over=arguments.over,
-    )
+    plan = load_comparison(arguments.recipe, **_asked(arguments), methods=arguments.methods, over=arguments.over)
     seeds = f"seeds 0 to {plan.num_seeds - 1}"
     about = [f"{plan.folder}: {len(plan.cells)} runs of {plan.base.train.steps} steps, {seeds}"]
     if plan.start is not None:
@@ -94,39 +88,37 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_study(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.commands.sweep_view import describe_parts, folder_of, print_study, run_sweep_command
     from posttrain.sweeps.study import load_study
     from posttrain.sweeps.study_report import collect_study
 
-    plan = load_study(arguments.recipe, arguments.overrides, folder=folder_of(arguments), num_seeds=arguments.seeds)
-
-    def report(*outcome_and_command: Any) -> Any:
-        from posttrain.reports.study import write_study
-
-        study = collect_study(plan, *outcome_and_command)
-        return write_study(study, plan.folder), partial(print_study, study)
-
-    return run_sweep_command(arguments, plan, describe_parts(plan), report)
+    plan = load_study(arguments.recipe, **_asked(arguments))
+    return _run_study_like(arguments, plan, collect_study)
 
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.commands.sweep_view import describe_parts, folder_of, print_study, run_sweep_command
     from posttrain.sweeps.pipelines.plan import load_pipeline
     from posttrain.sweeps.pipelines.results import collect_pipeline
 
-    plan = load_pipeline(
-        arguments.recipe,
-        arguments.overrides,
-        folder=folder_of(arguments),
-        methods=arguments.methods,
-        num_seeds=arguments.seeds,
-    )
+    plan = load_pipeline(arguments.recipe, **_asked(arguments), methods=arguments.methods)
+    return _run_study_like(arguments, plan, collect_pipeline)
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is asked of every kind of sweep."""
+    from posttrain.commands.sweep_view import folder_of
+
+    return {"overrides": arguments.overrides, "folder": folder_of(arguments), "num_seeds": arguments.seeds}
+
+
+def _run_study_like(arguments: argparse.Namespace, plan: Any, collect: Callable[..., Any]) -> int:
+    """Make what is not finished, and write the page of a study."""
+    from posttrain.commands.sweep_view import describe_parts, print_study, run_sweep_command
 
     def report(*outcome_and_command: Any) -> Any:
         from posttrain.reports.study import write_study
 
-        pipeline = collect_pipeline(plan, *outcome_and_command)
-        return write_study(pipeline, plan.folder), partial(print_study, pipeline)
+        study = collect(plan, *outcome_and_command)
+        return write_study(study, plan.folder), partial(print_study, study)
 
     return run_sweep_command(arguments, plan, describe_parts(plan), report)

@@ -18,7 +18,7 @@ from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
 from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.runner import Outcome, run_sweep
-from posttrain.sweeps.study_results import StudyFound
+from posttrain.sweeps.study_results import StudyResults
 
 DEFAULT_RUNS = "runs"
 # (outcome, command line) -> the report's path, and what prints the results
@@ -161,7 +161,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print()
 
 
-def print_study(study: StudyFound, console: Console) -> None:
+def print_study(study: StudyResults, console: Console) -> None:
     """The tables, what they say, and how to read them."""
     from posttrain.commands.console import print_table
 

@@ -42,8 +42,10 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
         if arguments.memory:
             _print_memory(recipe)
         return 0
-    from posttrain.runs.launch import launch
+    from posttrain.runs.launch import follow, is_follower, launch
 
+    if is_follower():  # torchrun has started several of this command; the first one tells what is done
+        return follow()
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
         result = launch(
             recipe,

@@ -16,7 +16,8 @@ class Sampling:
 
     ``temperature`` 0 is greedy. Log-probabilities are always those of the full distribution at
     ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation
-    ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``.
+    ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
+    a prompt and its completion together have no more than these, and a longer prompt has no room.
     """
 
     max_tokens: int
@@ -24,6 +25,11 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
+    max_total_tokens: int | None = None
+
+    def within(self, context: int) -> int:
+        """How long a prompt and its completion may be together in a model of ``context`` tokens."""
+        return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
 
 
 @runtime_checkable

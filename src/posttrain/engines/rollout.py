@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain import registry
@@ -17,6 +17,7 @@ from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
 from posttrain.types import Completion, Example, Rollout
+from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +126,22 @@ def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What answers, and who grades: an engine with its tokenizer, a grader under a template, the context's length."""
+    """What answers, and who grades: an engine with its tokenizer, a grader under a template.
+
+    ``context_tokens``: of a prompt and its answer together, at most the model's context. Each process of a ``world``
+    samples and grades its share of the prompts, and has the answers to all.
+    """
 
     engine: Engine
     tokenizer: Any
     grader: Grader
     context_tokens: int
+    world: World = field(default=ONE, kw_only=True)
 
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
         """How tokens are drawn; a completion ends where the template says."""
-        return Sampling(max_tokens, temperature, top_k, top_p, stop_ids(self.tokenizer, self.grader.template))
+        ends = stop_ids(self.tokenizer, self.grader.template)
+        return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens)
 
 
 @dataclass(frozen=True)
@@ -161,34 +168,40 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
     slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
-    keys = [[derive_key(*asked.key, slot, g) for g in range(group)] for slot in slots]
-    completions = sampler.engine.generate(asked.prompts, keys, asked.sampling)
+    mine = sampler.world.share(numbers)
+    keys = [[derive_key(*asked.key, slots[i], g) for g in range(group)] for i in mine]
+    completions = sampler.engine.generate([asked.prompts[i] for i in mine], keys, asked.sampling)
     started = time.perf_counter()
     attempts = [
-        Attempt(example, prompt, decode_response(sampler.tokenizer, grader.template, completion.ids), completion)
-        for example, ids, sampled in zip(asked.examples, asked.prompts, completions, strict=True)
-        for prompt in [sampler.tokenizer.decode(list(ids), skip_special_tokens=False)]
-        for completion in sampled
+        Attempt(asked.examples[i], prompt, decode_response(sampler.tokenizer, grader.template, one.ids), one)
+        for i, sampled in zip(mine, completions, strict=True)
+        for prompt in [sampler.tokenizer.decode(list(asked.prompts[i]), skip_special_tokens=False)]
+        for one in sampled
     ]
-    rollouts = [
-        Rollout(
-            example=attempt.example,
-            prompt_ids=tuple(asked.prompts[index // group]),
-            completion=attempt.completion,
-            text=attempt.text,
-            parts=grade.parts,
-            reward=grade.reward,
-            step=asked.step,
-            epoch=0,
-            prompt_index=indices[index // group],
-            rollout_index=index % group,
-            extracted=grade.extracted,
-            outcome=grade.outcome,
-        )
-        for index, (attempt, grade) in enumerate(zip(attempts, grader.grade(attempts), strict=True))
-    ]
-    groups = [rollouts[start : start + group] for start in range(0, len(rollouts), group)]
-    return groups, time.perf_counter() - started
+    grades = grader.grade(attempts) if attempts else []
+    graded = [(attempt.completion, attempt.text, grade) for attempt, grade in zip(attempts, grades, strict=True)]
+    seconds = time.perf_counter() - started
+    groups = sampler.world.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
+    return [
+        [
+            Rollout(
+                example=asked.examples[i],
+                prompt_ids=tuple(asked.prompts[i]),
+                completion=completion,
+                text=text,
+                parts=grade.parts,
+                reward=grade.reward,
+                step=asked.step,
+                epoch=0,
+                prompt_index=indices[i],
+                rollout_index=g,
+                extracted=grade.extracted,
+                outcome=grade.outcome,
+            )
+            for g, (completion, text, grade) in enumerate(answers)
+        ]
+        for i, answers in enumerate(groups)
+    ], seconds
 
 
 def encode_prompts(

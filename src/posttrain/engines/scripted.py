@@ -65,7 +65,7 @@ class ScriptedEngine:
             if not len(prompt):
                 raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
         return [
-            [self._cut(self._choose(tuple(prompt), key), sampling) for key in row]
+            [self._cut(self._choose(tuple(prompt), key), sampling, len(prompt)) for key in row]
             for prompt, row in zip(prompts, keys, strict=True)
         ]
 
@@ -79,10 +79,11 @@ class ScriptedEngine:
             choices = choices[prompt]
         return choices[int(uniforms([key], 1)[0, 0] * len(choices))]
 
-    def _cut(self, ids: Ids, sampling: Sampling) -> Completion:
+    def _cut(self, ids: Ids, sampling: Sampling, prompt_tokens: int) -> Completion:
         taken: list[int] = []
+        limit = min(sampling.max_tokens, sampling.within(1 << 31) - prompt_tokens)
         for token in ids:
-            if len(taken) == sampling.max_tokens:
+            if len(taken) == limit:
                 return self._completion(taken, "length")
             taken.append(int(token))
             if token in sampling.stop_ids:

@@ -46,13 +46,14 @@ def measure_drift(
     rollouts = [g[0] for g in groups]
     batch = answers_as_batch(rollouts)
     kl, entropy = 0.0, 0.0
-    for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS)):
+    for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS), world=sampler.world):
         part = batch.select(rows)
         now = policy(part, "detached")
         assert now.entropy is not None
         trained = part.mask.to(now.entropy.device)
         entropy += float(torch.where(trained, now.entropy, torch.zeros_like(now.entropy)).sum(dtype=torch.float64))
         kl += float(kl_of_states(part, policy, start.open()).sum())
+    kl, entropy = (sum(parts) for parts in zip(*sampler.world.gather([(kl, entropy)], "drift"), strict=True))
     facts = {
         "kl_from_start": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),

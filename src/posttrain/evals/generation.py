@@ -60,11 +60,14 @@ class Evaluation:
     timing: dict[str, float] = field(default_factory=dict)
 
 
-def held_out_indices(size: int, n: int) -> list[int]:
-    """The items that every evaluation of a task uses: all, or a fixed sample of ``n``, in task order."""
+def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
+    """The items that every evaluation of a task uses: all, or a fixed sample of ``n``, in task order.
+
+    ``seed``: which sample; 0 is everybody's.
+    """
     if n >= size:
         return list(range(size))
-    return sorted(int(i) for i in permutation(0, "evaluation items", 0, size)[:n])
+    return sorted(int(i) for i in permutation(seed, "evaluation items", 0, size)[:n])
 
 
 def task_label(task: Task) -> str:

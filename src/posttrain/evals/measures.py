@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from posttrain.evals.items import Item, ItemSample, Scalar
 from posttrain.evals.ranking import best_of_n
-from posttrain.evals.statistics import Z_95, item_interval, pass_at_k, standard_error
+from posttrain.evals.seeds import half_width
+from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
 from posttrain.evals.voting import majority_at_k
 from posttrain.graders.grading import FAILURES
 from posttrain.tasks.description import percentile
@@ -44,7 +45,7 @@ def summarize(
 
     ``n``: items. ``num_graded``: those with something to grade against; accuracy and all that rests on it are over
     these, and where there is none, there is no accuracy, and the mean of the reward over items has its interval
-    (``reward_low``, ``reward_high``: 1.96 clustered standard errors) instead. ``accuracy``: the
+    (``reward_low``, ``reward_high``: Student-t, clustered by item) instead. ``accuracy``: the
     mean over items of the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several
     samples also its clustered ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have
     scores, ``best_of@k`` (of which ``unscored`` is the share that has none, and is chosen last), each with its
@@ -94,7 +95,7 @@ def _reward_interval(items: Sequence[Item]) -> dict[str, float]:
     rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
     if len(rewards) < 2:
         return {}
-    middle, half = statistics.fmean(rewards), Z_95 * standard_error(rewards)
+    middle, half = statistics.fmean(rewards), half_width(rewards)
     return {"reward_low": middle - half, "reward_high": middle + half}
 
 

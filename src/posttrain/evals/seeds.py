@@ -88,6 +88,17 @@ def student_t_quantile(freedom: int, share: float = 0.95) -> float:
     return middle
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % Student-t interval of a mean: ``t · s / √n`` with s² over n − 1; 0 for one value.
+
+    With several samples per item and their mean as the value, ``s / √n`` is the clustered standard error.
+
+    Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2, with t in the place of 1.96.
+    """
+    n = len(values)
+    return student_t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
+
+
 def summarize_seeds(values: Sequence[float]) -> Summary | None:
     """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
     if not values:
@@ -95,5 +106,4 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Summary(mean, None, 1)
-    half = student_t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Summary(mean, half, len(values))
+    return Summary(mean, half_width(values), len(values))

@@ -19,7 +19,8 @@ from posttrain.evals.files import refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
 from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.statistics import Z_95, item_interval, standard_error
+from posttrain.evals.seeds import half_width
+from posttrain.evals.statistics import item_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word
@@ -180,7 +181,7 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
     for rollout, value in zip(answers, kl, strict=True):
         of_item.setdefault(rollout.prompt_index, []).append(value)
     means = [statistics.fmean(values) for values in of_item.values()]
-    center, half = statistics.fmean(means), Z_95 * standard_error(means)
+    center, half = statistics.fmean(means), half_width(means)
     tokens = sum(len(rollout.completion.ids) for rollout in answers)
     return {
         name: center,

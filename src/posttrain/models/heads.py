@@ -21,7 +21,7 @@ class ScalarHead(nn.Module):
     """One linear layer from a hidden state to ``outputs`` numbers: ``W h (+ b)``.
 
     ``weight`` is ``float32 [outputs, hidden]`` whatever the model's type is, so that small updates
-    are not rounded away; ``bias`` is ``float32 [outputs]`` or None.
+    are not rounded away (float64 beside a model in float64); ``bias`` is ``float32 [outputs]`` or None.
 
     Args:
         hidden: the width of the hidden states, d.

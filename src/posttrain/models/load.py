@@ -35,6 +35,7 @@ from posttrain.models.tokenizer import train_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
+from posttrain.world import local_rank
 
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
@@ -72,7 +73,9 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
-    return LoadedModel(model.to(_device(section.device)).eval(), tokenizer, source)
+    if section.dtype == "float64":
+        _keep_norms_exact(model)
+    return LoadedModel(model.to(choose_device(section.device)).eval(), tokenizer, source)
 
 
 def stated_config(section: ModelSection) -> Any | None:
@@ -217,7 +220,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             source,
             bits=section.load_bits if stored is None else None,
             dtype=dtype,
-            device=_device(section.device),
+            device=choose_device(section.device),
             trust_remote_code=section.runs_remote_code,
         )
     _check_weights(source, loading_info)
@@ -291,6 +294,23 @@ def _switch_off_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
+class ExactRMSNorm(torch.nn.Module):
+    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; the norms of transformers compute in fp32 whatever that is."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def _keep_norms_exact(model: Any) -> None:
+    """Of a model in float64, let RMS norms of the Llama kind compute in it, too: their fp32 is 1e-9 of a gradient."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = ExactRMSNorm
+
+
 def _check_architecture(init: InitSection) -> None:
     """Raises ``UsageError``: transformers knows no such architecture or key, or a size that no model has."""
     if init.architecture not in CONFIG_MAPPING:
@@ -338,9 +358,15 @@ def _check_room(init: InitSection, config: Any) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of ``model.device``; of several processes on a machine, each has a GPU of its own.
+
+    Raises:
+        UsageError: there is no GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("model.device: cuda was asked for, but torch sees no GPU; use model.device auto or cpu")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = local_rank()
+    return torch.device("cuda") if rank is None else torch.device("cuda", rank)

@@ -32,7 +32,9 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
         outputs=1 if classes <= 2 else classes,
         init_std=recipe.head.init_std,
         seed=recipe.train.seed,
-    ).to(next(model.parameters()).device)
+    )
+    like = next(model.parameters())
+    head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
         return Forward(model, temperature, head=head, reads="at", scores_only=True), {"head": head}
     if recipe.head.trunk == "shared":

@@ -26,11 +26,12 @@ from posttrain.option_types import explain_type, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
-# Where a run works, who watches it and what it is called: no part of the fingerprint, and free to change when it is
-# resumed (the change is written into its log). Everything else decides what comes out.
+# Where a run works, in how many processes, who watches it and what it is called: no part of the fingerprint, and free
+# to change when it is resumed (the change is written into its log). Everything else decides what comes out.
 PLACE_KEYS = (
     "description",
     "track",
+    "scale",
     "model.device",
     "train.device",
     "activations.model.device",
@@ -93,13 +94,13 @@ class Document(Generic[T]):
     is_own: bool = True
 
     @classmethod
-    def load(cls, model: type[T], name_or_path: str, *, is_own: bool = True) -> Document[T]:
-        """The file of a path, or of a shipped recipe's name, as it stands there.
+    def load(cls, model: type[T], name_or_path: str, *, is_own: bool = True, shelf: str = "") -> Document[T]:
+        """The file of a path, or of a shipped recipe's name, as it stands there; ``shelf``: whose names to suggest.
 
         Raises:
             RecipeError: neither a file nor a known name; not YAML, or not what recipes are made of (``strict_yaml``).
         """
-        place, text = recipe_text(name_or_path)
+        place, text = recipe_text(name_or_path, shelf)
         return cls.read(model, place, text, is_own=is_own)
 
     @classmethod
@@ -299,8 +300,8 @@ def _has_section(text: str, key: str) -> bool:
     return any(line.startswith(f"{key}:") for line in text.splitlines())
 
 
-def recipe_text(name_or_path: str) -> tuple[str, str]:
-    """(place, text) of a recipe file, or of a shipped recipe by name.
+def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
+    """(place, text) of a recipe file, or of a shipped recipe by name; names on the ``shelf`` are suggested first.
 
     Raises:
         RecipeError: neither a file nor a known name.
@@ -314,7 +315,8 @@ def recipe_text(name_or_path: str) -> tuple[str, str]:
         what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
         raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
     if name_or_path not in known:
-        hint = registry.suggest(name_or_path, known)
+        near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
+        hint = registry.suggest(name_or_path, near) or registry.suggest(name_or_path, known)
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
     resource = resources.files("posttrain") / "recipes" / f"{name_or_path}.yaml"
     return f"{name_or_path}.yaml", resource.read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ from posttrain.recipes.sections import (
     RegularizeSection,
     RewardWord,
     RolloutSection,
+    ScaleSection,
     TeacherSection,
     TrainSection,
     Word,
@@ -78,6 +79,7 @@ class Recipe(Content):
     optimizer: Word = Word(name="adamw")
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+    scale: ScaleSection = Field(default_factory=ScaleSection)
     track: Words = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -167,6 +169,11 @@ class Recipe(Content):
                 self.rollout.select = Word(name="best_and_worst" if level == "pair" else "every")
             if self.advantage is None and "advantages" in traits.get("needs", ("advantages",)):
                 self.advantage = Word(name="gae" if traits.get("head") == "value" else "normalized")
+
+    def within(self, context: int) -> int:
+        """How long a prompt and its answer may be together, of a model with a context of so many tokens."""
+        limit = self.rollout.max_total_tokens if self.rollout is not None else None
+        return context if limit is None else min(context, limit)
 
     @property
     def trains_scorer(self) -> bool:

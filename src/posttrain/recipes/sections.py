@@ -96,20 +96,28 @@ class AdapterSection(Section):
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 
 
+Attention = Literal["sdpa", "eager", "efficient", "flash"]
+
+
 class ModelSection(Section):
     """``name``: ``tiny``, a directory, a run directory, or a hub name.
 
     ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
     double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
-    fp32 (QLoRA, Dettmers et al. 2023).
+    fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
+
+    ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
+    ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
+    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16). They differ by rounding alone.
     """
 
     name: str = "tiny"
     init: InitSection | None = None
     adapter: AdapterSection | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Attention = "sdpa"
     trust_remote_code: bool = False
 
     @property
@@ -121,6 +129,8 @@ class ModelSection(Section):
     def _check_bits(self) -> Self:
         if self.load_bits is not None and self.init is not None:
             raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
+        if self.load_bits is not None and self.dtype == "float64":
+            raise ValueError("'load_bits' goes with 'dtype' float32 or bfloat16, not with float64")
         return self
 
 
@@ -148,6 +158,8 @@ class PromptSection(Section):
 class RolloutSection(Section):
     """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
 
+    ``max_total_tokens``: of a prompt and its answer together, in training and in its held-out evaluations, beside
+    the limits of each; a prompt that leaves no room is dropped and counted.
     ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
     the batch has both higher and lower rewards, at most ``max_rounds`` times; ``uniform_by`` names the part
     of the reward that is looked at instead (``correct``), for partial credit makes any two answers differ.
@@ -158,12 +170,15 @@ class RolloutSection(Section):
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
     it, ``drop_uniform_groups`` draws until every group gives something. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
+    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
+    of its own while the batches between are trained on; 0 takes turns, with the newest weights.
     """
 
     engine: Word = Word(name="native")
     prompts: Few = 16
     group: Few = 8
     max_tokens: Tokens = 256
+    max_total_tokens: int | None = Field(default=None, ge=2)
     temperature: float = Field(default=1.0, gt=0)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -173,6 +188,7 @@ class RolloutSection(Section):
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     select: Word | None = None
     label_above: float = 0.5
+    staleness: int = Field(default=0, ge=0, le=64)
 
 
 class KLInRewardSection(Section):
@@ -273,10 +289,31 @@ class TrainSection(Section):
         return self
 
 
+class ScaleSection(Section):
+    """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
+
+    Results are those of one process but for the order of sums, so nothing here decides them. ``processes``: how many.
+    ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
+    ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
+    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
+    whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
+    sample with. ``timeout_seconds``: how long one process waits for the others before it says who is
+    missing; a process that ended is noticed at once.
+    """
+
+    processes: int = Field(default=1, ge=1, le=4096)
+    sharding: Literal["none", "fsdp2"] = "none"
+    launcher: Literal["local", "torchrun"] = "local"
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+
+
 class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
     ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
+    ``n``: examples of each task, the same at every evaluation: a ``sample`` of its held-out examples (``items_seed``
+    draws another), or the ``first``.
+    ``samples``: answers to each example, at a ``temperature`` above 0, cut by ``top_k`` and ``top_p``.
     ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
     which the objective sees the policy, to measure entropy and the KL from the model that the run started with; by
     default with 64 where a reward model pays, and with none elsewhere.
@@ -288,8 +325,24 @@ class EvalSection(Section):
     tasks: Words = Field(default_factory=list)
     every: int = Field(default=0, ge=0)
     n: int = Field(default=256, ge=1)
+    items: Literal["sample", "first"] = "sample"
+    items_seed: Seed = 0
     max_tokens: Tokens | None = None
+    samples: Few = 1
     temperature: float = Field(default=0.0, ge=0)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     drift_prompts: int | None = Field(default=None, ge=0)
     best: str | None = None
     loss: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_drawing(self) -> Self:
+        greedy = "greedy decoding gives the same answer every time; give a 'temperature' above 0 with"
+        draws = (("samples", self.samples > 1), ("top_k", self.top_k is not None), ("top_p", self.top_p < 1))
+        for key, is_set in draws:
+            if is_set and self.temperature == 0:
+                raise ValueError(f"{greedy} {key!r}")
+        if self.items == "first" and self.items_seed:
+            raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
+        return self

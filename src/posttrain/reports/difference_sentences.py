@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def findings(found: Mapping[str, Any]) -> list[str]:
+def findings(results: Mapping[str, Any]) -> list[str]:
     """What was found, one sentence each, from the numbers alone."""
-    lines = [_changed_line(found["dictionaries"], found["overlap"])]
-    lines.append(_divergence_line(found["divergence"]))
-    if "patching" in found:
-        lines.append(_patching_line(found["patching"]))
-    if "causal" in found:
-        lines += causal_lines(found["causal"])
-    lines.append(_null_line(found["dictionaries"]))
+    lines = [_changed_line(results["dictionaries"], results["overlap"])]
+    lines.append(_divergence_line(results["divergence"]))
+    if "patching" in results:
+        lines.append(_patching_line(results["patching"]))
+    if "causal" in results:
+        lines += causal_lines(results["causal"])
+    lines.append(_null_line(results["dictionaries"]))
     return lines
 
 

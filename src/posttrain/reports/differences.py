@@ -17,34 +17,34 @@ NUM_RATIOS = 20
 NUM_LATENTS = 16
 
 
-def render_diff(found: Facts) -> str:
+def render_diff(results: Facts) -> str:
     """The whole page as HTML (``templates/differences.jinja``)."""
-    about = f"Base: {found['base']}. Post: {found['post']}. Read at {found['activations']['site']}."
-    kl = found["divergence"]
+    about = f"Base: {results['base']}. Post: {results['post']}. Read at {results['activations']['site']}."
+    kl = results["divergence"]
     return render(
         "differences.jinja",
-        title=found["title"],
-        lead=f"{found['description']} {about}" if found["description"] else about,
-        found=found,
-        findings=findings(found),
-        causal_findings=causal_lines(found["causal"]) if "causal" in found else [],
+        title=results["title"],
+        lead=f"{results['description']} {about}" if results["description"] else about,
+        results=results,
+        findings=findings(results),
+        causal_findings=causal_lines(results["causal"]) if "causal" in results else [],
         half_width=_half_width(kl["per_answer_error"], kl["documents"]),
         largest_kl=max([value for shown in kl["shown"] for value in shown["kl"]] + [1e-9]),
-        panels=_panels(found),
-        tables=_tables(found),
-        seconds=[(name, f"{value:g} s") for name, value in found["seconds"].items()],
-        command=found["command"],
+        panels=_panels(results),
+        tables=_tables(results),
+        seconds=[(name, f"{value:g} s") for name, value in results["seconds"].items()],
+        command=results["command"],
     )
 
 
-def _panels(found: Facts) -> dict[str, Any]:
+def _panels(results: Facts) -> dict[str, Any]:
     """Every chart of the page by its place there."""
     return {
-        "changes": _change_panels(found["dictionaries"][0]),
-        "ratios": _ratio_panels([f for f in found["features"] if f["mean_ratio"] is not None][:NUM_RATIOS]),
-        "divergence": _divergence_panels(found["divergence"]["places"]),
-        "patching": [_patching_panel(found["patching"])] if "patching" in found else [],
-        "causal": _causal_panels(found["causal"]) if "causal" in found else [],
+        "changes": _change_panels(results["dictionaries"][0]),
+        "ratios": _ratio_panels([f for f in results["features"] if f["mean_ratio"] is not None][:NUM_RATIOS]),
+        "divergence": _divergence_panels(results["divergence"]["places"]),
+        "patching": [_patching_panel(results["patching"])] if "patching" in results else [],
+        "causal": _causal_panels(results["causal"]) if "causal" in results else [],
     }
 
 
@@ -193,33 +193,33 @@ def _causal_panel(
     )  # fmt: skip
 
 
-def _tables(found: Facts) -> dict[str, TextTable]:
+def _tables(results: Facts) -> dict[str, TextTable]:
     """Every table of the page by its place there."""
     answers = [
         [who, f"{x['answers']}", f"{x['accuracy']:.1%}", f"{x['reward']:.3f}", f"{x['tokens']:.1f}"]
         for who in ("base", "post")
-        if (x := found["documents"].get(who)) is not None
+        if (x := results["documents"].get(who)) is not None
     ]
     lens = [
         [entry["where"], *(" ".join(visible(token) for token, _ in entry[side]) for side in ("up", "down")),
          f"{entry['norm']:.1%}"]
-        for entry in found["lens"]
+        for entry in results["lens"]
     ]  # fmt: skip
     seeds = [
         [f"{pair['first']} in {pair['second']}", f"{pair['count']}",
          *(decimals(pair[key]) for key in ("share", "by_chance", "cosine"))]
-        for pair in found["overlap"]["pairs"]
+        for pair in results["overlap"]["pairs"]
     ]  # fmt: skip
     tables = {
         "answers": TextTable("", ["answers of", "number", "right", "reward", "tokens"], answers),
-        "tokens_at": _token_table("the token itself", found["divergence"]["tokens_at"]),
-        "tokens_after": _token_table("the token before", found["divergence"]["tokens_after"]),
+        "tokens_at": _token_table("the token itself", results["divergence"]["tokens_at"]),
+        "tokens_after": _token_table("the token before", results["divergence"]["tokens_after"]),
         "lens": TextTable("", ["mean over", "for", "against", "size"], lens, num_labels=3),
-        "trust": _trust_table(found),
+        "trust": _trust_table(results),
         "seeds": TextTable("", ["seeds", "changed", "found again", "of all", "mean cosine"], seeds),
     }
-    tables |= {name: _latent_table(found[name]) for name in ("difference", "crosscoder") if name in found}
-    return tables | ({"verdicts": _verdict_table(found["causal"])} if "causal" in found else {})
+    tables |= {name: _latent_table(results[name]) for name in ("difference", "crosscoder") if name in results}
+    return tables | ({"verdicts": _verdict_table(results["causal"])} if "causal" in results else {})
 
 
 def _token_table(head: str, entries: Sequence[Facts]) -> TextTable:
@@ -240,9 +240,9 @@ def _latent_table(dictionary: Facts) -> TextTable:
     return TextTable("", header, lines, num_labels=2)
 
 
-def _trust_table(found: Facts) -> TextTable:
+def _trust_table(results: Facts) -> TextTable:
     """Null tests, seeds, and the frozen decoder."""
-    names = [f"seed {i}" for i in range(len(found["dictionaries"]))] + ["frozen decoder"]
+    names = [f"seed {i}" for i in range(len(results["dictionaries"]))] + ["frozen decoder"]
     lines = [
         [
             name,
@@ -250,7 +250,7 @@ def _trust_table(found: Facts) -> TextTable:
             *(f"{dictionary['counts'][key]}" for key in ("tested", "significant", "changed")),
             *(f"{dictionary['null'][key]['changed']}" for key in ("itself", "swapped", "halves")),
         ]
-        for name, dictionary in zip(names, [*found["dictionaries"], found["frozen"]], strict=True)
+        for name, dictionary in zip(names, [*results["dictionaries"], results["frozen"]], strict=True)
     ]
     header = ["dictionary", "FVU base", "FVU post", "tested", "significant", "changed"]
     return TextTable("", [*header, "null: itself", "swapped", "halves"], lines)

@@ -119,8 +119,8 @@ NOTES: Mapping[str, str] = {
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
     """The tables of each task and what was measured on it, one line for each model."""
     tables = []
-    for name, view in dict.fromkeys((found.name, found.view) for _, found in rows):
-        own = [(label, found.results) for label, found in rows if (found.name, found.view) == (name, view)]
+    for name, view in dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows):
+        own = [(label, e.results) for label, e in rows if (e.name, e.view) == (name, view)]
         for part in PARTS[view]:
             columns = [column for column in part.columns if any(column[1] in results for _, results in own)]
             lines = [
@@ -139,11 +139,11 @@ def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[Text
     Over the items that both have scored, by the paired bootstrap (``evals/statistics.py``).
     """
     tables = []
-    for name, view in dict.fromkeys((found.name, found.view) for _, found in rows):
+    for name, view in dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows):
         (first, base), *others = [row for row in rows if (row[1].name, row[1].view) == (name, view)]
         lines = []
-        for label, found in others:
-            pairs = shared_verdicts(base.items, found.items)
+        for label, evaluation in others:
+            pairs = shared_verdicts(base.items, evaluation.items)
             if pairs:
                 gap = paired_bootstrap([a for a, _ in pairs], [b for _, b in pairs])
                 points = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
@@ -164,7 +164,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
             both = float(other["right"]), float(item["right"])
             of_problem.setdefault(item.get("problem", item["id"]), []).append(both)
     return [
-        (statistics.fmean(x for x, _ in found), statistics.fmean(y for _, y in found)) for found in of_problem.values()
+        (statistics.fmean(x for x, _ in pairs), statistics.fmean(y for _, y in pairs)) for pairs in of_problem.values()
     ]
 
 
@@ -194,43 +194,43 @@ def bias_tables(biases: Kinds) -> list[TextTable]:
     ]
 
 
-def write_score_page(label: str, found: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
+def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
     """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
-    ways = ways_table(found.results)
+    ways = ways_table(evaluation.results)
     calibration = TextTable(
         "Calibration",
         ["predicted", "n", "mean prediction", "came true"],
-        [[f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in found.bins],
+        [[f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in evaluation.bins],
     )
-    shown = {name for part in PARTS[found.view] for _, name, _ in part.columns} | {"num_problems"}
+    shown = {name for part in PARTS[evaluation.view] for _, name, _ in part.columns} | {"num_problems"}
     further = [
-        [name, show_number(found.results, name)]
-        for name in found.results
+        [name, show_number(evaluation.results, name)]
+        for name in evaluation.results
         if name not in shown | {"n"} and not name.endswith(("_low", "_high"))
     ]
     tables = [
-        *score_tables([(label, found)]),
+        *score_tables([(label, evaluation)]),
         *([ways] if ways else []),
-        *kind_tables(found.kinds),
-        *bias_tables(found.biases),
-        *([calibration] if found.bins else []),
+        *kind_tables(evaluation.kinds),
+        *bias_tables(evaluation.biases),
+        *([calibration] if evaluation.bins else []),
         TextTable("Further results", ["result", "value"], further),
     ]
     parts = [
-        f"# {plain(found.name)}: {plain(label)}\n",
-        f"{NOTES[found.view]}\n",
+        f"# {plain(evaluation.name)}: {plain(label)}\n",
+        f"{NOTES[evaluation.view]}\n",
         *(to_markdown(table) for table in tables),
     ]
     if picture is not None:
         parts.append(f"![predicted against what came true]({picture})\n")
-    if found.dropped:
-        parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in found.dropped.items()) + "\n")
+    if evaluation.dropped:
+        parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items()) + "\n")
 
     def show_item(item: Mapping[str, Any]) -> tuple[str, str]:
-        texts = _SHOWN[found.view](item)
+        texts = _SHOWN[evaluation.view](item)
         return item["id"], "\n".join(f"{heading}\n\n{quoted(text)}\n" for heading, text in texts)
 
-    parts += [settings_list(settings), first_items(found.items, show_item)]
+    parts += [settings_list(settings), first_items(evaluation.items, show_item)]
     return "\n".join(parts)
 
 

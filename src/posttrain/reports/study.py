@@ -9,7 +9,7 @@ from posttrain.reports.charts.pipeline import draw_pipeline
 from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.sweeps.study_results import StudyFound, StudyReport, to_json, to_page
+from posttrain.sweeps.study_results import StudyReport, StudyResults, to_json, to_page
 from posttrain.untrusted import harmless
 
 PICTURE = "study.png"
@@ -26,13 +26,13 @@ def render_study(report: StudyReport, picture: bytes) -> str:
     return render("study.jinja", report=report, image=picture, environment=report.environment, **shell)
 
 
-def write_study(found: StudyFound, folder: Path) -> Path:
+def write_study(study: StudyResults, folder: Path) -> Path:
     """``results.json``, ``table.md``, ``study.png`` and ``report.html``; returns the report's path.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
-    replace_file(folder / "results.json", to_json(found.report).encode() + b"\n", durable=False)
-    replace_file(folder / "table.md", harmless(to_page(found.report)).encode(), durable=False)
-    picture = _DRAW[found.kind](*found.shown, found.report.title, folder / PICTURE)
-    return write_html(render_study(found.report, picture.read_bytes()), folder / "report.html")
+    replace_file(folder / "results.json", to_json(study.report).encode() + b"\n", durable=False)
+    replace_file(folder / "table.md", harmless(to_page(study.report)).encode(), durable=False)
+    picture = _DRAW[study.kind](*study.shown, study.report.title, folder / PICTURE)
+    return write_html(render_study(study.report, picture.read_bytes()), folder / "report.html")

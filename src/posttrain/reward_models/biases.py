@@ -69,22 +69,22 @@ def add_biases(results: dict[str, float], items: Sequence[Mapping[str, Any]]) ->
     margins = [item["margin"] for item in items]
     for name, measure in FEATURES.items():
         gaps = [measure(item["chosen"]) - measure(item["rejected"]) for item in items]
-        found = paired_correlation(margins, gaps)
+        correlation = paired_correlation(margins, gaps)
         people = paired_correlation([1.0] * len(gaps), gaps)
-        if found is not None and people is not None:
-            value, low, high = found
+        if correlation is not None and people is not None:
+            value, low, high = correlation
             results |= {f"{name}_correlation": value, f"{name}_correlation_low": low, f"{name}_correlation_high": high}
             results[f"{name}_correlation_of_chosen"] = people[0]
 
 
 def biases_by_kind(items: Sequence[Mapping[str, Any]], kinds: Kinds) -> Kinds:
     """``add_biases`` of each kind of pair in a breakdown (``views.break_down``)."""
-    found: Kinds = {}
+    biases: Kinds = {}
     for key, values in kinds.items():
-        found[key] = {value: {"n": row["n"]} for value, row in values.items()}
-        for value, results in found[key].items():
+        biases[key] = {value: {"n": row["n"]} for value, row in values.items()}
+        for value, results in biases[key].items():
             add_biases(results, [item for item in items if show_kind(item["meta"].get(key)) == value])
-    return found
+    return biases
 
 
 def paired_correlation(

@@ -23,7 +23,8 @@ from posttrain.engines.rollout import encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, kl_of_states
 from posttrain.evals.generation import held_out_indices
-from posttrain.evals.statistics import Z_95, paired_bootstrap
+from posttrain.evals.seeds import student_t_quantile
+from posttrain.evals.statistics import paired_bootstrap
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
@@ -147,7 +148,7 @@ def _mean_per_token(
     total, n = math.fsum(lengths), len(lengths)
     ratio = math.fsum(sums) / total
     spread = math.fsum((part - ratio * length) ** 2 for part, length in zip(sums, lengths, strict=True))
-    half = Z_95 * math.sqrt(spread * n / (n - 1)) / total if n > 1 else 0.0
+    half = student_t_quantile(n - 1) * math.sqrt(spread * n / (n - 1)) / total if n > 1 else 0.0
     return {name: ratio, f"{name}_low": max(0.0, ratio - half), f"{name}_high": min(most, ratio + half)}
 
 

@@ -1,4 +1,4 @@
-"""Processes that a comparison or a study starts. None of them outlives it, however it ends.
+"""Processes that a comparison, a study or a run starts. None of them outlives it, however it ends.
 
 A child holds the reading end of a pipe whose only writing end is its parent's. When the parent ends, ``kill -9``
 included, the system closes that end; a thread of the child waits for nothing else, and ends the child with all of its
@@ -10,17 +10,29 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from posttrain.errors import PeerFailure, RunFailure
 from posttrain.store.durable import storage_errors
+from posttrain.untrusted import harmless
+
+if TYPE_CHECKING:
+    from posttrain.train.distributed import Meeting
 
 LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: the descriptor of its end of the pipe
+FOLLOW = "__follow"  # the word of the command line that makes a process one of a run's
 PATIENCE_SECONDS = 10.0
+NOTICE_SECONDS = 5.0  # for a thread to come upon the closed connection of a process that ended
+LAST_SECONDS = 40.0  # for one that has been told to end, and does not return from where it waits
 
 
 @dataclass
@@ -46,18 +58,21 @@ class Child:
         self.process.send_signal(signal.SIGINT)
 
 
-def start_child(command: Sequence[str], log: Path, what: str, num_threads: int) -> Child:
+def start_child(
+    command: Sequence[str], log: Path, what: str, num_threads: int, settings: Mapping[str, str] | None = None
+) -> Child:
     """Start ``command``; its output is added to ``log``.
 
     Args:
         what: whose log it is, for an error.
         num_threads: of its computations, unless the environment says so.
+        settings: further variables of its environment.
 
     Raises:
         StorageError: the log cannot be written, or the process not started.
     """
     reading, writing = os.pipe()
-    environment = {**os.environ, **thread_settings(num_threads), LIFELINE: str(reading)}
+    environment = {**os.environ, **thread_settings(num_threads), **(settings or {}), LIFELINE: str(reading)}
     try:
         with storage_errors(f"the log of {what}", log), log.open("ab") as output:
             start = output.tell()
@@ -120,3 +135,88 @@ def thread_settings(default: int) -> dict[str, str]:
     """OMP_NUM_THREADS and MKL_NUM_THREADS of a child. What the environment says is obeyed; MKL goes with OMP."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(default)
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
+
+
+@contextmanager
+def following(meeting: Meeting, folder: Path) -> Iterator[None]:
+    """Ranks 1 and up of a run, as processes of this machine, inside the block; this one is rank 0.
+
+    They keep nothing, so they are ended at once behind the block. If one ends before, the reason is left in the
+    ``meeting`` and the thread that entered the block is made to fail. What they print is in ``log-RANK.txt`` of the
+    ``folder``.
+    """
+    import torch
+
+    num_threads = torch.get_num_threads()
+    own = threads_per_child(max(1, num_threads // meeting.size))
+    shared = {"LOCAL_WORLD_SIZE": str(meeting.size)}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        shared["GLOO_SOCKET_IFNAME"] = "lo"  # they talk within this machine alone
+    settings = shared | {"WORLD_SIZE": str(meeting.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
+    before = {name: os.environ.get(name) for name in shared}
+    children: dict[int, Child] = {}
+    ended = threading.Event()
+    try:
+        os.environ.update(shared)
+        torch.set_num_threads(own)
+        for rank in range(1, meeting.size):
+            command = [sys.executable, "-m", "posttrain", FOLLOW]
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = folder / f"log-{rank}.txt"
+            children[rank] = start_child(command, log, f"rank {rank}", own, settings | place)
+        watch = threading.Thread(
+            target=_watch_children, args=(meeting, children, ended, threading.get_ident()), name="ranks", daemon=True
+        )
+        watch.start()
+        yield
+    finally:
+        ended.set()
+        for child in children.values():
+            _end_at_once(child)
+        torch.set_num_threads(num_threads)
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
+
+
+def _end_at_once(child: Child) -> None:
+    """Kill what is still at work, with what it has started itself; remove a log in which nothing stands."""
+    if child.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait()
+        child.poll()
+    with suppress(OSError):
+        if child.log.stat().st_size == 0:
+            child.log.unlink()
+
+
+def _watch_children(meeting: Meeting, children: Mapping[int, Child], ended: threading.Event, thread: int) -> None:
+    """Until a process ends that should not have: say so where all look, and see to it that ``thread`` ends, too."""
+    from posttrain.train.distributed import fail_thread
+
+    while not ended.wait(0.1):
+        codes = {rank: child.process.poll() for rank, child in children.items()}
+        rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
+        if not code:
+            continue
+        meeting.fail(rank, _how_it_ended(code, children[rank]), RunFailure.exit_code)  # unless it has left why itself
+        failure = meeting.failure() or PeerFailure(f"rank {rank} ended")
+        if not ended.wait(NOTICE_SECONDS) and not meeting.noticed:
+            fail_thread(thread, failure)
+        if not ended.wait(LAST_SECONDS) and not meeting.noticed:
+            os.write(2, f"posttrain: {failure}\n".encode())
+            os._exit(failure.exit_code)
+        return
+
+
+def _how_it_ended(code: int, child: Child) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        hint = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
+        return f"its process was ended by {name}{hint}"
+    with suppress(OSError):
+        said = child.log.read_bytes()[child.log_start :].decode(errors="replace").strip()
+        if said:
+            return f"its process ended with exit code {code}: {harmless(said.splitlines()[-1][-300:])} ({child.log})"
+    return f"its process ended with exit code {code}"

@@ -39,6 +39,7 @@ MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
+_RECORDS = ("metrics.jsonl", "rollouts.db*", "*.safetensors")
 PATIENCE_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
 
@@ -49,6 +50,7 @@ class RunStatus:
 
     ``updated`` is in seconds since 1970. ``message`` says why a run failed. ``headline`` is what the run is told by,
     ``held_out`` its value in the last held-out evaluation with what stands beside it, ``evaluation`` the name of that.
+    ``guarantee``: what it is after being killed and resumed to the undisturbed run, L0, L1 or L2 (docs/asynchrony.md).
     """
 
     state: State
@@ -61,6 +63,7 @@ class RunStatus:
     headline: Headline | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     evaluation: str | None = None
+    guarantee: str | None = None
 
 
 def check_run_name(name: str) -> str:
@@ -193,8 +196,9 @@ class RunDirectory:
     def discard(self) -> None:
         """Take back a start that came to nothing: our own files, and the folder if that empties it."""
         own = (self.recipe_path, self.status_path, self.environment_path, self.log_path, self.folder / _LOCK)
+        records = [path for pattern in _RECORDS for path in self.folder.glob(pattern)]  # of the start's evaluation
         with storage_errors("run", self.folder):
-            for path in own:
+            for path in (*own, *records):
                 path.unlink(missing_ok=True)
             for folder in (self.folder / "checkpoints", self.folder / "evaluation", self.folder):
                 if folder.is_dir() and not any(folder.iterdir()):
@@ -329,6 +333,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "headline": (dict, type(None)),
     "held_out": (dict, type(None)),
     "evaluation": (str, type(None)),
+    "guarantee": (str, type(None)),
 }
 
 

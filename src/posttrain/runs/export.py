@@ -150,8 +150,8 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
 
 
 def _evaluation_row(row: Mapping[str, Any], headline: Headline) -> str:
-    found = headline.interval(row)
-    interval = "" if found is None else f"{headline.show(found[0])} to {headline.show(found[1])}"
+    bounds = headline.interval(row)
+    interval = "" if bounds is None else f"{headline.show(bounds[0])} to {headline.show(bounds[1])}"
     count = f"{row['n']:.0f}" if "n" in row else ""
     return f"| {plain(row['name'])} | {row['step']} | {count} | {headline.show(row[headline.metric])} | {interval} |"
 

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from posttrain.errors import DataError, RunConflict, RunFailure, StorageError, UsageError
-from posttrain.recipes.recipe import Recipe
+from posttrain.consent import declare_code, declare_from_command_line, declared_code, trusts_remote_code
+from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, StorageError, UsageError
+from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.runs.directory import (
     RunDirectory,
@@ -33,9 +34,10 @@ from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_chan
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
+from posttrain.world import ONE, World
 
 DEFAULT_ROOT = "runs"
-# train/loop.py: train(recipe, files, *, resume, observer, should_stop), with .step, .reason, .evaluations
+# train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
 Train = Callable[..., Any]
 
 
@@ -79,6 +81,7 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
+    check_scale(recipe)
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
@@ -95,14 +98,14 @@ def launch(
             notices += _name_notices(folder, name_of_recipe(recipe_name))
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
-        record = _Record(directory, status, observer)
+        record = _Record(directory, status, observer, is_new=not resume)
         try:
             with record:
                 for message in notices:
                     record("notice", {"message": message})
                 return _train(recipe, directory, resume, record, train)
         except UsageError:
-            if not resume and not record.started:
+            if record.is_refusal:
                 directory.discard()  # the same command, once corrected, finds the name free
                 with suppress(OSError):  # other runs may have come into it
                     if is_new_root:
@@ -120,12 +123,107 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    with stop_on_signals() as should_stop:
-        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
+    with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
+        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, world=world)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
+
+
+def check_scale(recipe: Recipe) -> None:
+    """Refuse a run of which this process cannot be the first.
+
+    Raises:
+        UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
+    """
+    scale, there = recipe.scale, num_started()
+    if scale.sharding != "none" and (there or scale.processes) == 1:
+        raise UsageError(
+            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
+            "scale.processes, or sharding none"
+        )
+    if there is None:
+        if scale.launcher == "torchrun":
+            raise UsageError(
+                "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
+                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
+            )
+        return
+    if is_follower():
+        raise UsageError(
+            f"this is process {os.environ['RANK']} of {there} that torchrun started, and only `posttrain train` and "
+            "`posttrain runs resume` work in several; start this command without it"
+        )
+    if scale.processes not in (1, there):
+        raise UsageError(
+            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
+        )
+
+
+def num_started() -> int | None:
+    """How many processes torchrun or srun has started for the run; None where none of them did."""
+    stated = os.environ.get("WORLD_SIZE", "")
+    return int(stated) if "RANK" in os.environ and stated.isdecimal() else None
+
+
+def is_follower() -> bool:
+    """Whether this process is one of those, and not the first."""
+    return num_started() is not None and os.environ["RANK"] != "0"
+
+
+@contextmanager
+def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
+    """The processes that train a run, of which this is the first: alone, with those of torchrun, or with its own."""
+    started = num_started()
+    size = started or recipe.scale.processes
+    if size == 1:
+        yield ONE
+        return
+    from posttrain.runs.children import following
+    from posttrain.train.distributed import Meeting, check_devices, join
+
+    if started is None:
+        check_devices(recipe.model.device, size)
+    meeting = Meeting.open(size) if started is None else Meeting.attend()
+    scale = (recipe.model.device, recipe.scale.timeout_seconds)
+    meeting.give(
+        {
+            "recipe": recipe.dump(),
+            "folder": str(folder.resolve()),
+            "resume": resume,
+            "scale": scale,
+            "code": declared_code(),
+            "trust_remote_code": trusts_remote_code(),
+            "path": [] if started else sys.path,
+        }
+    )
+    others: AbstractContextManager[None] = nullcontext() if started else following(meeting, folder)
+    with others, join(meeting, *scale) as world:
+        yield world
+
+
+def follow() -> int:
+    """Train as rank 0 of a run says, as another of its processes, which keeps no records; returns the exit code.
+
+    Raises:
+        PosttrainError: this process or another failed.
+    """
+    from posttrain.train.distributed import Meeting, join
+
+    meeting = Meeting.attend()
+    task = meeting.take()
+    with stop_on_signals() as should_stop, join(meeting, *task["scale"]) as world:
+        sys.path += [place for place in task["path"] if place not in sys.path]
+        for name, folders in task["code"].items():
+            declare_code(name, *folders)
+        declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
+        recipe = validate_recipe(task["recipe"], is_own=False).resolve()
+        from posttrain.train.loop import train
+
+        files = RunFiles.within(task["folder"])
+        result = train(recipe, files, resume=task["resume"], should_stop=should_stop, world=world)
+    return 0 if result.reason == "finished" else INTERRUPTED
 
 
 def find_or_train(
@@ -358,8 +456,10 @@ class _Record:
     As a context it sets the final state, whatever ends the run short of a kill.
     """
 
-    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer) -> None:
+    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer, is_new: bool = True) -> None:
         self.directory, self.status, self.observer = directory, status, observer
+        self.is_new = is_new
+        self.is_refusal = False  # a new run ended by what its user has to correct, before it made a step
         self.started = False
         self._interrupted = False
 
@@ -367,9 +467,12 @@ class _Record:
         if event == "start":
             self.started = True
             at = facts.get("resumed_from")
-            self._update(step=at or 0, steps=facts.get("steps", self.status.steps))
+            steps = facts.get("steps", self.status.steps)
+            self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
             length = f": {facts['length']}" if facts.get("length") else ""
             self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            if facts.get("guarantee"):
+                self.directory.log(f"guarantee after a kill and --resume: {facts['guarantee']}")
             if facts.get("origin"):
                 self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():
@@ -411,6 +514,7 @@ class _Record:
             self._update(state=state)
             self.directory.log(state)
             return
+        self.is_refusal = self.is_new and isinstance(error, UsageError) and self.status.step == 0
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         state = "interrupted" if stopped else "failed"
         message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
@@ -418,7 +522,7 @@ class _Record:
         try:
             self._update(state=state, message=message)
             self.directory.log(f"{state}: {message}")
-            if self.started:
+            if self.started and not self.is_refusal:
                 self("notice", {"message": self._how_to_go_on(stopped)})
         except (StorageError, OSError) as failure:  # the first error is the one to show
             error.add_note(str(failure))

@@ -198,10 +198,10 @@ def show_run(path: str | Path) -> dict[str, Any]:
     rollouts = _read_or(lambda: _rollout_counts(directory.folder / "rollouts.db"), nothing, problems)
     steps: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], problems)
     summary = summarize_run(path)
-    found = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
-    new = [problem for problem in found[1:] if problem not in found[0]]
-    if found:
-        summary = replace(summary, state="damaged", problem="; ".join([found[0], *new]))
+    all_problems = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
+    new = [problem for problem in all_problems[1:] if problem not in all_problems[0]]
+    if all_problems:
+        summary = replace(summary, state="damaged", problem="; ".join([all_problems[0], *new]))
     return asdict(summary) | {
         "path": str(directory.folder),
         "recipe_text": _read_or(lambda: read_record(directory.recipe_path), b"", []).decode(errors="replace"),

@@ -16,7 +16,7 @@ from posttrain.evals.statistics import Difference, item_interval, paired_bootstr
 from posttrain.evals.tables import TextTable
 from posttrain.evals.voting import majority_at_k
 from posttrain.sweeps.study import StudyPlan
-from posttrain.sweeps.study_results import StudyFound, StudyReport, show_summary
+from posttrain.sweeps.study_results import StudyReport, StudyResults, show_summary
 
 MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
 POINTS = 100.0
@@ -129,17 +129,19 @@ def contrast(a: Chosen, b: Chosen) -> Contrast:
     return Contrast(a.name, b.name, by_n, over)
 
 
-def contrasts(found: Sequence[Chosen], num_models: int) -> list[Contrast]:
+def contrasts(choices: Sequence[Chosen], num_models: int) -> list[Contrast]:
     """Each later reward model against the first, and each against majority and a random pick."""
-    models, rest = found[:num_models], {c.name: c for c in found[num_models:]}
+    models, rest = choices[:num_models], {c.name: c for c in choices[num_models:]}
     pairs = [contrast(models[0], other) for other in models[1:]]
     return pairs + [contrast(rest[name], model) for name in (MAJORITY, RANDOM) for model in models]
 
 
-def tables(found: Sequence[Chosen], differences: Sequence[Contrast]) -> list[TextTable]:
+def tables(choices: Sequence[Chosen], differences: Sequence[Contrast]) -> list[TextTable]:
     """Shares by n, and differences in points at the largest n."""
-    ns = found[0].ns
-    lines = [[c.name, *(f"{c.mean(n):.1%}" for n in ns), f"{c.low[ns[-1]]:.1%} – {c.high[ns[-1]]:.1%}"] for c in found]
+    ns = choices[0].ns
+    lines = [
+        [c.name, *(f"{c.mean(n):.1%}" for n in ns), f"{c.low[ns[-1]]:.1%} – {c.high[ns[-1]]:.1%}"] for c in choices
+    ]
     header = ["chosen by", *(f"n = {n}" for n in ns), f"95 % at {ns[-1]}"]
     last = ns[-1]
     rows = []
@@ -208,12 +210,12 @@ def notes(num_seeds: int, num_problems: int) -> list[str]:
     return told
 
 
-def to_data(found: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[str, Any]:
+def to_data(choices: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[str, Any]:
     """Everything as plain data, without the single problems."""
     return {
         "chosen_by": {
             c.name: {str(n): {"mean": c.mean(n), "low": c.low[n], "high": c.high[n], "seeds": c.seeds[n]} for n in c.ns}
-            for c in found
+            for c in choices
         },
         "differences": [
             {
@@ -227,7 +229,7 @@ def to_data(found: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[st
     }
 
 
-def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyFound:
+def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyResults:
     """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
 
     Args:
@@ -252,4 +254,4 @@ def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base
         notes=notes(len(shared), len(evaluations[names[0]][0])),
         data=base.data | to_data(choices, differences),
     )
-    return StudyFound(plan.study, told, (choices, len(names)))
+    return StudyResults(plan.study, told, (choices, len(names)))

@@ -15,7 +15,7 @@ from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task
 
 
-def label_steps(steps: Sequence[str], given: Sequence[str], is_right: bool) -> list[int]:
+def label_steps(steps: Sequence[str], working: Sequence[str], is_right: bool) -> list[int]:
     """1 for a good step, 0 for a bad one, of an answer that is right or not.
 
     A step is good as long as it and all before it are those of the given working, white space aside. The last
@@ -25,7 +25,7 @@ def label_steps(steps: Sequence[str], given: Sequence[str], is_right: bool) -> l
     labels: list[int] = []
     agrees = True
     for index, step in enumerate(steps):
-        agrees = agrees and index < len(given) and step.split() == given[index].split()
+        agrees = agrees and index < len(working) and step.split() == working[index].split()
         labels.append(int(agrees and (is_right or index < len(steps) - 1)))
     return labels
 
@@ -48,11 +48,11 @@ def labelled_rows(items: Sequence[Item], task: Task, n: int, template: Template)
             raise DataError("labelled", f"the answers are to {item.id}, and the task has {example.id} in its place")
         if example.solution is None:
             raise RunFailure(f"labelled: {example.id} has no given working, so its steps cannot be labelled")
-        given = split_steps(example.solution)
+        working = split_steps(example.solution)
         for sample in item.samples:
             steps = split_steps(reasoning_of(template, sample.text))
             if steps:
-                labels = label_steps(steps, given, sample.is_right)
+                labels = label_steps(steps, working, sample.is_right)
                 rows.append({"prompt": item.question, "completions": steps, "labels": labels})
     return rows
 

@@ -19,7 +19,7 @@ from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two
 from posttrain.sweeps.study import StudyPlan
-from posttrain.sweeps.study_results import StudyFound, StudyReport, show_summary
+from posttrain.sweeps.study_results import StudyReport, StudyResults, show_summary
 
 BEST_OF_N = "best of n"
 PROXY = "sampled_reward"  # the proxy is a policy's whole reward
@@ -146,14 +146,14 @@ def mean_course(courses: Sequence[Course]) -> list[MeanPoint]:
     """The points that all seeds of one method have in common, by ``at``."""
     tables = [{point.at: point for point in course.points} for course in courses]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-    found = []
+    means = []
     for at in shared:
         points = [table[at] for table in tables]
         gold, proxy = summarize_seeds([p.gold for p in points]), summarize_seeds([p.proxy for p in points])
         assert gold is not None
         assert proxy is not None
-        found.append(MeanPoint(at, statistics.fmean(p.distance for p in points), gold, proxy))
-    return found
+        means.append(MeanPoint(at, statistics.fmean(p.distance for p in points), gold, proxy))
+    return means
 
 
 def fit_shape(points: Sequence[Point], shape: Shape) -> Fit | None:
@@ -346,7 +346,7 @@ def distances(method: MethodCourse, count: int = 60) -> list[float]:
     return [last * (i + 1) / count for i in range(count)] if last > 0 and math.isfinite(last) else []
 
 
-def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyFound:
+def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyResults:
     """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
 
     Args:
@@ -377,4 +377,4 @@ def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base
         notes=notes(methods, plan.best_of_n.samples, len(by_seed)),
         data=base.data | to_data(methods),
     )
-    return StudyFound(plan.study, told, (methods,))
+    return StudyResults(plan.study, told, (methods,))

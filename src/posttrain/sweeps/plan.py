@@ -88,6 +88,12 @@ class Training(Part):
             raise RecipeError(
                 f"{self.name}: train.passes: what follows a part names its last step beforehand; give train.steps"
             )
+        from posttrain.train.checks import words_of
+
+        try:  # before the first part is trained, and not when this one's turn has come
+            words_of(self.recipe.resolve())
+        except RecipeError as error:
+            raise RecipeError(f"{self.name}: {error}") from None
 
     @property
     def weights(self) -> str:

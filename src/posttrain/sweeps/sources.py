@@ -73,7 +73,7 @@ def read_sweep_file(
     if f"{kind.shelf}{name_or_path}" in recipe_names() and not Path(name_or_path).is_file():
         name_or_path = f"{kind.shelf}{name_or_path}"
     if content_of_command is None:
-        document = Document.load(kind, name_or_path)
+        document = Document.load(kind, name_or_path, shelf=kind.shelf)
     else:
         document = Document(kind, dict(content_of_command), "command line")
     kind.check_kind(document.content, document.place)

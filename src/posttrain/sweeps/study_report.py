@@ -12,15 +12,15 @@ from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study import Kind, StudyPlan
-from posttrain.sweeps.study_results import StudyFound, StudyReport
+from posttrain.sweeps.study_results import StudyReport, StudyResults
 
-_KINDS: Mapping[Kind, Callable[..., StudyFound]] = {
+_KINDS: Mapping[Kind, Callable[..., StudyResults]] = {
     "overoptimization": overoptimization.report,
     "best_of_n": best_of_n.report,
 }
 
 
-def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyFound:
+def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyResults:
     """Read every finished part.
 
     Raises:

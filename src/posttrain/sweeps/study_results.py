@@ -54,7 +54,7 @@ class StudyReport:
 
 
 @dataclass(frozen=True)
-class StudyFound:
+class StudyResults:
     """The report of a study or pipeline, and what its picture shows, as its kind's drawing takes it."""
 
     kind: Kind | Literal["pipeline"]

@@ -54,14 +54,14 @@ def collect(
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
-    found = Collected(dropped=Counter() if dropped is None else dropped)
+    collected = Collected(dropped=Counter() if dropped is None else dropped)
     for row in rows:
         try:
-            found.examples.append(read(row))
+            collected.examples.append(read(row))
         except Dropped as reason:
-            found.dropped[str(reason)] += 1
-    found.require_examples(place)
-    return found
+            collected.dropped[str(reason)] += 1
+    collected.require_examples(place)
+    return collected
 
 
 def show_counts(counts: Counter[str]) -> str:

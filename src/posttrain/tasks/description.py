@@ -57,22 +57,22 @@ def describe_task(task: Task, measure: Measure, *, n: int) -> Description:
         measure: the length of a text, such as its number of tokens.
         n: examples at most; a task that makes its examples on demand may have very many.
     """
-    found = Description(len(task.examples), min(n, len(task.examples)))
+    stats = Description(len(task.examples), min(n, len(task.examples)))
     seen: set[tuple[tuple[str, str], ...]] = set()
-    for index in range(found.num_read):
+    for index in range(stats.num_read):
         example = task.examples[index]
         prompt = tuple((message.role, message.content) for message in example.messages)
-        found.repeated_prompts += prompt in seen
+        stats.repeated_prompts += prompt in seen
         seen.add(prompt)
-        found.turns[len(example.messages)] += 1
-        found.graders[example.grader] += 1
+        stats.turns[len(example.messages)] += 1
+        stats.graders[example.grader] += 1
         if example.answer is not None:
-            found.answers[example.answer] += 1
-        _measure(found, example, measure)
-        _count_labels(found, example)
-        _count_kinds(found, example.meta)
-    found.kinds = {key: values for key, values in found.kinds.items() if 1 < len(values) <= MAX_KINDS}
-    return found
+            stats.answers[example.answer] += 1
+        _measure(stats, example, measure)
+        _count_labels(stats, example)
+        _count_kinds(stats, example.meta)
+    stats.kinds = {key: values for key, values in stats.kinds.items() if 1 < len(values) <= MAX_KINDS}
+    return stats
 
 
 def is_pair(responses: Sequence[Response]) -> bool:
@@ -80,7 +80,7 @@ def is_pair(responses: Sequence[Response]) -> bool:
     return len(responses) == 2 and responses[0].score != responses[1].score and not responses[0].steps
 
 
-def _measure(found: Description, example: Example, measure: Measure) -> None:
+def _measure(stats: Description, example: Example, measure: Measure) -> None:
     lengths = {"prompt": [sum(measure(message.content) for message in example.messages)]}
     if example.solution is not None:
         lengths["solution"] = [measure(example.solution)]
@@ -89,37 +89,37 @@ def _measure(found: Description, example: Example, measure: Measure) -> None:
     if is_pair(example.responses):
         better, worse = sorted(example.responses, key=lambda r: r.score, reverse=True)
         lengths |= {"chosen": [measure(better.text)], "rejected": [measure(worse.text)]}
-        found.longer_chosen += _half_step(lengths["chosen"][0] - lengths["rejected"][0])
+        stats.longer_chosen += _half_step(lengths["chosen"][0] - lengths["rejected"][0])
     elif example.responses:
         lengths["response"] = [measure(response.text) for response in example.responses]
     for part, values in lengths.items():
-        found.lengths.setdefault(part, []).extend(values)
+        stats.lengths.setdefault(part, []).extend(values)
     answers = [value for part, values in lengths.items() if part != "prompt" for value in values]
-    found.longest.append(lengths["prompt"][0] + max(answers, default=0))
+    stats.longest.append(lengths["prompt"][0] + max(answers, default=0))
 
 
 def _half_step(difference: float) -> float:
     return 0.5 if difference == 0 else float(difference > 0)
 
 
-def _count_labels(found: Description, example: Example) -> None:
+def _count_labels(stats: Description, example: Example) -> None:
     responses = example.responses
     if is_pair(responses):
-        found.num_pairs += 1
-        found.identical_pairs += responses[0].text.split() == responses[1].text.split()
-        found.margins.append(abs(responses[0].score - responses[1].score))
+        stats.num_pairs += 1
+        stats.identical_pairs += responses[0].text.split() == responses[1].text.split()
+        stats.margins.append(abs(responses[0].score - responses[1].score))
         return
     for response in responses:
         counts = Counter(str(label) for label in response.step_labels)
         if response.steps:
-            found.labels.setdefault("steps", Counter()).update(counts)
-        found.labels.setdefault("answers", Counter())[f"{response.score:g}"] += 1
+            stats.labels.setdefault("steps", Counter()).update(counts)
+        stats.labels.setdefault("answers", Counter())[f"{response.score:g}"] += 1
 
 
-def _count_kinds(found: Description, meta: Mapping[str, Any]) -> None:
+def _count_kinds(stats: Description, meta: Mapping[str, Any]) -> None:
     for key, value in meta.items():
         if isinstance(value, str | int) or value is None:
-            found.kinds.setdefault(key, Counter())[str(value)] += 1
+            stats.kinds.setdefault(key, Counter())[str(value)] += 1
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -88,10 +88,10 @@ def jsonl(
             example = replace(example, demonstration=answer_text(example.demonstration, strip_thinking=strip_thinking))
         return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
-    found = collect(read_file(path), read, path)
-    examples = keep_correct(found, grader, path) if correct_only else found.examples
+    collected = collect(read_file(path), read, path)
+    examples = keep_correct(collected, grader, path) if correct_only else collected.examples
     chosen = choose_split(examples, split, validation_share, path, opening_hash)
-    return Task("jsonl", split, chosen, dict(found.dropped))
+    return Task("jsonl", split, chosen, dict(collected.dropped))
 
 
 def read_example(
@@ -130,14 +130,14 @@ def read_example(
     return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration)
 
 
-def keep_correct(found: Collected, grader: str, place: str) -> list[Example]:
-    """The examples whose demonstration is right; the others are counted in ``found`` by what the grader said.
+def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]:
+    """The examples whose demonstration is right; the others are counted in ``collected`` by what the grader said.
 
     Raises:
         UsageError: no demonstration with a gold answer, so that nothing could be graded.
         DataError: none of them is right.
     """
-    graded = [e for e in found.examples if e.demonstration is not None and e.answer is not None]
+    graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:
         raise UsageError(
             f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
@@ -147,13 +147,13 @@ def keep_correct(found: Collected, grader: str, place: str) -> list[Example]:
         Submission(e.demonstration or "", split_response(e.demonstration or "")[1], e.answer, e.meta) for e in graded
     ]
     outcomes = [verdict.outcome for verdict in grade(grader, submissions)]
-    found.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
-    left_over = len(found.examples) - len(graded)
+    collected.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
+    left_over = len(collected.examples) - len(graded)
     if left_over:
-        found.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
-    found.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
-    found.require_examples(place)
-    return found.examples
+        collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
+    collected.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
+    collected.require_examples(place)
+    return collected.examples
 
 
 def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:

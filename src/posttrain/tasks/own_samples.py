@@ -7,7 +7,7 @@ per pair of a right and a wrong answer. Rows of other files go through as they a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -35,13 +35,12 @@ def judged_rows(
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
-    for row in rows:
-        if not is_item(row):
-            yield row
-            continue
-        for part, (text, is_right) in enumerate(_judged(row, dropped), start=1):
-            judged = {problem_key: row.data["question"], solution_key: text, verdict_key: is_right}
-            yield replace(row, data={**_meta(row), **judged}, part=part)
+
+    def judged(item: Row) -> Iterator[dict[str, Any]]:
+        for text, is_right in _judged(item, dropped):
+            yield _meta(item) | {problem_key: item.data["question"], solution_key: text, verdict_key: is_right}
+
+    return _taken_apart(rows, judged)
 
 
 def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
@@ -52,20 +51,29 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
-    for row in rows:
-        if not is_item(row):
-            yield row
-            continue
-        judged = [(text, is_right) for text, is_right in _judged(row, dropped) if not _drops_blank(text, dropped)]
+
+    def pairs(item: Row) -> Iterator[dict[str, Any]]:
+        judged = [(text, is_right) for text, is_right in _judged(item, dropped) if not _drops_blank(text, dropped)]
         right, wrong = ([text for text, is_right in judged if is_right is kind] for kind in (True, False))
-        for part, (chosen, rejected) in enumerate(zip_longest(right, wrong), start=1):
+        for chosen, rejected in zip_longest(right, wrong):
             if rejected is None:
                 dropped["a right answer without a wrong one to the same question"] += 1
             elif chosen is None:
                 dropped["a wrong answer without a right one to the same question"] += 1
             else:
-                pair = {"prompt": row.data["question"], "chosen": chosen, "rejected": rejected}
-                yield replace(row, data=pair, part=part)
+                yield {"prompt": item.data["question"], "chosen": chosen, "rejected": rejected}
+
+    return _taken_apart(rows, pairs)
+
+
+def _taken_apart(rows: Iterable[Row], parts_of: Callable[[Row], Iterator[dict[str, Any]]]) -> Iterator[Row]:
+    """Every item as the rows that are made of it; rows that are no items as they are."""
+    for row in rows:
+        if not is_item(row):
+            yield row
+            continue
+        for part, content in enumerate(parts_of(row), start=1):
+            yield replace(row, data=content, part=part)
 
 
 def _drops_blank(text: str, dropped: Counter[str]) -> bool:

@@ -111,10 +111,10 @@ class Row:
         value = [self.data[key]] if isinstance(self.data[key], Mapping) else self.data[key]
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.fail(f"{key!r} must be a list of messages with role and content; got {_shown(value)}")
-        found = []
+        messages = []
         for number, item in enumerate(value, start=1):
-            found.append(self._message(item, key, number))
-        return tuple(found)
+            messages.append(self._message(item, key, number))
+        return tuple(messages)
 
     def _message(self, item: Any, key: str, number: int) -> Message:
         of_role, of_content = next(

@@ -18,7 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
@@ -26,19 +26,23 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
+from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import mark_input_first
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
+from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
+    from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
+    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -58,8 +62,10 @@ class Parts:
     grader: Grader
     engine: Engine
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    guarantee: str = "L1"  # see ``Words.guarantee``
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -72,36 +78,39 @@ class Parts:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
-        own = {id(p) for p in self.model.parameters()}
-        return [p for _, p in self.parameters if id(p) in own], [p for _, p in self.parameters if id(p) not in own]
+        own = {name for name, _ in self.model.named_parameters()}
+        return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
+
+    def learning(self) -> Method:
+        """The method over what gradients are computed with."""
+        return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def whole_parameters(self) -> list[Tensor]:
+        """What is trained, whole, as this process has it."""
+        return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
-def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
+def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
     """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+
+    ``world``: the processes that share the work; each builds all parts.
 
     Raises:
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    template = build_template(recipe.prompt.template)
-    words = words_of(recipe)
+    template, words = build_template(recipe.prompt.template), words_of(recipe)
     loaded = _load_trained(recipe, task)
     model, tokenizer = loaded.model, loaded.tokenizer
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
-    method = Method(
-        forward,
-        _bind_objective(words),
-        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
-        level=words.level,
-        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
-    )
+    method = _build_method(words, forward)
     grader = build_grader(recipe.rewards, template)
     engine = _build_engine(words, model, tokenizer)
     context = context_length(model.config)
     reference = _build_reference(words, policy)
-    streams = _build_streams(words, method, policy, reference, tokenizer, context)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
@@ -109,15 +118,17 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
+        source.ahead = _build_ahead(recipe, source, model, folder, world)
     evaluator = None
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        sampler = Sampler(engine, tokenizer, grader, context)
+        sampler = Sampler(engine, tokenizer, grader, recipe.within(context), world=world)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    named, optimizer = _build_optimizer(recipe, model, heads)
+    shards = _build_shards(recipe, forward, heads, world)
+    named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -130,9 +141,51 @@ def prepare(recipe: Recipe, folder: Path | None = None) -> Parts:
         grader=grader,
         engine=engine,
         origins=_origins(recipe, loaded),
+        shards=shards,
         reference=reference,
         evaluator=evaluator,
+        guarantee=words.guarantee,
     )
+
+
+def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
+    recipe = words.recipe
+    return Method(
+        forward,
+        _bind_objective(words),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
+        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+    )
+
+
+def _build_shards(
+    recipe: Recipe, forward: Forward | ActorCritic, heads: dict[str, torch.nn.Module], world: World
+) -> Shards | None:
+    """The parts of what is trained that each process holds, where several share it out."""
+    if recipe.scale.sharding != "fsdp2" or world.size == 1:
+        return None
+    from posttrain.train.distributed import Shards
+
+    return Shards(forward, heads, world)
+
+
+def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
+    """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
+
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``).
+
+    Raises:
+        UsageError: as ``prepare``.
+    """
+    words, task = words_of(recipe), build_task(recipe.task)
+    loaded = _load_trained(recipe, task)
+    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    context = context_length(loaded.model.config)
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
+    engine = _build_engine(words, loaded.model, loaded.tokenizer)
+    unread = Streams(frozenset(), recipe, policy, context)
+    return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
 
 
 def _bind_objective(words: Words) -> Objective:
@@ -201,6 +254,25 @@ def build_rollout_source(
     )
 
 
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
+    """Who draws the rollouts of a run that samples ahead.
+
+    Raises:
+        UsageError: several processes train.
+    """
+    if recipe.rollout is None or not recipe.rollout.staleness:
+        return None
+    if world.size > 1:
+        raise UsageError(
+            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
+            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
+        )
+    from posttrain.store.ledger import Ledger
+    from posttrain.train.sources.ahead import Ahead
+
+    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+
+
 def _build_credit(words: Words) -> Credit:
     word = words.recipe.advantage
     if word is None or words.advantage is None:
@@ -214,7 +286,13 @@ def _build_credit(words: Words) -> Credit:
 
 
 def _build_streams(
-    words: Words, method: Method, policy: Forward, reference: Reference | None, tokenizer: Any, context_tokens: int
+    words: Words,
+    method: Method,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+    world: World,
 ) -> Streams:
     """What fills the streams; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
@@ -224,7 +302,7 @@ def _build_streams(
     teacher: Forward | None = None
     if recipe.teacher is not None:
         teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
-    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct)
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
@@ -295,6 +373,8 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
             "such as model.adapter.rank: 16"
         )
+    if bits is not None and recipe.scale.sharding != "none":
+        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
     if recipe.train.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 
@@ -357,8 +437,20 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(task)
+        tasks.append(_chosen_items(task, recipe.eval))
     return tasks
+
+
+def _chosen_items(task: Task, options: EvalSection) -> Task:
+    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
+    if options.items == "sample" and not options.items_seed:
+        return task
+    from posttrain.evals.generation import held_out_indices
+
+    size = len(task.examples)
+    first = list(range(min(options.n, size)))
+    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
+    return replace(task, examples=[task.examples[i] for i in indices])
 
 
 def _check_precision(named: list[tuple[str, Parameter]]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from posttrain.render.rows import Shape
 
 OWN_TEACHER = "self"
+SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ class Words:
         return bool(self.objective.traits.get("head") == "score")
 
     @property
+    def guarantee(self) -> str:
+        """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
+
+        L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
+        the same bit for bit, on a CPU or with deterministic kernels.
+        """
+        return str(self.engine.traits.get("guarantee", "L1"))
+
+    @property
     def teaches_itself(self) -> bool:
         """Whether the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
@@ -101,7 +111,8 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
     )
-    for broken, key, says in chain(_of_objective(words), _of_rollouts(words), _of_advantages(words), _of_groups(words)):
+    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale)
+    for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
@@ -122,6 +133,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    mute = ": a reward model writes no answers; leave it out"
+    yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
     yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
     taught = bool(w.parts & {"teacher", "seen"})
@@ -150,6 +163,12 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere
     if w.recipe.rollout is None or w.selection is None:
         return
+    fresh = (
+        ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
+        "objective; give 'correction', or set rollout.old_logprobs to sampler"
+    )
+    stale = w.recipe.rollout.staleness and w.recipe.rollout.old_logprobs == "trainer"
+    yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     wanted = "pairs of answers" if w.level == "pair" else "single answers"
@@ -209,3 +228,15 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.minibatches
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
+
+
+def _of_scale(w: Words) -> Iterator[Rule]:
+    if w.recipe.scale.sharding == "none":
+        return
+    known = w.recipe.optimizer.name in SHARDED_OPTIMIZERS
+    parts = f": nobody has said whether optimizer {w.recipe.optimizer.name!r} works on tensors in parts"
+    yield not known, "scale.sharding", f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
+    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    yield w.recipe.model.load_bits, "scale.sharding", bits
+    types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
+    yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.types import Rollout
+
 # Called with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and its facts.
 Observer = Callable[[str, dict[str, Any]], None]
+
+
+LEDGER = "ledger.jsonl"  # of runs that sample ahead
+
+
+class NoRecords:
+    """In place of metrics and rollouts, in a process that is not the main one: what it is given, that one writes."""
+
+    def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
+        """Nothing."""
+
+    def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
+        """Nothing."""
+
+    def trim(self, after_step: int) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def num_rows(self, *up_to_step: int) -> Any:
+        """Nobody asks."""
+        raise AssertionError("checkpoints are written by the main process")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
+from posttrain.evals.measures import default_ks
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -31,6 +32,7 @@ from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Example
+from posttrain.world import ONE, World
 
 # Which of an objective's metrics is told with its interval; the first that it reports.
 ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
@@ -106,7 +108,9 @@ def _is_shown(example: Example) -> bool:
 
 
 @torch.no_grad()
-def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int) -> dict[str, float]:
+def evaluate_loss(
+    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, world: World = ONE
+) -> dict[str, float]:
     """How likely a policy finds held-out demonstrations, over their trained tokens.
 
     ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
@@ -116,12 +120,13 @@ def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, tokens_per_mic
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     batch, total, right = held_out.batch(), 0.0, 0.0
-    for rows in split_rows(batch, tokens_per_micro):
+    for rows in split_rows(batch, tokens_per_micro, world=world):
         part = batch.select(rows)
         outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
         mask = part.mask.to(likeliest.device)
         total -= float(outputs.logprobs.double()[mask].sum())
         right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
+    total, right = (sum(parts) for parts in zip(*world.gather([(total, right)], "held-out loss"), strict=True))
     tokens = float(batch.mask.sum())
     loss = total / tokens
     if not math.isfinite(loss):
@@ -135,7 +140,9 @@ def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, tokens_per_mic
     return {"loss": loss, "perplexity": perplexity, "token_accuracy": right / tokens} | about
 
 
-def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: TrainSection) -> Evaluation:
+def evaluate_objective(
+    held_out: HeldOut, task: Task, method: Method, options: TrainSection, world: World = ONE
+) -> Evaluation:
     """Loss and metrics of the objective on held-out units; no gradients, no dropout, no rollouts.
 
     The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units. For steps
@@ -146,7 +153,7 @@ def evaluate_objective(held_out: HeldOut, task: Task, method: Method, options: T
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     started = time.perf_counter()
-    loss, metrics = accumulate(method, held_out.batch(), options, learns=False)
+    loss, metrics = accumulate(method, held_out.batch(), options, learns=False, world=world)
     metrics.pop("padding_share")
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
@@ -195,13 +202,16 @@ class Evaluator:
         """By the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
-            return evaluate_objective(held_out, task, self.method, self.recipe.train)
-        sampling = self.sampling(self.recipe.eval.temperature)
-        asked = Questions(task, sampling, self.recipe.eval.n, seed=self.recipe.train.seed, step=step)
+            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.world)
+        options = self.recipe.eval
+        sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
+        samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
+        asked = Questions(task, sampling, options.n, samples=samples, ks=ks, seed=seed, step=step)
         evaluation = evaluate(self.sampler, asked)
         if held_out is not None:
             started = time.perf_counter()
-            loss = evaluate_loss(held_out, task, self.policy, self.recipe.train.tokens_per_micro)
+            tokens_per_micro = self.recipe.train.tokens_per_micro
+            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.world)
             evaluation.results.update(loss)
             evaluation.results["seconds"] += time.perf_counter() - started
         return evaluation

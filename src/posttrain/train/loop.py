@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as serialize
+from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.forward.linear import products, use_products, usual_products
@@ -29,15 +30,16 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import Headline, choose_headline
-from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
+from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
-from posttrain.train.checkpoint import load_checkpoint, restore_model, save_checkpoint
-from posttrain.train.files import Observer, RunFiles
+from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import accumulate, apply_update, learning_rate
+from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
+from posttrain.world import ONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,19 @@ class TrainResult:
 
 @dataclass(slots=True)
 class Loop:
-    """A run in progress: its parts, its records, and where it stands."""
+    """A run in progress: its parts, its records, and where it stands.
+
+    Each process of the ``world`` has one and takes the same decisions; the main one keeps records and checkpoints.
+    """
 
     recipe: Recipe
     files: RunFiles
     parts: Parts
-    metrics: MetricsLog
-    rollouts: RolloutStore
+    metrics: MetricsLog | NoRecords
+    rollouts: RolloutStore | NoRecords
     observer: Observer
     steps: int
+    world: World = ONE
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -72,7 +78,7 @@ class Loop:
 
         The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
         """
-        found = load_checkpoint(self.files.checkpoints, set_aside=True)
+        found = self._newest_checkpoint()
         if found is not None:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
@@ -81,17 +87,33 @@ class Loop:
             restore_model(self.parts.model, found.path)
             restore_heads(self.parts.heads, found.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
+            if self.parts.shards is not None:
+                self.parts.shards.scatter(self.parts.optimizer)
             self.parts.source.restore(found.rollout_buffer, found.state.get("source", {}))
             self.step = found.step
             self.best = found.state.get("best")
             self.evaluations = found.state.get("evaluations")
             self.owes_evaluation = bool(found.state.get("owes_evaluation"))
             self._compare_length(found.state.get("steps"))
+            self._compare_size(found.state.get("processes", 1))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """The newest that verifies, as the main process says; the others load that one."""
+        found = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
+        step = self.world.tell(None if found is None else found.step, "step of the checkpoint")
+        if self.world.is_main or step is None:
+            return found
+        return load_checkpoint(self.files.checkpoints, step)
+
+    def _compare_size(self, began: int) -> None:
+        if began != self.world.size:
+            what = f"goes on in {_processes(self.world.size)}, and the checkpoint was saved by {_processes(began)}"
+            self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
 
     def _compare_length(self, began: int | None) -> None:
         """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
@@ -112,12 +134,13 @@ class Loop:
         """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
         steps = self.steps
         saved = self.step
+        same_weights(self.parts.whole_parameters(), self.world, "before training")
         if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
             self.evaluate()
             self.save()
         elif self.step == 0 and self.parts.evaluator is not None:
             self.evaluate()
-        while self.step < steps and not should_stop():
+        while self.step < steps and not self.world.agree(should_stop(), "being stopped"):
             self.update()
             if self.owes_evaluation:
                 self.evaluate()
@@ -136,10 +159,17 @@ class Loop:
         Nothing is saved where the failure left weights or records between two steps. If saving fails
         too, ``error`` gets a note about it.
         """
-        if not self.consistent or self.step == 0 or self.step in checkpoint_steps(self.files.checkpoints):
+        if not self.world.is_main or not self.consistent or self.step == 0:
+            return
+        if self.step in checkpoint_steps(self.files.checkpoints):
+            return
+        if self.parts.shards is not None:
+            error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
             return
         try:
-            path = self._write_checkpoint()
+            path = self._write_checkpoint(
+                optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
+            )
             self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
         except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
             error.add_note(f"step {self.step} could not be saved: {failure}")
@@ -180,12 +210,17 @@ class Loop:
         lr = learning_rate(options, step)
         if batch is None:
             return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
-        torch.manual_seed(derive_key(options.seed, "dropout", step) % (1 << 63))
-        loss, metrics = accumulate(self.parts.method, batch, options)
+        place = (step, self.world.rank) if self.world.rank else (step,)
+        torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
+        loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        if self.parts.shards is None:
+            add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
             own, apart = self.parts.split_parameters()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+            if self.parts.shards is not None:
+                self.parts.shards.gather()
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
@@ -223,11 +258,17 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
-        path = self._write_checkpoint()
+        same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
+        optimizer = optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
+        if self.parts.shards is not None:
+            optimizer = self.parts.shards.whole(optimizer, self.world.is_main)
+        if not self.world.is_main:
+            return
+        path = self._write_checkpoint(optimizer)
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _write_checkpoint(self) -> Path:
+    def _write_checkpoint(self, optimizer: Mapping[str, Tensor]) -> Path:
         """Records are durable before the checkpoint appears under its name."""
         self.rollouts.flush()
         self.metrics.flush()
@@ -237,7 +278,7 @@ class Loop:
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
-            optimizer=optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters]),
+            optimizer=optimizer,
             state={
                 "recipe": self.recipe.fingerprint(),
                 "settings": decisive(self.recipe.dump()),
@@ -247,6 +288,7 @@ class Loop:
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "steps": self.steps,
+                "processes": self.world.size,
                 "source": self.source_state,
                 **owed,
             },
@@ -257,6 +299,8 @@ class Loop:
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
+        if not self.world.is_main:
+            return
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
@@ -265,6 +309,8 @@ class Loop:
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
+        if not self.world.is_main:
+            return "Rank 0 saves the batch"
         tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
         tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
         try:
@@ -281,26 +327,29 @@ def train(
     resume: bool = False,
     observer: Observer = lambda event, facts: None,
     should_stop: Callable[[], bool] = lambda: False,
+    world: World = ONE,
 ) -> TrainResult:
-    """Train as a resolved recipe says, writing into ``files``.
+    """Train as a resolved recipe says, writing into ``files``; of several processes, the main one writes.
 
     Raises:
         UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
         RunFailure: the work failed; the newest checkpoint is intact, and of the last completed step where
             that could still be saved.
     """
-    watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
-    trackers = build_trackers(recipe.track, watched)
+    trackers: list[Tracker] = []
+    if world.is_main:
+        watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
+        trackers = build_trackers(recipe.track, watched)
     use_products(usual_products())
-    parts = prepare(recipe, files.folder)
-    metrics = TrackedMetrics(files.metrics, trackers)
-    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
-    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+    with _attention(recipe):
+        parts = prepare(recipe, files.folder, world)
+    records = _records(recipe, files, trackers, world)
+    with closing(parts.source), records as (metrics, rollouts), _attention(recipe):
         steps, length = recipe.train.steps, None
         if recipe.train.passes is not None:
             steps, length = parts.source.length_of(recipe.train.passes)
         assert steps is not None, "a recipe says steps or passes"
-        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps)
+        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
         if resume:
             loop.resume()
         observer(
@@ -317,6 +366,7 @@ def train(
                 "num_parameters": num_parameters(parts.model),
                 "num_trained": sum(p.numel() for _, p in parts.parameters),
                 "forward_path": parts.method.forward.path,
+                "guarantee": parts.guarantee,
             },
         )
         try:
@@ -324,6 +374,33 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+def _attention(recipe: Recipe) -> AbstractContextManager[None]:
+    """In it attention is computed as the recipe says."""
+    if recipe.model.attention == "sdpa":
+        return nullcontext()
+    from posttrain.models.attention import chosen_attention
+
+    return chosen_attention(recipe.model)
+
+
+@contextmanager
+def _records(
+    recipe: Recipe, files: RunFiles, trackers: list[Tracker], world: World
+) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
+    """Where metrics and rollouts are written."""
+    if not world.is_main:
+        yield NoRecords(), NoRecords()
+        return
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    metrics = TrackedMetrics(files.metrics, trackers)
+    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+        yield metrics, rollouts
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:

@@ -59,7 +59,7 @@ from posttrain.models.load import stated_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.models.stated_sizes import read_object
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import AdapterSection
+from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.train.checks import Words, words_of
 from posttrain.train.optimizer import EMBEDDING_NAMES
 
@@ -151,16 +151,27 @@ class Micro:
 def stated_memory(recipe: Recipe) -> Memory | str:
     """``memory_of`` a resolved recipe by the configuration that is at hand, or in a few words why there is none."""
     try:
-        config = stated_config(recipe.model)
-        if config is None:
-            return (
-                f"the configuration of {recipe.model.name} is not at hand (a folder, a run or the hub's cache has one)"
-            )
-        if config.model_type not in QK_NORMS:
-            return f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
-        return memory_of(_with_loaded_adapter(recipe), config)
+        return memory_of(*counted(recipe))
     except PosttrainError as error:
         return str(error)
+
+
+def counted(recipe: Recipe) -> tuple[Recipe, Any]:
+    """A resolved recipe as ``memory_of`` takes it, and the configuration of its model.
+
+    Raises:
+        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
+    """
+    config = stated_config(recipe.model)
+    if config is None:
+        raise UsageError(
+            f"the configuration of {recipe.model.name} is not at hand (a folder, a run or the hub's cache has one)"
+        )
+    if config.model_type not in QK_NORMS:
+        raise UsageError(
+            f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
+        )
+    return _with_loaded_adapter(recipe), config
 
 
 def _with_loaded_adapter(recipe: Recipe) -> Recipe:
@@ -188,7 +199,7 @@ def memory_of(recipe: Recipe, config: Any) -> Memory:
         RecipeError: words of the recipe do not fit one another.
     """
     words, config = words_of(recipe), config.get_text_config()
-    adapter, size = recipe.model.adapter, 2 if recipe.model.dtype == "bfloat16" else 4
+    adapter, size = recipe.model.adapter, bytes_of(recipe)
     weights = weights_of(config)
     low_rank = list(_low_rank(weights, adapter)) if adapter is not None else []
     trained = low_rank if adapter is not None else weights
@@ -245,7 +256,7 @@ def micro_batch(recipe: Recipe, words: Words) -> Micro:
         prompt, answer, group = 0, recipe.data.max_tokens, 1
         rows = recipe.data.batch * unit
     else:
-        prompt, answer = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT, rollout.max_tokens
+        prompt, answer = longest_row(recipe, rollout)
         group = 2 if words.unit == "pair" else rollout.group
         rows = rollout.prompts * group // train.minibatches
         if group == 1:
@@ -254,8 +265,20 @@ def micro_batch(recipe: Recipe, words: Words) -> Micro:
     count = unit
     while count + unit <= most and _cost(count + unit, group, prompt, answer) <= train.tokens_per_micro:
         count += unit
-    trained = count * (rollout.max_tokens if rollout is not None else answer - unread)
+    trained = count * (longest_row(recipe, rollout)[1] if rollout is not None else answer - unread)
     return Micro(count, -(-count // group), prompt, answer - unread, trained)
+
+
+def bytes_of(recipe: Recipe) -> int:
+    """Bytes of a weight."""
+    return {"bfloat16": 2, "float32": 4, "float64": 8}[recipe.model.dtype]
+
+
+def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, as long as the recipe allows."""
+    prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
+    prompt = min(prompt, recipe.within(prompt + rollout.max_tokens) - 1)
+    return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
 
 
 def _cost(rows: int, group: int, prompt: int, answer: int) -> int:
@@ -363,11 +386,11 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
     if rollout is None:
         return 0
     slots = min(rollout.prompts * rollout.group, int(rollout.engine.options.get("slots", 64)))
-    prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
+    prompt, answer = longest_row(recipe, rollout)
     shares = config.model_type in SHARES_PROMPTS and rollout.group > 1
     before = 0 if shares else prompt
-    columns = _aligned(before + min(rollout.max_tokens, FIRST_COLUMNS) + 1)
-    while columns <= before + rollout.max_tokens:
+    columns = _aligned(before + min(answer, FIRST_COLUMNS) + 1)
+    while columns <= before + answer:
         columns = _aligned(int(columns * GROWTH) + 1)
     shared = -(-slots // rollout.group) * prompt if shares else 0
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -384,6 +407,6 @@ def _rollout_bytes(recipe: Recipe, words: Words) -> int:
     if rollout is None:
         return 0
     group = 2 if words.unit == "pair" else rollout.group
-    tokens = (recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT) + rollout.max_tokens
+    tokens = sum(longest_row(recipe, rollout))
     streams = words.needs | {"sampler_logprobs"}
     return rollout.prompts * group * tokens * (9 + 4 * (1 + len(streams)))

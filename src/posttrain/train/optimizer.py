@@ -155,13 +155,13 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].lerp_(parameter.grad, 1 - mu)
-                updates.append(parameter.grad.lerp(state["momentum"], mu))
+                updates.append(_whole(parameter.grad.lerp(state["momentum"], mu)))
             directions = orthogonalize(torch.stack(updates), group["ns_steps"])
             for parameter, direction in zip(members, directions, strict=True):
                 num_in, num_out = shape if getattr(parameter, "input_first", False) else reversed(shape)
                 scale = max(1.0, num_out / num_in) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"] * scale)
+                parameter.add_(_part_of(direction, parameter), alpha=-group["lr"] * scale)
 
     def _step_adamw(self, group: dict[str, Any], parameter: Parameter) -> None:
         assert parameter.grad is not None
@@ -178,6 +178,21 @@ class Muon(Optimizer):
         denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The tensor itself; of one that is in parts, one in each process, all of it: a direction is of a whole matrix."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """What of a whole tensor goes with a parameter, which may be in parts."""
+    if not hasattr(parameter, "full_tensor"):
+        return whole
+    from posttrain.train.distributed import part_of
+
+    return part_of(whole, parameter)
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import torch
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
-from posttrain.errors import NonFiniteLoss, UsageError
+from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import TrainSection
 from posttrain.types import Batch, Loss, Outputs
+from posttrain.world import ONE, World
 
 Objective = Callable[[Outputs, Batch], Loss]
 Level = Literal["token", "row", "pair"]
@@ -53,9 +56,14 @@ class MeanOverBatch:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def means(self) -> dict[str, float]:
-        """All means; the one place that waits for the device."""
-        return _derive({name: float(total) / self.counts[name] for name, total in self.sums.items()})
+    def means(self, world: World = ONE) -> dict[str, float]:
+        """All means, of what all processes added; the one place that waits for the device."""
+        mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
+        parts = world.gather([mine], "metrics")
+        names = dict.fromkeys(name for part in parts for name in part)
+        both = {name: [part[name] for part in parts if name in part] for name in names}
+        sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
+        return _derive({name: total / count for name, (total, count) in sums.items()})
 
 
 def _derive(means: dict[str, float]) -> dict[str, float]:
@@ -102,9 +110,12 @@ def learning_rate(options: TrainSection, step: int) -> float:
 
 
 def accumulate(
-    method: Method, batch: Batch, options: TrainSection, *, learns: bool = True
+    method: Method, batch: Batch, options: TrainSection, *, learns: bool = True, world: World = ONE
 ) -> tuple[float, dict[str, float]]:
     """Gradients of ``(values * weights).sum()`` over the whole batch, added to ``.grad``.
+
+    Each process of a ``world`` has the gradients of its share of the micro-batches, whose sum ``add_gradients`` takes;
+    loss and metrics are of the whole batch.
 
     Returns the loss and the means of all metrics. The gradient does not depend on how the batch is
     split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
@@ -116,23 +127,78 @@ def accumulate(
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     means = MeanOverBatch()
-    slots = used = 0
-    for rows in split_rows(batch, options.tokens_per_micro, options.rows_per_micro):
+    slots = used = 0.0
+    pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
+    num_own = len(pieces)
+    if learns and is_sharded(forward):  # every pass gathers weights from all processes, so all make as many passes
+        most = max(world.gather([num_own], "number of micro-batches"))
+        pieces += [list(range(batch.rows_per_unit))] * (most - num_own)
+    for index, rows in enumerate(pieces):
         planned = batch.select(rows)
         part = planned.to(device)
         with _learning(forward, options) if learns else torch.no_grad():
             outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
             result = _apply(method.objective, outputs, part, level)
             assert part.weights is not None
-            loss = (_kept(result.values, part, level) * part.weights.to(result.values.dtype)).sum()
+            weights = part.weights.to(result.values.dtype) if index < num_own else torch.zeros_like(result.values)
+            loss = (_kept(result.values, part, level) * weights).sum()
             if learns:
                 with forward.backward_context():
                     loss.backward()
+        if index >= num_own:
+            continue
         total += loss.detach().to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
         slots += forward.last_slots
         used += forward.last_tokens
-    return float(total), means.means() | {"padding_share": 1.0 - used / slots}
+    mine = (float(total), float(slots), float(used))
+    loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
+    return loss, means.means(world) | {"padding_share": 1.0 - used / slots}
+
+
+def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
+    """Every ``.grad`` becomes the sum over all processes; it stays None where no process has one."""
+    if world.size == 1:
+        return
+    present = torch.tensor([float(p.grad is not None) for p in parameters])
+    world.add([present], "presence of gradients")
+    learnt = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    for parameter in learnt:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    world.add([p.grad for p in learnt if p.grad is not None], "gradients")
+
+
+def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
+    """Refuse to go on if the processes hold other weights than rank 0.
+
+    Raises:
+        RunFailure: with the first rank that does.
+    """
+    if world.size == 1:
+        return
+    digests = world.gather([_digest(parameters)], "digests of the weights")
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RunFailure(
+            f"{when}: rank {other} of {world.size} holds other weights than rank 0, so their sums would mean nothing. "
+            "All processes must load the same files and run on the same kind of machine"
+        )
+
+
+def _digest(parameters: Sequence[Tensor]) -> list[int]:
+    """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
+    sums = []
+    for parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        sums.append(int(bits.sum(dtype=torch.int64)))
+    return sums
+
+
+def is_sharded(forward: Forward | ActorCritic) -> bool:
+    """Whether each process has a part of the weights alone."""
+    return (forward.policy if isinstance(forward, ActorCritic) else forward).root is not None
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
@@ -219,6 +285,12 @@ def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -
     return result
 
 
+def _total_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all gradients as one vector; of shards, that of the whole tensors."""
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
 def apply_update(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
@@ -236,10 +308,7 @@ def apply_update(
     Raises:
         NonFiniteLoss: loss or norm is not finite; the weights are as before.
     """
-    norm, norm_apart = (
-        float(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
-        for group in (parameters, apart)
-    )
+    norm, norm_apart = (_total_norm([p.grad for p in group if p.grad is not None]) for group in (parameters, apart))
     if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
         optimizer.zero_grad(set_to_none=True)
         critic = f", of the critic {norm_apart}" if apart else ""

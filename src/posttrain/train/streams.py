@@ -25,6 +25,7 @@ from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry, register
 from posttrain.types import Batch, Sample, collate
+from posttrain.world import ONE, World
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
@@ -41,20 +42,28 @@ PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model's forward pass over a whole batch: in micro-batches, without gradients, results on the CPU."""
+    """A model's forward pass over a whole batch: in micro-batches, without gradients, results on the CPU.
+
+    Each process of a ``world`` passes its share of the rows, and has the results of all.
+    """
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     tokens_per_micro: int
     rows_per_micro: int | None = None
+    world: World = ONE
+
+    def _pieces(self, batch: Batch) -> list[list[int]]:
+        return split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
         scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         with self.open() as forward:
-            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
-                values = forward(batch.select(rows), "none").logprobs.cpu()
+            for rows in self._pieces(batch):
+                values = forward(batch.select(rows), "none").logprobs.cpu().float()
                 scored[torch.as_tensor(list(rows)), : values.shape[1]] = values
+        self.world.add([scored], "log-probabilities")
         return scored
 
     @torch.no_grad()
@@ -63,26 +72,30 @@ class Scorer:
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         final = torch.zeros(batch.num_rows, dtype=torch.float32)
         with self.open() as forward:
-            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
+            for rows in self._pieces(batch):
                 before, after = state_values(forward, batch.select(rows))
                 index = torch.as_tensor(rows)
-                values[index, : before.shape[1]] = before.cpu()
-                final[index] = after.cpu()
+                values[index, : before.shape[1]] = before.cpu().float()
+                final[index] = after.cpu().float()
+        self.world.add([values, final], "values")
         return values, final
 
     @torch.no_grad()
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
-        ids, logprobs = [[torch.empty(0)] * batch.num_rows for _ in range(2)]
+        of_row: dict[int, tuple[Tensor, Tensor]] = {}
         with self.open() as forward:
             assert isinstance(forward, Forward)
-            for rows in split_rows(batch, self.tokens_per_micro, self.rows_per_micro):
+            for rows in self._pieces(batch):
                 part = batch.select(rows)
                 likeliest, their_logprobs = (x.cpu() for x in forward.top_candidates(part, k))
+                their_logprobs = their_logprobs.float()
                 for place, row in enumerate(rows):
                     trained = part.mask[place]
-                    ids[row], logprobs[row] = likeliest[place][trained], their_logprobs[place][trained]
-        return ids, logprobs
+                    of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
+        everywhere = {row: both for rows in self.world.gather([of_row], "candidates") for row, both in rows.items()}
+        ids, logprobs = zip(*(everywhere[row] for row in range(batch.num_rows)), strict=True)
+        return list(ids), list(logprobs)
 
 
 @register("stream", needs=("sampler_logprobs",))
@@ -286,7 +299,7 @@ class Streams:
 
     forward: the model that is trained (with its critic). reference: as it was at the beginning, where a stream asks
     for it. teacher: the forward pass of the model that teaches, maybe the trained one itself. correct: a correction
-    word.
+    word. world: whose processes share the passes.
     """
 
     needs: frozenset[str]
@@ -296,6 +309,7 @@ class Streams:
     reference: Reference | None = None
     teacher: Forward | None = None
     correct: Callable[[Tensor, Tensor], Tensor] | None = None
+    world: World = ONE
     _once: list[Entry] = field(init=False, default_factory=list)
     _each_step: list[Entry] = field(init=False, default_factory=list)
 
@@ -360,7 +374,7 @@ class Streams:
 
     def _parts(self, batch: Batch, seen: Batch) -> dict[str, Any]:
         """What a function may ask for, by name."""
-        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro)
+        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro, self.world)
         forward, teacher = self.forward, self.teacher
         policy = forward.policy if isinstance(forward, ActorCritic) else forward
         return {

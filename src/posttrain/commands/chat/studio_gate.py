@@ -140,13 +140,13 @@ class Gate:
         return ""
 
     def _is_ours(self, host: str) -> bool:
-        found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", host.lower())
-        if found is None or int(found[2] or 80) != self.port:
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", host.lower())
+        if match is None or int(match[2] or 80) != self.port:
             return False
-        if found[1] in self.names:
+        if match[1] in self.names:
             return True
         try:
-            return self.is_wildcard and bool(ipaddress.ip_address(found[1].strip("[]")))
+            return self.is_wildcard and bool(ipaddress.ip_address(match[1].strip("[]")))
         except ValueError:
             return False
 

@@ -66,8 +66,8 @@ class Archive:
 
     def metrics(self, runs: Sequence[str]) -> list[str]:
         """The metrics that any of the runs has."""
-        found = {name for run in runs for row in self._log(run) for name in row.metrics}
-        return sorted(found)
+        names = {name for run in runs for row in self._log(run) for name in row.metrics}
+        return sorted(names)
 
     def draw_curves(self, runs: Sequence[str], metrics: Sequence[str]) -> str:
         """A picture for each metric with a line for each run."""
@@ -126,7 +126,7 @@ class Archive:
             note = "more prompts fit than are shown here; filter further to see the others" if more else ""
             wanted = wanted[:MAX_GROUPS]
             groups = [_whole(read(own), wanted) for own in sorted({key[0] for key in wanted}, reverse=True)]
-        return draw_rollouts([group for found in groups for group in found], text, note)
+        return draw_rollouts([group for of_step in groups for group in of_step], text, note)
 
     def _log(self, run: str) -> list[Any]:
         return list(MetricsLog(self.folder(run) / "metrics.jsonl").read())
@@ -148,7 +148,7 @@ class Offers:
     def __init__(self, archive: Archive, models: Sequence[str], dictionaries: Sequence[str]) -> None:
         self.archive = archive
         self.models = models
-        self.given = dictionaries
+        self.named_dictionaries = dictionaries
         self._trains_scorer: dict[tuple[str, int], bool | None] = {}  # by run and the time of its recipe
 
     def speakers(self) -> list[str]:
@@ -162,7 +162,7 @@ class Offers:
     def dictionaries(self) -> list[str]:
         """Dictionaries of features, those of runs included."""
         known = [name for name in self.archive.names() if has_dictionary(self.archive.runs_dir / name)]
-        return list(dict.fromkeys([*self.given, *known]))
+        return list(dict.fromkeys([*self.named_dictionaries, *known]))
 
     def _runs(self, trains_scorer: bool) -> list[str]:
         return [name for name in self.archive.names() if self._kind(name) is trains_scorer]

@@ -158,19 +158,19 @@ def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple
 def differences_table(paired: Paired) -> TextTable:
     """Each measure of both, and what lies between them."""
     lines = []
-    for name, found in paired.differences.items():
+    for name, gap in paired.differences.items():
         is_share = name != "num_tokens"
         unit, form = (100.0, ".1f") if is_share else (1.0, ".1f")
         percent = "%" if is_share else ""
         label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
         lines.append(
             [
-                label if found.n == paired.n else f"{label}, of {found.n} items that both answered",
-                f"{found.a * unit:{form}}{percent}",
-                f"{found.b * unit:{form}}{percent}",
-                f"{found.difference * unit:+{form}}",
-                f"{found.low * unit:+{form}} to {found.high * unit:+{form}}",
-                f"{found.p:.2g}" if found.p >= 0.001 else "< 0.001",
+                label if gap.n == paired.n else f"{label}, of {gap.n} items that both answered",
+                f"{gap.a * unit:{form}}{percent}",
+                f"{gap.b * unit:{form}}{percent}",
+                f"{gap.difference * unit:+{form}}",
+                f"{gap.low * unit:+{form}} to {gap.high * unit:+{form}}",
+                f"{gap.p:.2g}" if gap.p >= 0.001 else "< 0.001",
             ]
         )
     return TextTable(f"n = {paired.n}", ["", "A", "B", "B − A", "95 % interval", "p"], lines)
@@ -214,9 +214,9 @@ def run_against(arguments: argparse.Namespace) -> int:
     opened = {name: _open_judge(name, arguments) for name in judges}
     console = open_console()
     with choose_evaluation_progress(console, arguments.quiet) as progress:
-        found, notes = run_contest(plan, opened, progress)
-    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, found.results, found.others)
-    write_contest(plan, found, notes, write_contest_page(table, notes, plan.settings, found.items))
+        win_rate, notes = run_contest(plan, opened, progress)
+    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, win_rate.results, win_rate.others)
+    write_contest(plan, win_rate, notes, write_contest_page(table, notes, plan.settings, win_rate.items))
     if not arguments.quiet:
         print_table(console, table)
         for note in notes:

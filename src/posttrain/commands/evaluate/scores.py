@@ -43,7 +43,7 @@ def write_page(scored: Scored) -> str:
 
 def _refuse_sampling(arguments: argparse.Namespace) -> None:
     """Refuse options that would do nothing."""
-    given = {
+    sampling_options = {
         "--samples": arguments.samples != 1,
         "--k": bool(arguments.k),
         "--temperature": arguments.temperature is not None,
@@ -55,7 +55,7 @@ def _refuse_sampling(arguments: argparse.Namespace) -> None:
         "--seed": arguments.seed != 0,
         "--batch": arguments.batch != DEFAULT_BATCH,
     }
-    for option, is_given in given.items():
+    for option, is_given in sampling_options.items():
         if is_given:
             raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
     if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):

@@ -126,9 +126,9 @@ def _print_results(folder: Path) -> None:
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
     if "recovered" in results:
-        found = results["recovered"]
+        loss = results["recovered"]
         print(
-            f"in place:   CE {found['ce']:.3f} becomes {found['ce_spliced']:.3f} (zeros {found['ce_zero']:.3f}, mean "
-            f"{found['ce_mean']:.3f}): {found['ce_recovered_zero']:.1%} recovered, {found['ce_recovered_mean']:.1%} of "
+            f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}, mean "
+            f"{loss['ce_mean']:.3f}): {loss['ce_recovered_zero']:.1%} recovered, {loss['ce_recovered_mean']:.1%} of "
             "what the mean loses"
         )

@@ -111,14 +111,14 @@ def _compare(
 
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """Keys of the recipe; the command's own options are short for some of them."""
-    found = list(arguments.overrides)
+    overrides = list(arguments.overrides)
     if arguments.site is not None and arguments.layer is None:
         raise UsageError("--site: say which layer with --layer")
     if arguments.layer is not None:
-        found.append(("changes.site", f"{arguments.site or 'resid'}.{arguments.layer}"))
+        overrides.append(("changes.site", f"{arguments.site or 'resid'}.{arguments.layer}"))
     if arguments.seeds is not None:
-        found.append(("changes.seeds", str(arguments.seeds)))
-    return found
+        overrides.append(("changes.seeds", str(arguments.seeds)))
+    return overrides
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:

@@ -156,8 +156,8 @@ def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractCont
     if arguments.sae is None:
         return nullcontext(), ""
     changes: dict[int, float | None] = {}
-    for given in arguments.steer:
-        changes |= given
+    for option in arguments.steer:
+        changes |= option
     change = change_of(changes)
     change = replace(change, values=dict(change.values) | dict.fromkeys(arguments.ablate, 0.0))
     steering = _load(model, arguments.sae, arguments.runs_dir, change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -221,6 +222,8 @@ def delete_runs(
         total += size
         console.print(Text(line), soft_wrap=True)
     what = f"{_count(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
+    for line in _recordings_that_stay(root, places):
+        console.print(Text(line), soft_wrap=True)
     if dry_run:
         console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
     elif ask(f"Delete {what}?"):
@@ -231,6 +234,30 @@ def delete_runs(
         )
     else:
         console.print("nothing was changed")
+
+
+def _recordings_that_stay(root: str, places: Sequence[Place]) -> list[str]:
+    """Of dictionaries that would go, a line about the activations that they were trained on, which others may share."""
+    going = {place.name for place in places}
+    if not any(_trained_dictionary(place) for place in places):
+        return []
+    from posttrain.interpret.dictionaries.recording import sharing
+
+    lines = []
+    for folder, users in sharing(Path(root)).items():
+        others = [name for name in users if name not in going]
+        if len(others) < len(users):
+            unused = f"no other run uses them; to delete them: rm -r {shlex.quote(str(folder))}"
+            then = f"{', '.join(others)} share them" if others else unused
+            lines.append(f"the activations in {folder} stay, {show_bytes(disk_bytes(folder))}: {then}")
+    return lines
+
+
+def _trained_dictionary(place: Place) -> bool:
+    try:
+        return not place.is_comparison and "dictionary" in RunDirectory(place.path).read_recipe()
+    except DataError:  # a damaged run can be deleted, too
+        return False
 
 
 def describe(root: str, place: Place) -> tuple[int, str]:

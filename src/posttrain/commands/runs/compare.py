@@ -30,9 +30,9 @@ def run_compare_runs(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for group in fitting for name in group))
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
-    found = put_side_by_side(find_runs(arguments.runs_dir, names))
-    if not write_json(to_data(found, names)):
-        print_side_by_side(open_console(), found, names)
+    side_by_side = put_side_by_side(find_runs(arguments.runs_dir, names))
+    if not write_json(to_data(side_by_side, names)):
+        print_side_by_side(open_console(), side_by_side, names)
     return 0
 
 
@@ -51,36 +51,36 @@ def find_runs(root: str, names: Sequence[str]) -> list[Path]:
     return [find_run(root, name.rstrip("/")) for name in names]
 
 
-def to_data(found: SideBySide, names: Sequence[str]) -> dict[str, Any]:
+def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
     """Plain data; a key that a recipe does not have is missing from its mapping."""
     recipe = {
         key: {name: value for name, value in zip(names, values, strict=True) if value is not ABSENT}
-        for key, values in found.recipe.items()
+        for key, values in side_by_side.recipe.items()
     }
-    return asdict(found) | {"names": list(names), "recipe": recipe}
+    return asdict(side_by_side) | {"names": list(names), "recipe": recipe}
 
 
-def print_side_by_side(console: Console, found: SideBySide, names: Sequence[str]) -> None:
+def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
     """Three tables: what differs in the recipes, what came out, and where that was."""
     labels = [name.rstrip("/").rpartition("/")[2] for name in names]
     labels = labels if len(set(labels)) == len(labels) else list(names)
-    if found.recipe:
+    if side_by_side.recipe:
         table = _table("recipe", labels)
-        for key, values in sorted(found.recipe.items()):
+        for key, values in sorted(side_by_side.recipe.items()):
             table.add_row(Text(key), *(_value_text(value) for value in values))
         console.print(table)
-        console.print(Text(f"{found.num_equal_keys} further keys are equal", style="dim"))
+        console.print(Text(f"{side_by_side.num_equal_keys} further keys are equal", style="dim"))
     else:
-        console.print(Text(f"the recipes are equal in all of their {found.num_equal_keys} keys"))
+        console.print(Text(f"the recipes are equal in all of their {side_by_side.num_equal_keys} keys"))
     console.print()
     table = _table("outcome", labels)
-    for label, cells in _outcome(found):
+    for label, cells in _outcome(side_by_side):
         table.add_row(Text(label), *(Text(cell) for cell in cells))
     console.print(table)
-    if found.environment:
+    if side_by_side.environment:
         console.print()
         table = _table("where it ran", labels)
-        for key, values in found.environment.items():
+        for key, values in side_by_side.environment.items():
             table.add_row(Text(key), *(Text(value) for value in values))
         console.print(table)
     console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
@@ -101,27 +101,27 @@ def _value_text(value: Any) -> Text:
     return Text(text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…")
 
 
-def _outcome(found: SideBySide) -> list[tuple[str, list[str]]]:
-    runs = found.runs
+def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
+    runs = side_by_side.runs
     rows: list[tuple[str, list[str]]] = [
         ("state", [str(run.state) for run in runs]),
         ("step", [f"{run.step} of {run.steps}" for run in runs]),
     ]
-    for name, results in found.last.items():
-        rows.append((f"{name}, last", _show_results(results, found)))
-        best = found.best[name]
+    for name, results in side_by_side.last.items():
+        rows.append((f"{name}, last", _show_results(results, side_by_side)))
+        best = side_by_side.best[name]
         if best != results:
-            rows.append((f"{name}, best", _show_results(best, found)))
+            rows.append((f"{name}, best", _show_results(best, side_by_side)))
     for metric, label, form in SHOWN:
-        values = found.metrics.get(metric)
+        values = side_by_side.metrics.get(metric)
         if values is not None:
             rows.append((label, ["–" if value is None else f"{value:{form}}" for value in values]))
-    rows.append(("time", [show_duration(seconds) for seconds in found.seconds]))
+    rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
     return rows
 
 
-def _show_results(items: Sequence[dict[str, Any] | None], found: SideBySide) -> list[str]:
+def _show_results(items: Sequence[dict[str, Any] | None], side_by_side: SideBySide) -> list[str]:
     """What each run is told by, in one evaluation."""
-    told = zip(items, found.headlines, strict=True)
+    told = zip(items, side_by_side.headlines, strict=True)
     return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]

@@ -117,8 +117,8 @@ def _run_list(console: Console, arguments: argparse.Namespace) -> int:
     if wants_json():
         listed = {run.name for run in runs}
         links = [link for link in links if link.child in listed]
-        found = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
-        write_json(found | {"comparisons": [asdict(comparison) for comparison in comparisons]})
+        listing = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
+        write_json(listing | {"comparisons": [asdict(comparison) for comparison in comparisons]})
         return 0
     if not every and not comparisons:
         print(f"no runs in {root} yet. Start one: posttrain train tiny/grpo")
@@ -329,7 +329,7 @@ def _facts(facts: Mapping[str, Any], name: str, links: Sequence[Link]) -> list[t
     children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
     checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in facts["checkpoints"])
     disk = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in facts["disk"].items() if size)
-    found = [
+    lines = [
         ("state", facts["state"]),
         ("step", f"{facts['step']} of {facts['steps']}"),
         ("recipe", facts["recipe"]),
@@ -342,10 +342,10 @@ def _facts(facts: Mapping[str, Any], name: str, links: Sequence[Link]) -> list[t
         ("rollouts", f"{sum(facts['rollouts'].values()):,} in {len(facts['rollouts'])} steps"),
         ("size", f"{show_bytes(facts['disk_bytes'])} ({disk})"),
     ]
-    found += [("tags", " ".join(facts["tags"]))] if facts["tags"] else []
+    lines += [("tags", " ".join(facts["tags"]))] if facts["tags"] else []
     message = facts["status"].get("message")
-    found += [("message", message)] if message else []
-    return found + ([("problem", facts["problem"])] if facts["problem"] else [])
+    lines += [("message", message)] if message else []
+    return lines + ([("problem", facts["problem"])] if facts["problem"] else [])
 
 
 def describe_link(link: Link) -> str:

@@ -107,20 +107,20 @@ def make_pairs(
     if len(asked.task.examples) == 0:
         raise UsageError(f"task {asked.task.name!r}, split {asked.task.split!r}: there is no prompt in it")
     refuse_tags(sampler.tokenizer, sampler.grader.template)
-    found = Feedback()
+    feedback = Feedback()
     slots = asked.slots()
     done = list(journal.parts()) if journal is not None else []
     for part in done:
-        found.add(part)
+        feedback.add(part)
     for start in range(len(done) * asked.batch, len(slots), asked.batch):
         examples = [(slot, asked.task.examples[slot]) for slot in slots[start : start + asked.batch]]
         part = _batch(sampler, asked, examples, forward)
         if journal is not None:
             journal.add(part)
-        found.add(part)
+        feedback.add(part)
         if observe is not None:
-            observe(found.num_prompts, len(slots))
-    return found
+            observe(feedback.num_prompts, len(slots))
+    return feedback
 
 
 def _batch(
@@ -210,17 +210,17 @@ def _whole_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
-def write_pairs(path: Path, found: Feedback, settings: Mapping[str, Any]) -> Path:
+def write_pairs(path: Path, feedback: Feedback, settings: Mapping[str, Any]) -> Path:
     """The rows, and beside them ``NAME.about.json`` with the counts and settings, whose path is returned.
 
     Raises:
         RunFailure: there is no pair; the message has the reasons.
         StorageError: the disk is full or not writable.
     """
-    if not found.rows:
-        raise RunFailure(f"no pair came of {found.num_prompts} prompts: {show_counts(found.dropped)}")
+    if not feedback.rows:
+        raise RunFailure(f"no pair came of {feedback.num_prompts} prompts: {show_counts(feedback.dropped)}")
     about = path.with_name(f"{path.name.removesuffix('.jsonl')}.about.json")
-    replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in found.rows))
-    content = {"num_pairs": len(found.rows), **found.counts(), "settings": dict(settings)}
+    replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in feedback.rows))
+    content = {"num_pairs": len(feedback.rows), **feedback.counts(), "settings": dict(settings)}
     replace_file(about, json.dumps(content, indent=1).encode() + b"\n")
     return about

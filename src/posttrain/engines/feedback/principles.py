@@ -74,10 +74,10 @@ class Principle:
         """
         assert self.rule is not None, "a principle that the model is asked about has no rule"
         where = f"principle {self.name!r}"
-        found = registry.call(where, self.rule, text, example)
-        if found is not None and not isinstance(found, Objection):
-            raise RunFailure(f"{where}: a rule gives an Objection or None; got {registry.describe_result(found)}")
-        return found
+        objection = registry.call(where, self.rule, text, example)
+        if objection is not None and not isinstance(objection, Objection):
+            raise RunFailure(f"{where}: a rule gives an Objection or None; got {registry.describe_result(objection)}")
+        return objection
 
 
 def read_principles(path: str, way: Way) -> list[Principle]:

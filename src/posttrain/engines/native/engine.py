@@ -28,7 +28,7 @@ from posttrain.types import Completion
 Path = Literal["lean", "modules"]
 
 
-@register("engine")
+@register("engine", guarantee="L2")
 def native(model: Any, tokenizer: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -69,7 +69,7 @@ class NativeEngine:
             RunFailure: the model's logits are not finite.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
-        context = context_length(self.model.config)
+        context = sampling.within(context_length(self.model.config))
         check_sampling(sampling)
         check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
         limits = [min(sampling.max_tokens, context - len(prompt)) for prompt in prompts]

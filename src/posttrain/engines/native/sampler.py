@@ -24,10 +24,10 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
         sampling: temperature and truncation.
 
     Returns:
-        ids ``int64 [R]`` and the probability ``float32 [R]`` of each in the full distribution at
-        the sampling temperature (1 when greedy).
+        ids ``int64 [R]`` and the probability ``float32 [R]`` (float64 where the logits are) of each in the full
+        distribution at the sampling temperature (1 when greedy).
     """
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     probabilities = logits.softmax(-1)

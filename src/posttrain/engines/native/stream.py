@@ -49,7 +49,7 @@ def stream(
         UsageError: an empty prompt, one that leaves no room in the model's context, or sampling options out of range.
         RunFailure: the model's logits are not finite.
     """
-    context = context_length(model.config)
+    context = sampling.within(context_length(model.config))
     check_sampling(sampling)
     check_prompts([prompt], context, int(model.get_input_embeddings().weight.shape[0]))
     limit = min(sampling.max_tokens, context - len(prompt))

@@ -147,7 +147,7 @@ class VllmEngine:
         _check_temperature(sampling.temperature)
         with self._open() as server:
             served = self._connect(server)
-            context = served.context or UNLIMITED_CONTEXT
+            context = sampling.within(served.context or UNLIMITED_CONTEXT)
             check_prompts(prompts, context, self._vocab_size())
             requests = [
                 (i, self._request(served, prompt, sampling, seed_of(key)))
@@ -256,7 +256,7 @@ class VllmEngine:
         return None if self.model is None else int(self.model.get_input_embeddings().weight.shape[0])
 
     def _request(self, served: ServedModel, prompt: Sequence[int], sampling: Sampling, seed: int) -> CompletionRequest:
-        limit = min(sampling.max_tokens, (served.context or UNLIMITED_CONTEXT) - len(prompt))
+        limit = min(sampling.max_tokens, sampling.within(served.context or UNLIMITED_CONTEXT) - len(prompt))
         return CompletionRequest(served.name, tuple(map(int, prompt)), limit, sampling, seed, self.logprobs)
 
     def _complete_all(self, server: HttpServer, requests: Sequence[tuple[int, CompletionRequest]]) -> list[Completion]:

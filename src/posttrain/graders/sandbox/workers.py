@@ -37,6 +37,7 @@ from typing import Any, Literal
 
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.worker_process import HEADER, MAX_RESULT_BYTES
+from posttrain.world import local_size
 
 MAX_CHUNK = 32  # items that a worker has before it at most
 MAX_START_FAILURES = 3  # workers in a row that die before they are ready
@@ -393,5 +394,6 @@ def shared_pool(target: str, num_workers: int, limits: Limits) -> WorkerPool:
 
 
 def count_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use: of those of the machine its share, where several train one model."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, there // local_size())

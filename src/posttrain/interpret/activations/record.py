@@ -51,6 +51,29 @@ class Size:
         return self.rows * self.row_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The rows of some documents: tensors as ``StoreWriter.add`` takes them, norms by ``site@source``, first tokens."""
+
+    tensors: dict[str, Tensor]
+    norms: dict[str, Tensor]
+    first: Tensor
+
+    def kept(self, limits: Mapping[str, float]) -> tuple[Tensor, dict[str, int]]:
+        """Which rows stay, and how many go for each reason; a row that goes for two is counted under the first."""
+        broken, outlier = torch.zeros_like(self.first), torch.zeros_like(self.first)
+        for name, values in self.norms.items():
+            broken |= ~values.isfinite()
+            outlier |= values > limits.get(name, float("inf"))
+        counts = {
+            "first_token": int(self.first.sum()),
+            "not_finite": int((broken & ~self.first).sum()),
+            "outlier": int((outlier & ~broken & ~self.first).sum()),
+        }
+        kept = ~(self.first | broken | outlier)
+        return kept, {reason: count for reason, count in counts.items() if count}
+
+
 class Recorder:
     """One recording: the models loaded, the texts known, nothing written yet.
 
@@ -133,18 +156,28 @@ class Recorder:
         for number in range(writer.next_shard, len(self.plan)):
             if observe is not None:
                 observe(number, len(self.plan))
-            tensors, norms = self._compute(self.plan[number])
-            first = (tensors["position"] == 0) & (tensors["tokens"] != (-1 if self.start_id is None else self.start_id))
-            if number == 0 and self.outliers:
-                writer.set_limits(_limits({name: x[~first] for name, x in norms.items()}, self.outliers))
-            kept, dropped = _keep(first, norms, writer.index.limits)
-            writer.add({name: x[kept] for name, x in tensors.items()}, dropped)
+            shard = self.compute(number)
+            if number == 0:
+                writer.set_limits(self.limits_of(shard))
+            kept, dropped = shard.kept(writer.index.limits)
+            writer.add({name: x[kept] for name, x in shard.tensors.items()}, dropped)
         if observe is not None:
             observe(len(self.plan), len(self.plan))
         return writer.finish()
 
-    def _compute(self, documents: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """All rows of some documents in their order, and by ``site@source`` the norms."""
+    def limits_of(self, shard: Computed) -> dict[str, float]:
+        """By ``site@source``, the norm above which rows are outliers, as the first shard has it."""
+        if not self.outliers:
+            return {}
+        return _limits({name: x[~shard.first] for name, x in shard.norms.items()}, self.outliers)
+
+    def starts(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Which rows are the first tokens of their documents, but for a token that stands for the start."""
+        return (positions == 0) & (tokens != (-1 if self.start_id is None else self.start_id))
+
+    def compute(self, number: int) -> Computed:
+        """All rows of a shard's documents in their order."""
+        documents = self.plan[number]
         lengths = [len(self.documents[number]) for number in documents]
         places = [torch.arange(length) for length in lengths]
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
@@ -163,7 +196,8 @@ class Recorder:
                     if name not in tensors:
                         tensors[name] = values.new_empty((sum(lengths), values.shape[1]))
                     tensors[name][where] = values
-        return tensors, {name: row_norms(tensors[name]) for name in self.index.columns}
+        first = self.starts(tensors["tokens"], tensors["position"])
+        return Computed(tensors, {name: row_norms(tensors[name]) for name in self.index.columns}, first)
 
     @property
     def _device(self) -> torch.device:
@@ -290,17 +324,3 @@ def _limits(norms: Mapping[str, Tensor], factor: float) -> dict[str, float]:
     """By ``site@source``, the norm above which rows are dropped: ``factor`` times the median of those given."""
     finite = {name: values[values.isfinite()] for name, values in norms.items()}
     return {name: float(values.median()) * factor for name, values in finite.items() if len(values)}
-
-
-def _keep(first: Tensor, norms: Mapping[str, Tensor], limits: Mapping[str, float]) -> tuple[Tensor, dict[str, int]]:
-    """Which rows stay, and how many go for each reason; a row that goes for two is counted under the first."""
-    broken, outlier = torch.zeros_like(first), torch.zeros_like(first)
-    for name, values in norms.items():
-        broken |= ~values.isfinite()
-        outlier |= values > limits.get(name, float("inf"))
-    counts = {
-        "first_token": int(first.sum()),
-        "not_finite": int((broken & ~first).sum()),
-        "outlier": int((outlier & ~broken & ~first).sum()),
-    }
-    return ~(first | broken | outlier), {reason: count for reason, count in counts.items() if count}

@@ -174,7 +174,12 @@ _TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int3
 
 
 class ActivationStore:
-    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents."""
+    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents.
+
+    ``chunks``: where rows are quickly read only beside others (``stream``), the pieces that should be read as one.
+    """
+
+    chunks: Sequence[range] | None = None
 
     def __init__(self, folder: Path, index: StoreIndex) -> None:
         self.folder, self.index = folder, index
@@ -262,17 +267,20 @@ class ActivationStore:
         """How many leading tokens of the given documents are their prompts, ``int64 [n]``; 0 in a plain text."""
         return self._documents["prompt_lengths"][documents].long()
 
+    def _shard(self, number: int) -> Mapping[str, Tensor]:
+        return self._shards[number]
+
     def _pick(self, rows: Tensor, name: str) -> Tensor:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.num_rows}")
         shards = torch.searchsorted(self._starts, rows, right=True) - 1
         involved = shards.unique().tolist()
         if len(involved) == 1:
-            return self._shards[involved[0]][name][rows - self._starts[involved[0]]]
+            return self._shard(involved[0])[name][rows - self._starts[involved[0]]]
         out: Tensor | None = None
         for shard in involved:
             here = (shards == shard).nonzero()[:, 0]
-            part = self._shards[shard][name][rows[here] - self._starts[shard]]
+            part = self._shard(shard)[name][rows[here] - self._starts[shard]]
             out = part.new_empty((len(rows), *part.shape[1:])) if out is None else out
             out[here] = part
         return self._empty(name) if out is None else out
@@ -312,7 +320,7 @@ class StoreWriter:
         prompt_lengths: Sequence[int] | None = None,
     ) -> None:
         self.folder = Path(folder)
-        content = _pack_documents(documents, prompt_lengths or [0] * len(documents))
+        content = pack_documents(documents, prompt_lengths)
         self.index = replace(index, documents=len(documents), documents_sha256=_hash(content))
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
@@ -439,14 +447,15 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
 
 def documents_hash(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> str:
     """SHA-256 of the documents as they are stored, by which the same texts in the same tokens are known."""
-    return _hash(_pack_documents(documents, prompt_lengths or [0] * len(documents)))
+    return _hash(pack_documents(documents, prompt_lengths))
 
 
-def _pack_documents(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> bytes:
+def pack_documents(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> bytes:
+    """The documents as a safetensors file: ``ids`` of all, ``offsets`` of each, ``prompt_lengths`` (0 by default)."""
     offsets = torch.tensor([0, *np.cumsum([len(ids) for ids in documents], dtype=np.int64).tolist()], dtype=torch.long)
     flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents]
     ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int32)
-    lengths = torch.as_tensor(prompt_lengths, dtype=torch.int32)
+    lengths = torch.as_tensor(prompt_lengths or [0] * len(documents), dtype=torch.int32)
     return bytes(save({"ids": ids, "offsets": offsets, "prompt_lengths": lengths}))
 
 

@@ -33,7 +33,8 @@ class ActivationsSection(Section):
     ``site``: ``mlp.20`` with ``mlp_in.20`` is what an MLP does. ``source``: of a folder with two models ``base``,
     ``post``, their ``difference`` (post − base) or ``both`` (a crosscoder). To record: ``model``, with ``paired`` for a
     second model over the same tokens, and one of ``task``, ``text`` (a file) and ``rollouts`` (a run), as
-    `posttrain activations` takes them.
+    `posttrain activations` takes them. ``stream_rows``: nothing is recorded; rows are computed when they are needed,
+    from documents of so many tokens at a time, and forgotten (``interpret/activations/stream.py``).
     """
 
     folder: str | None = None
@@ -52,6 +53,7 @@ class ActivationsSection(Section):
     batch: int | None = Field(default=None, ge=1)
     dtype: Literal["bf16", "fp32"] = "bf16"
     outliers: float = Field(default=10.0, ge=0)
+    stream_rows: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,6 +72,8 @@ class ActivationsSection(Section):
             raise ValueError("'site' is one place such as resid.20, or a list of different ones")
         if self.target is not None and (len(named) != 1 or named[0] in (None, self.target)):
             raise ValueError("'target' is what a transcoder writes; it goes with one other 'site', which it reads")
+        if self.stream_rows is not None and self.folder is not None:
+            raise ValueError("'stream_rows' is about what a 'model' computes; a 'folder' is read as it is")
         if self.sites is not None and (self.folder is not None or not {*named, *targets} <= set(self.sites)):
             raise ValueError("'sites' are recorded together: those of 'site' among them, and none with a 'folder'")
         return self

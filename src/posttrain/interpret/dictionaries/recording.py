@@ -17,7 +17,9 @@ from posttrain.interpret.activations.documents import Documents, recorded_rollou
 from posttrain.interpret.activations.loading import check_layers, tokenizer_hash
 from posttrain.interpret.activations.record import Recorder, recording_key
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, check_files, read_index
+from posttrain.interpret.activations.stream import ActivationStream
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
+from posttrain.models.attention import chosen_attention
 from posttrain.models.load import load_tokenizer
 from posttrain.render.template import build_template
 from posttrain.store.durable import replace_file, storage_errors
@@ -63,12 +65,20 @@ def open_or_record(
         "prompt_lengths": documents.prompt_lengths,
     }
     key = recording_key(models, documents.ids, sites, **options)
+    if section.stream_rows is not None:
+        if key is not None:
+            _refuse_another(run, key)
+            replace_file(run / USED, f"{key}\n".encode())
+        recorder = Recorder(
+            models, documents.ids, sites, dropped=documents.dropped, rows_per_shard=section.stream_rows, **options
+        )
+        return ActivationStream(recorder, notify)
     if key is None:
         place = run / ACTIVATIONS
     else:
         place = run.parent / ACTIVATIONS / f"{'-'.join(sites)[:_MAX_LABEL_CHARS]}-{key}"
         _refuse_another(run, place.name)
-    with _locked(place):
+    with _locked(place), chosen_attention(section.model):
         store = _usable(place, notify)
         if store is None:
             recorder = Recorder(models, documents.ids, sites, dropped=documents.dropped, **options)
@@ -86,6 +96,16 @@ def recorded_for(run: Path) -> Path | None:
         # the last part alone: what stands in a stranger's run leads to no other folder
         places.append(run.parent / ACTIVATIONS / Path((run / USED).read_text(encoding="utf-8").strip()).name)
     return next((place for place in places if (place / INDEX).is_file()), None)
+
+
+def sharing(root: Path) -> dict[Path, list[str]]:
+    """The shared recordings below ``root``, each with the names of the runs that were trained on it."""
+    used: dict[Path, list[str]] = {place.parent: [] for place in sorted((root / ACTIVATIONS).glob(f"*/{INDEX}"))}
+    for note in sorted(root.glob(f"*/{USED}")):
+        place = recorded_for(note.parent)
+        if place in used:
+            used[place].append(note.parent.name)
+    return used
 
 
 def forget_recorded(run: Path) -> None:

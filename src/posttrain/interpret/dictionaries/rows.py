@@ -4,11 +4,12 @@ Rows come from a tensor or from recorded activations (``recording``). The last d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from posttrain.errors import UsageError
@@ -27,6 +28,7 @@ class Rows(Protocol):
     d: int
     sources: int
     has_targets: bool
+    chunks: Sequence[range] | None  # rows that are read together; None: any are
 
     def gather(self, rows: Tensor) -> Tensor:
         """float32 [n, M, d] of the rows ``int64 [n]``; with targets [n, 2, d], what is read and what is written."""
@@ -39,6 +41,8 @@ class Rows(Protocol):
 
 class TensorRows:
     """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
+
+    chunks: Sequence[range] | None = None
 
     def __init__(self, x: Tensor, has_targets: bool = False) -> None:
         self.x = x.unsqueeze(1) if x.dim() == 2 else x
@@ -69,7 +73,7 @@ class StoreRows:
     def __init__(
         self, store: ActivationStore, site: str | None = None, source: str | None = None, target: str | None = None
     ) -> None:
-        self.store, self.site, self.target = store, site, target
+        self.store, self.site, self.target, self.chunks = store, site, target, store.chunks
         self.has_targets = target is not None
         paired = store.sources == ("base", "post")
         known = [*store.sources, *((DIFFERENCE, BOTH) if paired else ())]
@@ -124,7 +128,12 @@ def first_held_out(rows: Rows, held_out: int, batch: int) -> int:
 
 
 def sample_rows(rows: Rows, num_rows: int, seed: int) -> Tensor:
-    """At most ``SAMPLE_ROWS`` of the first ``num_rows`` rows, drawn by the seed: float32 [n, M, d]."""
+    """At most ``SAMPLE_ROWS`` of the first ``num_rows`` rows, drawn by the seed: float32 [n, M, d].
+
+    Where rows come in chunks, they are of the first one.
+    """
+    if rows.chunks is not None:
+        num_rows = min(num_rows, rows.chunks[0].stop)
     chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=min(SAMPLE_ROWS, num_rows))
     return rows.gather(torch.from_numpy(np.sort(chosen)))
 
@@ -132,6 +141,7 @@ def sample_rows(rows: Rows, num_rows: int, seed: int) -> Tensor:
 class RowBatches:
     """The batches of a training: epochs of shuffled rows, one after the other, without a gap between them.
 
+    Where rows come in chunks, an epoch goes through these in a shuffled order, and shuffles the rows of each.
     Step s takes places s·batch … (s + 1)·batch of that stream, so the state is one number, and ``load_state_dict``
     goes on exactly where another process stopped.
     """
@@ -163,9 +173,17 @@ class RowBatches:
 
     def _epoch(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
-            order = permutation(self.seed, "dictionary rows", epoch, self.num_rows)
-            self._order = (epoch, torch.from_numpy(order))
+            self._order = (epoch, torch.from_numpy(self._shuffled(epoch)))
         return self._order[1]
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        if self.rows.chunks is None:
+            return permutation(self.seed, "dictionary rows", epoch, self.num_rows)
+        chunks = [range(c.start, min(c.stop, self.num_rows)) for c in self.rows.chunks if c.start < self.num_rows]
+        order = permutation(self.seed, "dictionary chunks", epoch, len(chunks))
+        return np.concatenate(
+            [chunks[i].start + permutation(self.seed, f"rows of chunk {i}", epoch, len(chunks[i])) for i in order]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "seed": self.seed}

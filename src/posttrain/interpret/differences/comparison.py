@@ -40,6 +40,7 @@ from posttrain.interpret.differences.findings import (
 )
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.features.logit_lens import strongest_tokens
+from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
 from posttrain.recipes.sections import ModelSection
@@ -192,10 +193,14 @@ def prepare(
     """What is compared, and the recipe with the task, template and site that it leaves to the run filled in.
 
     Raises:
-        UsageError: a reward model, or a layer that a model does not have.
+        UsageError: no such model, a reward model, or a layer that a model does not have.
     """
     sources = {"base": base, "post": post}
-    for source in sources.values():
+    for side, source in sources.items():
+        try:
+            resolve_model_name(source.path)
+        except UsageError as error:
+            raise UsageError(f"{side}: {error}") from None
         source.refuse_scorer()
     task_word = choose_task(recipe.task, post.name, post.recipe)
     template = complete_template(recipe.template, post) or post.template

@@ -82,7 +82,8 @@ def attend(
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float) -> Tensor:
     """What the slots of ``bucket`` read: ``[S, H, W, D]``, from the whole streams ``[N, H, D]``."""
     own_q = _rows(q, bucket.queries, bucket.num_runs)
-    if bucket.prefix is not None and bucket.width >= APART_FROM and q.device.type == "cpu" and not dropout:
+    wanted = torch.backends.cuda.flash_sdp_enabled()  # on a CPU too: a run may ask for another kernel
+    if bucket.prefix is not None and bucket.width >= APART_FROM and wanted and q.device.type == "cpu" and not dropout:
         sides = [_rows(x, at, bucket.num_runs) for at in (bucket.prefix, bucket.queries) for x in (k, v)]
         assert bucket.is_prefix is not None
         out: Tensor = ApartAttention.apply(own_q, *sides, bucket.is_prefix, scaling)

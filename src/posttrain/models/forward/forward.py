@@ -93,6 +93,7 @@ class Forward:
         self.fused = FusedLayers(causal_lm(model))
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.last_packing: Packing | None = None
+        self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
     @property
@@ -125,18 +126,26 @@ class Forward:
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
         """``__call__`` with a given plan, so that two models may share it."""
+        if self.root is None:
+            return Outputs(*self._outputs(batch, packing, entropy, with_candidates))
+        return Outputs(*self.root(lambda: self._outputs(batch, packing, entropy, with_candidates)))
+
+    def _outputs(
+        self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The fields of ``Outputs``, in order."""
         assert not (with_candidates and self.scores_only), "a model that only scores has no distributions"
         states = self._states(batch, packing, predicts=not self.scores_only)
         scores = None if states.reading is None else self._scores(states)
         if states.predicting is None:
-            return Outputs(logprobs=torch.zeros(batch.mask.shape, device=states.where.device), scores=scores)
+            return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
         candidates = batch.stream("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
         logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates)
-        return Outputs(
-            logprobs=states.spread(logprobs),
-            entropy=None if entropies is None else states.spread(entropies),
-            scores=scores,
-            candidate_logprobs=None if of_candidates is None else states.spread(of_candidates),
+        return (
+            states.spread(logprobs),
+            None if entropies is None else states.spread(entropies),
+            scores,
+            None if of_candidates is None else states.spread(of_candidates),
         )
 
     def read_scores(self, batch: Batch) -> Tensor:
@@ -289,7 +298,7 @@ class Forward:
                 return False  # modules with another calling convention; the padded path serves them
         finally:
             self.model.train(was_training)
-        exact = base.get_output_embeddings().weight.dtype == torch.float32
+        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4
         return bool(torch.allclose(got, expected, atol=2e-4 if exact else 0.3))
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from posttrain.types import Batch
+from posttrain.world import ONE, World
 
 
-def split_rows(batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None) -> list[list[int]]:
-    """Row indices of each piece; every row is in exactly one.
+def split_rows(
+    batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None, world: World = ONE
+) -> list[list[int]]:
+    """Row indices of each piece; every row is in exactly one. Of several processes, the pieces that are this one's.
 
     A row costs its own tokens, and its prompt's unless the prompt is already in the piece (rows of
     a group share it). The rows of a unit always stay together, in order; groups do where the budget
     allows. A unit larger than the budget is a piece of its own. The gradient does not depend on the
-    split: weights come from the whole optimizer batch.
+    split: weights come from the whole optimizer batch. Processes get neighbouring units, about as many tokens each;
+    where there are fewer units than processes, some get no piece.
     """
     lengths, groups, prefixes = batch.lengths.tolist(), batch.group.tolist(), batch.prefix.tolist()
     each = batch.rows_per_unit
     order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))
+    if world.size > 1:
+        order = _span(order, [sum(lengths[first : first + each]) for first in order], world)
     pieces: list[list[int]] = []
     current: list[int] = []
     seen: set[int] = set()
@@ -42,8 +48,17 @@ def split_rows(batch: Batch, tokens_per_micro: int, rows_per_micro: int | None =
         current += unit
         seen.update(groups[b] for b in unit)
         used += cost
-    pieces.append(current)
-    return pieces
+    return [*pieces, current] if current or world.size == 1 else pieces
+
+
+def _span(order: Sequence[int], costs: Sequence[int], world: World) -> list[int]:
+    """Of units in this order, those whose middle lies in this process's part of the sum of all costs."""
+    total, before, mine = sum(costs), 0, []
+    for unit, cost in zip(order, costs, strict=True):
+        if (2 * before + cost) * world.size // (2 * total) == world.rank:
+            mine.append(unit)
+        before += cost
+    return mine
 
 
 def split_padded(

@@ -16,19 +16,19 @@ MAX_BARS = 12
 NUM_BINS = 40
 
 
-def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Path:
+def draw_data(stats: Description, title: str, unit: str, path: str | Path) -> Path:
     """Histograms of lengths, and one panel of bars for each balance that there is; saved as PNG.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    panels = balances(found)
+    panels = balances(stats)
     columns = 2 if panels else 1
     rows = 1 + max(0, -(-(len(panels) - 1) // columns))
     figure = new_figure(5.6 * columns, 3.4 * rows + 0.6, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     grid = figure.add_gridspec(rows, columns)
-    _draw_lengths(figure.add_subplot(grid[0, 0]), found, unit)
+    _draw_lengths(figure.add_subplot(grid[0, 0]), stats, unit)
     for place, (name, counts) in enumerate(panels, start=1):
         _draw_bars(figure.add_subplot(grid[place // columns, place % columns]), name, counts)
     target = Path(path)
@@ -40,23 +40,23 @@ def draw_data(found: Description, title: str, unit: str, path: str | Path) -> Pa
     return save_picture(figure, target)
 
 
-def balances(found: Description) -> list[tuple[str, Counter[str]]]:
+def balances(stats: Description) -> list[tuple[str, Counter[str]]]:
     """What is counted by value: labels of answers and steps, which of a pair is longer, the keys of meta."""
-    panels = [(f"labels of {name}", counts) for name, counts in found.labels.items()]
-    if found.num_pairs:
-        longer = found.longer_chosen / found.num_pairs
+    panels = [(f"labels of {name}", counts) for name, counts in stats.labels.items()]
+    if stats.num_pairs:
+        longer = stats.longer_chosen / stats.num_pairs
         shares = Counter({"chosen": round(100 * longer), "rejected": round(100 * (1 - longer))})
         panels.append(("the longer one of a pair, %", shares))
-    return panels + list(found.kinds.items())
+    return panels + list(stats.kinds.items())
 
 
-def _draw_lengths(axes: Any, found: Description, unit: str) -> None:
-    everything = [length for values in found.lengths.values() for length in values]
+def _draw_lengths(axes: Any, stats: Description, unit: str) -> None:
+    everything = [length for values in stats.lengths.values() for length in values]
     # whole numbers: else some bins would hold one length more than others
     width = max(1, math.ceil(percentile(everything, 0.99) / NUM_BINS))
     last = width * NUM_BINS
     edges = [width * i for i in range(NUM_BINS + 1)]
-    for (part, values), color in zip(found.lengths.items(), COLORS, strict=False):
+    for (part, values), color in zip(stats.lengths.items(), COLORS, strict=False):
         label = f"{part} (median {percentile(values, 0.5):,.0f})"
         axes.hist(values, bins=edges, histtype="stepfilled", alpha=0.25, color=color)
         axes.hist(values, bins=edges, histtype="step", color=color, label=label, linewidth=1.4)

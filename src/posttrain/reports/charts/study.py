@@ -51,16 +51,16 @@ def draw_overoptimization(methods: Sequence[MethodCourse], title: str, path: str
     return save_picture(figure, path)
 
 
-def draw_best_of_n(found: Sequence[Chosen], num_models: int, title: str, path: str | Path) -> Path:
+def draw_best_of_n(choices: Sequence[Chosen], num_models: int, title: str, path: str | Path) -> Path:
     """Shares of right choices against n, and the gain over a random pick of the same answers.
 
     Raises:
         StorageError: the file cannot be written.
     """
     figure, (shares, gains) = _make_figure((12.0, 5.2), title, 1)
-    base = next(c for c in found[num_models:] if c.name == "random pick")
+    base = next(c for c in choices[num_models:] if c.name == "random pick")
     handles = []
-    for index, chosen in enumerate(found):
+    for index, chosen in enumerate(choices):
         is_model = index < num_models
         color = COLORS[index] if is_model else "#666666"
         dashes = "solid" if is_model else DASHES[1 + (index - num_models) % (len(DASHES) - 1)]
@@ -80,7 +80,7 @@ def draw_best_of_n(found: Sequence[Chosen], num_models: int, title: str, path: s
         handles.append(_handle(chosen.name, color, dashes))
     for axes in (shares, gains):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(found[0].ns, [str(n) for n in found[0].ns])
+        axes.set_xticks(choices[0].ns, [str(n) for n in choices[0].ns])
     _dress(shares, "Right answers among those chosen", "band: 95 % over problems", "n answers to choose from", True)
     _dress(gains, "Gain over a random pick", "points; thin: single seeds", "n answers to choose from")
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=10)
@@ -98,12 +98,12 @@ def _draw_course(axes: Any, method: MethodCourse, color: str, get: _Get, of_poin
         ordered = course.points
         axes.plot([p.distance for p in ordered], [of_point(p) for p in ordered], color=color, lw=0.6, alpha=0.35)
     xs = [point.distance for point in method.means]
-    found = [get(point) for point in method.means]
-    if all(summary.half_width is not None for summary in found):
-        low = [s.mean - (s.half_width or 0.0) for s in found]
-        high = [s.mean + (s.half_width or 0.0) for s in found]
+    summaries = [get(point) for point in method.means]
+    if all(summary.half_width is not None for summary in summaries):
+        low = [s.mean - (s.half_width or 0.0) for s in summaries]
+        high = [s.mean + (s.half_width or 0.0) for s in summaries]
         axes.fill_between(xs, low, high, color=color, alpha=0.13, lw=0)
-    axes.plot(xs, [s.mean for s in found], color=color, lw=1.9, marker="o", ms=3.2)
+    axes.plot(xs, [s.mean for s in summaries], color=color, lw=1.9, marker="o", ms=3.2)
 
 
 def _draw_fit(axes: Any, method: MethodCourse, color: str) -> None:

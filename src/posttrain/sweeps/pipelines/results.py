@@ -16,8 +16,7 @@ from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import summarize_seeds
-from posttrain.evals.statistics import Z_95, standard_error
+from posttrain.evals.seeds import half_width, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.sweeps.pipelines.plan import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training
@@ -25,7 +24,7 @@ from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study_report import describe_training
-from posttrain.sweeps.study_results import Answer, Answers, StudyFound, StudyReport
+from posttrain.sweeps.study_results import Answer, Answers, StudyReport, StudyResults
 
 NUM_SAMPLES = 4
 # What is told of a policy: measure -> (column, whether it is a share).
@@ -69,8 +68,10 @@ class Standing:
     measures: Mapping[str, Estimate]
 
 
-def read_meeting(folder: Path, method: str, seed: int, proxy: str) -> Meeting:
-    """What an evaluation of a policy against the start has left; ``proxy``: the second judge as it was named.
+def read_meeting(folder: Path, method: str, seed: int) -> Meeting:
+    """What an evaluation of a policy against the start has left.
+
+    The proxy is the one judge beside the judge, under whatever path it had then: a pipeline's folder may be moved.
 
     Raises:
         DataError: a file is damaged.
@@ -79,7 +80,8 @@ def read_meeting(folder: Path, method: str, seed: int, proxy: str) -> Meeting:
         content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         lines = (folder / ITEMS).read_text(encoding="utf-8").splitlines()
         items = [json.loads(line) for line in lines]
-        results, other = content["results"], content["others"][proxy]
+        results = content["results"]
+        [(proxy, other)] = content["others"].items()
         measures = {
             "win_rate": _stated(results, "win_rate"),
             "win_rate_proxy": _stated(other, "win_rate"),
@@ -130,7 +132,7 @@ def reward_gain(items: Sequence[Mapping[str, Any]], judge: str | None) -> Estima
     if not gains:
         raise ValueError("no prompt whose answers were all scored")
     unit = statistics.pstdev(of_start) or 1.0
-    mean, half = statistics.fmean(gains) / unit, Z_95 * standard_error(gains) / unit
+    mean, half = statistics.fmean(gains) / unit, half_width(gains) / unit
     return Estimate(mean, mean - half, mean + half, 1)
 
 
@@ -170,7 +172,7 @@ def against_each_other(standings: Sequence[Standing]) -> dict[tuple[str, str], E
         for meeting in left.meetings:
             other = next((m for m in right.meetings if m.seed == meeting.seed), None)
             if other is not None and (values := _wins(meeting, other)):
-                half = Z_95 * standard_error(values) if len(values) > 1 else 1.0
+                half = half_width(values) if len(values) > 1 else 1.0
                 mean = statistics.fmean(values)
                 of_seed.append(Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), 1))
         estimate = over_seeds(of_seed, is_share=True)
@@ -258,18 +260,15 @@ def _answer(who: str, answer: Mapping[str, Any]) -> Answer:
     return Answer(who, answer["text"], answer["score"])
 
 
-def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> StudyFound:
+def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> StudyResults:
     """Read every finished contest.
 
     Raises:
         RunFailure: none is finished.
         DataError: a record is damaged.
     """
-    folders = {part.name: part.folder for part in plan.parts}
     meetings = [
-        read_meeting(part.folder, part.method, part.seed, str(folders[f"{plan.optimize}-seed{part.seed}"]))
-        for part in plan.contests
-        if part.standing == "finished"
+        read_meeting(part.folder, part.method, part.seed) for part in plan.contests if part.standing == "finished"
     ]
     if not meetings:
         raise RunFailure("nothing to report yet: no policy has met the start")
@@ -290,7 +289,7 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
         environment=plan.environment(),
         samples=choose_samples(meetings),
     )
-    return StudyFound("pipeline", report, (standings,))
+    return StudyResults("pipeline", report, (standings,))
 
 
 def notes(plan: PipelinePlan, num_seeds: int) -> list[str]:

@@ -45,8 +45,8 @@ def llmbar(*, path: str) -> Task:
             meta={"subset": row.text("subset")} if row.has("subset") else {},
         )
 
-    found = collect(read_file(path), read, path)
-    return found.as_task("llmbar", path)
+    collected = collect(read_file(path), read, path)
+    return collected.as_task("llmbar", path)
 
 
 @register("task")
@@ -84,8 +84,8 @@ def pandalm(*, path: str) -> Task:
             meta={"source": row.text("motivation_app")} if row.has("motivation_app") else {},
         )
 
-    found = collect(read_file(path), read, path)
-    return found.as_task("pandalm", path)
+    collected = collect(read_file(path), read, path)
+    return collected.as_task("pandalm", path)
 
 
 def compared(row: Row, keys: tuple[str, str], better: int) -> tuple[Response, Response]:

@@ -73,16 +73,16 @@ def hh_rlhf(
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:
         raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
-    found = _read(path, hub, source, subset, split, strip_thinking)
+    collected = _read(path, hub, source, subset, split, strip_thinking)
     place = path or f"hub:{hub}/{source}"
-    examples = choose_split(found.examples, split, validation_share, place, opening_hash)
+    examples = choose_split(collected.examples, split, validation_share, place, opening_hash)
     if split == "train" and test_share > 0:
         test = _read(test_path, hub, "test", subset, "test", strip_thinking)
-        examples = mix_prompts(examples, _unseen(test, found, examples), test_share, found)
+        examples = mix_prompts(examples, _unseen(test, collected, examples), test_share, collected)
     kept = choose_half(examples, half, opening_hash)
     if half is not None:
-        found.dropped["of the other half"] += len(examples) - len(kept)
-    return Task("hh_rlhf", split, kept, dict(found.dropped))
+        collected.dropped["of the other half"] += len(examples) - len(kept)
+    return Task("hh_rlhf", split, kept, dict(collected.dropped))
 
 
 def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list[Example]:
@@ -99,10 +99,12 @@ def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, s
     """All dialogues of a file, or of a split on the hub, that can be used."""
     rows = read_file(path) if path is not None else _read_hub(hub, source, subset)
     chosen = (row for row in rows if subset == "all" or _subset_of(row) == subset)
-    found = collect(chosen, lambda row: read_example(row, split, strip_thinking=strip_thinking), path or f"hub:{hub}")
-    if not found.examples and path is not None and subset != "all":
+    collected = collect(
+        chosen, lambda row: read_example(row, split, strip_thinking=strip_thinking), path or f"hub:{hub}"
+    )
+    if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it")
-    return found
+    return collected
 
 
 def _read_hub(hub: str, source: str, subset: Subset) -> Iterator[Row]:
@@ -144,10 +146,10 @@ def read_example(row: Row, split: str, *, strip_thinking: bool = False) -> Examp
     )
 
 
-def mix_prompts(train: Sequence[Example], test: Sequence[Example], share: float, found: Collected) -> list[Example]:
+def mix_prompts(train: Sequence[Example], test: Sequence[Example], share: float, collected: Collected) -> list[Example]:
     """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
 
-    The side that is too many loses those of the highest hash; they are counted in ``found``. Meta says of which
+    The side that is too many loses those of the highest hash; they are counted in ``collected``. Meta says of which
     split a prompt is.
     """
     wanted = len(train) * share / (1 - share)
@@ -157,7 +159,7 @@ def mix_prompts(train: Sequence[Example], test: Sequence[Example], share: float,
         num_train, num_test = round(len(test) * (1 - share) / share), len(test)
     for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
         if n < len(examples):
-            found.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
+            collected.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
     prompts = [replace(e, responses=(), meta={**e.meta, "source": "test"}) for e in _lowest(test, num_test)]
     return [*(replace(e, meta={**e.meta, "source": "train"}) for e in _lowest(train, num_train)), *prompts]
 

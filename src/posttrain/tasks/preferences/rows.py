@@ -70,8 +70,8 @@ def read_prompt(row: Row) -> tuple[Message, ...]:
     if key == "instruction":
         asked = row.text(key)
         more = row.data.get("input")
-        given = row.checked(more, "input") if more is not None and not is_blank(more) else ""
-        return (Message("user", f"{asked}\n\n{given}" if given else asked),)
+        input_text = row.checked(more, "input") if more is not None and not is_blank(more) else ""
+        return (Message("user", f"{asked}\n\n{input_text}" if input_text else asked),)
     if isinstance(row.data[key], str):
         return (Message("user", row.text(key)),)
     messages = row.messages(key)

@@ -89,9 +89,9 @@ def preferences(
         messages, responses = read(row)
         return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=_meta_of(row))
 
-    found = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
-    chosen = choose_split(found.examples, split, validation_share, path, opening_hash)
-    return Task("preferences", split, chosen, dict(found.dropped))
+    collected = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
+    chosen = choose_split(collected.examples, split, validation_share, path, opening_hash)
+    return Task("preferences", split, chosen, dict(collected.dropped))
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:
@@ -125,13 +125,13 @@ def detect_layout(row: Row) -> Layout:
     Raises:
         DataError: none, or more than one.
     """
-    found = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
-    if len(found) == 1:
-        return found[0]
+    layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
+    if len(layouts) == 1:
+        return layouts[0]
     wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())
     known = {*PROMPT_KEYS, *(key for keys in _ways() for key in keys)}
     near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
-    what = "of no known layout" if not found else f"of more than one layout ({', '.join(found)})"
+    what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
@@ -147,15 +147,15 @@ def read_steps(row: Row, *, classes: dict[int, int], separator: str) -> Parts:
     if len(steps) != len(labels):
         raise row.fail(f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label")
     texts: list[str] = []
-    found: list[int] = []
+    step_labels: list[int] = []
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
         if step is None or is_blank(step):
             raise Dropped("a blank step")
         if label is None:
             raise Dropped("a step without a label")
         texts.append(row.checked(step, f"completions {number}"))
-        found.append(_class_of(row, label, number, classes))
-    return messages, (stepwise(texts, found, separator),)
+        step_labels.append(_class_of(row, label, number, classes))
+    return messages, (stepwise(texts, step_labels, separator),)
 
 
 def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int:

@@ -52,9 +52,9 @@ def ultrafeedback(
     source = "test_prefs" if split == "test" else "train_prefs"
     rows = read_file(path) if path is not None else read_hub(hub, None, source)
     place = path or f"hub:{hub}/{source}"
-    found = collect(rows, lambda row: read_example(row, split, strip_thinking=strip_thinking), place)
-    chosen = choose_split(found.examples, split, validation_share, place)
-    return Task("ultrafeedback", split, chosen, dict(found.dropped))
+    collected = collect(rows, lambda row: read_example(row, split, strip_thinking=strip_thinking), place)
+    chosen = choose_split(collected.examples, split, validation_share, place)
+    return Task("ultrafeedback", split, chosen, dict(collected.dropped))
 
 
 def read_example(row: Row, split: str, *, strip_thinking: bool = False) -> Example:

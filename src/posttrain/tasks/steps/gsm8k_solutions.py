@@ -53,8 +53,8 @@ def gsm8k_solutions(
         DataError: a missing or malformed file or row, with its line; or no row that can be used.
         MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
-    found = Collected()
-    for question, first, responses in group_by_problem(_flat(read_file(path)), "question", _read, found.dropped):
+    collected = Collected()
+    for question, first, responses in group_by_problem(_flat(read_file(path)), "question", _read, collected.dropped):
         working, answer = split_answer(first.text("ground_truth")) if first.has("ground_truth") else ("", None)
         example = Example(
             id=f"gsm8k_solutions/{split}/{first.line}",
@@ -63,10 +63,10 @@ def gsm8k_solutions(
             solution=(working or None) if answer is not None else None,
             responses=tuple(responses),
         )
-        found.examples.append(example)
-    found.require_examples(path)
-    chosen = choose_split(found.examples, split, validation_share, path)
-    return Task("gsm8k_solutions", split, chosen, dict(found.dropped))
+        collected.examples.append(example)
+    collected.require_examples(path)
+    chosen = choose_split(collected.examples, split, validation_share, path)
+    return Task("gsm8k_solutions", split, chosen, dict(collected.dropped))
 
 
 def _flat(rows: Iterable[Row]) -> Iterator[Row]:
@@ -76,11 +76,11 @@ def _flat(rows: Iterable[Row]) -> Iterator[Row]:
         DataError: a row without a solution.
     """
     for row in rows:
-        given = {key: value for key, value in row.data.items() if isinstance(value, Mapping) and "solution" in value}
+        by_model = {key: value for key, value in row.data.items() if isinstance(value, Mapping) and "solution" in value}
         if "solution" in row.data:
             yield row
-        elif given:
-            for model, value in given.items():
+        elif by_model:
+            for model, value in by_model.items():
                 facts = {key: row.data.get(key) for key in ("question", "ground_truth")}
                 yield Row(row.place, row.line, {**facts, "model": model, **value})
         else:
@@ -101,10 +101,10 @@ def split_answer(text: str) -> tuple[str, str | None]:
     Without such a line behind the reasoning, the whole text is returned and no answer.
     """
     text = strip_calculations(text).strip()
-    found = _ANSWER.search(text)
-    if found is None:
+    match = _ANSWER.search(text)
+    if match is None:
         return text, None
-    return text[: found.start()].strip(), found[1].strip()
+    return text[: match.start()].strip(), match[1].strip()
 
 
 def strip_calculations(text: str) -> str:

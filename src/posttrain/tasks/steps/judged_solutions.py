@@ -67,19 +67,19 @@ def judged_solutions(
         text = answer_text(row.text(solution_key), strip_thinking=strip_thinking)
         return Response(text, read_verdict(row, verdict_key))
 
-    found = Collected()
-    rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, found.dropped)
-    for problem, first, responses in group_by_problem(rows, problem_key, read, found.dropped):
+    collected = Collected()
+    rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped)
+    for problem, first, responses in group_by_problem(rows, problem_key, read, collected.dropped):
         example = Example(
             id=f"judged_solutions/{split}/{first.line}",
             messages=(Message("user", problem),),
             responses=tuple(responses),
             meta={key: first.data[key] for key in META_KEYS if first.has(key)},
         )
-        found.examples.append(example)
-    found.require_examples(path)
-    chosen = choose_split(found.examples, split, validation_share, path)
-    return Task("judged_solutions", split, chosen, dict(found.dropped))
+        collected.examples.append(example)
+    collected.require_examples(path)
+    chosen = choose_split(collected.examples, split, validation_share, path)
+    return Task("judged_solutions", split, chosen, dict(collected.dropped))
 
 
 def group_by_problem(

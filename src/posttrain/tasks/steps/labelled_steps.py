@@ -73,11 +73,11 @@ def read_step_texts(row: Row, key: str) -> list[str]:
         DataError: of the wrong type.
     """
     require(row, key)
-    given = row.data[key]
-    if isinstance(given, str):
-        given = re.split(r"\n(?=Step \d+:)", given.strip())
-    if not isinstance(given, list):
-        raise row.fail(f"{key!r} must be a list of steps; got {given!r}"[:200])
-    if any(step is None or is_blank(step) for step in given):
+    steps = row.data[key]
+    if isinstance(steps, str):
+        steps = re.split(r"\n(?=Step \d+:)", steps.strip())
+    if not isinstance(steps, list):
+        raise row.fail(f"{key!r} must be a list of steps; got {steps!r}"[:200])
+    if any(step is None or is_blank(step) for step in steps):
         raise Dropped("a blank step")
-    return [row.checked(step, f"{key} {number}").strip() for number, step in enumerate(given, start=1)]
+    return [row.checked(step, f"{key} {number}").strip() for number, step in enumerate(steps, start=1)]

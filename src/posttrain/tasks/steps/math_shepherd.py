@@ -57,9 +57,9 @@ def math_shepherd(
     source = "test" if split == "test" else "train"
     rows = read_file(path) if path is not None else read_hub(hub, None, source)
     place = path or f"hub:{hub}/{source}"
-    found = collect(rows, lambda row: read_example(row, split, step_separator), place)
-    chosen = choose_split(found.examples, split, validation_share, place)
-    return Task("math_shepherd", split, chosen, dict(found.dropped))
+    collected = collect(rows, lambda row: read_example(row, split, step_separator), place)
+    chosen = choose_split(collected.examples, split, validation_share, place)
+    return Task("math_shepherd", split, chosen, dict(collected.dropped))
 
 
 def read_example(row: Row, split: str, separator: str) -> Example:

@@ -42,8 +42,8 @@ def mr_gsm8k(
         MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
     rows = read_file(path) if path is not None else read_hub(hub, None, "train")
-    found = collect(rows, lambda row: read_example(row, step_separator), path or f"hub:{hub}/train")
-    return found.as_task("mr_gsm8k", path or f"hub:{hub}/train")
+    collected = collect(rows, lambda row: read_example(row, step_separator), path or f"hub:{hub}/train")
+    return collected.as_task("mr_gsm8k", path or f"hub:{hub}/train")
 
 
 def read_example(row: Row, separator: str) -> Example:

@@ -74,9 +74,10 @@ def prm800k(
     else:
         files = {f"phase{phase}/": read_hub_file(hub, f"phase{phase}_{source}.jsonl") for phase in (1, 2)}
     maker = ExampleMaker(rating_classes(num_classes, neutral), step_separator, alternatives=alternatives)
-    found = maker.read(files, f"prm800k/{split}")
-    found.require_examples(place)
-    return Task("prm800k", split, choose_split(found.examples, split, validation_share, place), dict(found.dropped))
+    collected = maker.read(files, f"prm800k/{split}")
+    collected.require_examples(place)
+    chosen = choose_split(collected.examples, split, validation_share, place)
+    return Task("prm800k", split, chosen, dict(collected.dropped))
 
 
 class ExampleMaker:
@@ -92,15 +93,15 @@ class ExampleMaker:
 
     def read(self, files: Mapping[str, Iterable[Row]], id: str) -> Collected:
         """The examples of all files, whose names (may be blank) come into the ids."""
-        found = Collected(dropped=self.dropped)
+        collected = Collected(dropped=self.dropped)
         for name, rows in files.items():
             for solution in read_solutions(rows, self.dropped):
                 example = self.make(solution, f"{id}/{name}{solution.line}")
                 if example is None:
                     self.dropped["a solution that adds no rated step"] += 1
                 else:
-                    found.examples.append(example)
-        return found
+                    collected.examples.append(example)
+        return collected
 
     def make(self, solution: Solution, id: str) -> Example | None:
         """The example of a solution; None where no step of it gets a label."""

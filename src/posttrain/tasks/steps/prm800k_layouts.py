@@ -53,14 +53,14 @@ def read_solutions(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solut
     if first is None:
         return
     wanted = {"the published files": ("question", "label"), "one row per step": ("instruction", "next_response")}
-    found = [layout for layout, keys in wanted.items() if all(key in first.data for key in keys)]
-    if not found:
+    layouts = [layout for layout, keys in wanted.items() if all(key in first.data for key in keys)]
+    if not layouts:
         known = "; ".join(f"{layout}: {', '.join(keys)}" for layout, keys in wanted.items())
         raise first.fail(
             f"the row has the keys {', '.join(first.data) or 'none'}, of neither layout; one needs {known}"
         )
     every = _chain(first, rows)
-    yield from _published(every, dropped) if found[0] == "the published files" else _one_per_step(every, dropped)
+    yield from _published(every, dropped) if layouts[0] == "the published files" else _one_per_step(every, dropped)
 
 
 def _chain(first: Row, rows: Iterator[Row]) -> Iterator[Row]:
@@ -100,17 +100,17 @@ def read_published(row: Row) -> Solution:
     if not isinstance(steps, Sequence) or isinstance(steps, str):
         raise row.fail("'label' needs 'steps', a list")
     solution = Solution(row.line, question.text("problem").strip(), finish=finish)
-    for number, given in enumerate(steps, start=1):
-        if not isinstance(given, Mapping):
+    for number, raw_step in enumerate(steps, start=1):
+        if not isinstance(raw_step, Mapping):
             raise row.fail(f"'label.steps' {number} must be an object")
-        step = _published_step(Row(row.place, row.line, given), number)
+        step = _published_step(Row(row.place, row.line, raw_step), number)
         if step.candidates:
             solution.steps.append(step)
     return solution
 
 
 def _published_step(row: Row, number: int) -> Step:
-    step = Step([_candidate(row, given, number) for given in row.data.get("completions") or ()], None)
+    step = Step([_candidate(row, completion, number) for completion in row.data.get("completions") or ()], None)
     chosen = row.data.get("chosen_completion")
     written = row.data.get("human_completion")
     if chosen is not None:
@@ -124,11 +124,11 @@ def _published_step(row: Row, number: int) -> Step:
     return step
 
 
-def _candidate(row: Row, given: Any, number: int) -> Candidate:
-    if not isinstance(given, Mapping):
+def _candidate(row: Row, completion: Any, number: int) -> Candidate:
+    if not isinstance(completion, Mapping):
         raise row.fail(f"step {number}: a completion must be an object with text and rating")
-    rating = None if given.get("flagged") else given.get("rating")
-    return Candidate(_step_text(row, given.get("text"), number), _rating(row, rating))
+    rating = None if completion.get("flagged") else completion.get("rating")
+    return Candidate(_step_text(row, completion.get("text"), number), _rating(row, rating))
 
 
 def _one_per_step(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solution]:

@@ -44,16 +44,16 @@ def prmbench(
         MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
     rows = read_file(path) if path is not None else read_hub(hub, None, "train")
-    found = Collected()
+    collected = Collected()
     seen: set[tuple[str, str]] = set()
     for row in rows:
         try:
-            found.examples += _examples(row, step_separator, seen if originals else None)
+            collected.examples += _examples(row, step_separator, seen if originals else None)
         except Dropped as reason:
-            found.dropped[str(reason)] += 1
+            collected.dropped[str(reason)] += 1
     place = path or f"hub:{hub}/train"
-    found.require_examples(place)
-    return found.as_task("prmbench", place)
+    collected.require_examples(place)
+    return collected.as_task("prmbench", place)
 
 
 def _examples(row: Row, separator: str, seen: set[tuple[str, str]] | None) -> Iterator[Example]:

@@ -59,11 +59,11 @@ class Equation:
 
 def parse_equations(written: str) -> list[tuple[Equation, int]]:
     """Every ``a + b = c`` in a text, with the c that stands there, right or wrong."""
-    found = []
+    equations = []
     for left, sign, right, result in _EQUATION.findall(written):
         if max(len(left), len(right), len(result)) <= 9:
-            found.append((Equation(int(left), sign, int(right)), int(result)))
-    return found
+            equations.append((Equation(int(left), sign, int(right)), int(result)))
+    return equations
 
 
 def is_worked(written: str) -> bool:

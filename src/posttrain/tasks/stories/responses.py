@@ -52,11 +52,11 @@ def right_working(story: Story) -> Working:
 
 def count_results(stories: Iterable[Story]) -> UsualResults:
     """The results of every kind of step in ``stories``, as often as they occur."""
-    found: dict[Kind, list[int]] = {}
+    by_kind: dict[Kind, list[int]] = {}
     for story in stories:
         for index, equation in enumerate(story.equations):
-            found.setdefault(kind_of(story, index), []).append(equation.result)
-    return {kind: tuple(results) for kind, results in found.items()}
+            by_kind.setdefault(kind_of(story, index), []).append(equation.result)
+    return {kind: tuple(results) for kind, results in by_kind.items()}
 
 
 def kind_of(story: Story, index: int) -> Kind:

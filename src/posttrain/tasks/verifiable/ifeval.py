@@ -65,11 +65,11 @@ def read_example(row: Row) -> tuple[Example, str | None]:
         raise row.fail(f"{len(identifiers)} instructions need as many 'kwargs'; got {len(arguments)}")
     read: list[Mapping[str, Any]] = []
     problem = None
-    for identifier, given in zip(identifiers, arguments, strict=True):
-        if not isinstance(identifier, str) or not (given is None or isinstance(given, Mapping)):
+    for identifier, kwargs in zip(identifiers, arguments, strict=True):
+        if not isinstance(identifier, str) or not (kwargs is None or isinstance(kwargs, Mapping)):
             raise row.fail("'instruction_id_list' holds texts and 'kwargs' mappings")
         try:
-            read.append(read_arguments(identifier, given))
+            read.append(read_arguments(identifier, kwargs))
         except (UnknownWord, RecipeError) as error:
             problem = problem or str(error)
             continue

@@ -184,7 +184,7 @@ def _chosen_subjects(chosen: Sequence[str] | None, there: Collection[str]) -> Co
     """
     if not chosen:
         return there
-    found: set[str] = set()
+    subjects: set[str] = set()
     for name in chosen:
         meant = set(AREAS.get(name, (name,))) & set(there)
         if not meant:
@@ -193,5 +193,5 @@ def _chosen_subjects(chosen: Sequence[str] | None, there: Collection[str]) -> Co
                 f"task mmlu: there is no subject or area {name!r}.{suggest(name, known)} "
                 f"Areas: {', '.join(AREAS)}; subjects: {', '.join(sorted(there))}"
             )
-        found |= meant
-    return found
+        subjects |= meant
+    return subjects

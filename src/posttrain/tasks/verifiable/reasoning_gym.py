@@ -99,27 +99,27 @@ def reasoning_gym(
         UsageError: an option that the data set does not have or does not accept; a scorer that evaluates answers or
             can be cheated; later, for an item, too few distinct questions to fill the split.
     """
-    given = dict(options or {})
+    gym_options = dict(options or {})
     accepted = {"accept_code_scorer": accept_code_scorer, "accept_exploitable": accept_exploitable}
-    create_dataset = _load_factory(dataset, given)
+    create_dataset = _load_factory(dataset, gym_options)
 
     def make_round(number: int) -> Round:
         """The data set that draw ``number`` of every item comes from."""
         drawn_seed = derive_key(seed, "reasoning_gym", number) % 2**31  # NumPy takes seeds below 2**32
-        settings = {"seed": drawn_seed, "size": size, **given}
+        settings = {"seed": drawn_seed, "size": size, **gym_options}
         return settings, create_dataset(dataset, **settings)
 
     try:
         first = make_round(0)
     except (AssertionError, AttributeError, ValueError, TypeError) as error:
-        raise UsageError(f"task reasoning_gym: {dataset} does not accept {given}: {error}") from error
-    refuse_audited(dataset=dataset, options=given, **accepted)
-    if not accept_exploitable and (given or dataset not in PAID or version("reasoning_gym") != VERSION):
-        _refuse_payment(dataset, probe_dataset(dataset, json.dumps(given, sort_keys=True))[0])
+        raise UsageError(f"task reasoning_gym: {dataset} does not accept {gym_options}: {error}") from error
+    refuse_audited(dataset=dataset, options=gym_options, **accepted)
+    if not accept_exploitable and (gym_options or dataset not in PAID or version("reasoning_gym") != VERSION):
+        _refuse_payment(dataset, probe_dataset(dataset, json.dumps(gym_options, sort_keys=True))[0])
     return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
 
 
-def _load_factory(dataset: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """What makes data sets, once it is sure that there is this one and that it has these options."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -131,7 +131,7 @@ def _load_factory(dataset: str, given: Mapping[str, Any]) -> Callable[..., Any]:
             f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
         )
     known = [f.name for f in dataclasses.fields(DATASETS[dataset][1]) if f.name not in ("seed", "size")]
-    for key in given:
+    for key in options:
         if key not in known:
             raise UsageError(
                 f"task reasoning_gym: {dataset} has no option {key!r}.{suggest(key, known)} Known: {', '.join(known)}"

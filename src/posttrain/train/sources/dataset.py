@@ -110,6 +110,9 @@ class SupervisedSource:
         assert rollout_buffer is None
         assert not state
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
     def _collated(self, indices: Sequence[int]) -> Batch:
         samples = [
             self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
@@ -140,7 +143,9 @@ class SupervisedSource:
             for row in unit:
                 digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
         key = f"rows-{digest.hexdigest()[:32]}"
-        known = None if cache is None else _read_cache(cache, key)
+        is_main = self.streams.world.is_main
+        stored = _read_cache(cache, key) if cache is not None and is_main else None
+        known = self.streams.world.tell(stored, f"stored {name}")
         if known is not None:
             return known
         pieces: list[Tensor] = []
@@ -148,7 +153,7 @@ class SupervisedSource:
             batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
             scored = self.streams.fill(name, batch)
             pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
-        if cache is not None:
+        if cache is not None and is_main:
             counts = torch.tensor([len(piece) for piece in pieces])
             replace_file(cache, serialize({"values": torch.cat(pieces), key: counts}))
         return pieces

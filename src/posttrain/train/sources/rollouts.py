@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,23 @@ from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.train.feedback import Feedback
+    from posttrain.train.sources.ahead import Ahead
+
+Groups = list[list[Rollout]]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The groups of one rollout batch, graded: all that were ``sampled``, and those of them that were ``chosen``.
+
+    ``accepted``: the share of them that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
+    """
+
+    sampled: Groups
+    chosen: Groups
+    accepted: float
+    version: int
+    timing: dict[str, float]
 
 
 class RolloutSource:
@@ -62,7 +80,7 @@ class RolloutSource:
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
         self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
-        self.context_tokens = context_tokens
+        self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
@@ -80,6 +98,7 @@ class RolloutSource:
             top_k=self.options.top_k,
             top_p=self.options.top_p,
             stop_ids=stop_ids(tokenizer, grader.template),
+            max_total_tokens=context_tokens,
         )
         parts = [name for name, _, _ in grader.rewards]
         if self.options.uniform_by not in ("reward", *parts):
@@ -88,6 +107,7 @@ class RolloutSource:
                 f"{suggest(self.options.uniform_by, parts)} Known: reward, {', '.join(parts)}"
             )
         self._batch: Batch | None = None
+        self.ahead: Ahead | None = None
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based); samples when a new rollout batch is due.
@@ -118,12 +138,13 @@ class RolloutSource:
         return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """The rollout batch that updates after ``step`` still train on, as tensors to save."""
+        """The rollout batches that updates after ``step`` still train on, as tensors to save."""
+        held = {} if self.ahead is None else self.ahead.held(step)
         if step % self.updates == 0 or self._batch is None:
-            return None
+            return held or None
         b = self._batch
         fixed = {"tokens": b.tokens, "lengths": b.lengths, "mask": b.mask, "group": b.group, "prefix": b.prefix}
-        return fixed | {f"stream.{name}": x for name, x in b.streams.items()}
+        return held | fixed | {f"stream.{name}": x for name, x in b.streams.items()}
 
     def state(self) -> dict[str, float]:
         """Numbers that a resumed run needs beside the step."""
@@ -132,7 +153,9 @@ class RolloutSource:
     def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float]) -> None:
         """Take back what ``rollout_buffer`` and ``state`` gave."""
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
-        if rollout_buffer is None:
+        if self.ahead is not None:
+            self.ahead.restore(rollout_buffer or {})
+        if rollout_buffer is None or "tokens" not in rollout_buffer:
             return
         streams = {name.removeprefix("stream."): x for name, x in rollout_buffer.items() if name.startswith("stream.")}
         self._batch = Batch(
@@ -145,6 +168,11 @@ class RolloutSource:
             rows_per_unit=self.rows_per_unit,
         )
 
+    def close(self) -> None:
+        """End the process that samples, where there is one."""
+        if self.ahead is not None:
+            self.ahead.close()
+
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
         """The rows of one part of the prompts; prompts from which nothing was selected are in no part."""
         groups = sorted(set(batch.group.tolist()))
@@ -155,54 +183,66 @@ class RolloutSource:
         return batch.select(rows) if rows else None
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
-        started = time.perf_counter()
-        sampled, chosen, accepted, grading = self._draw_groups(step, cycle)
-        generating = time.perf_counter() - started - grading
+        drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
+        sampled, chosen = drawn.sampled, drawn.chosen
         scored = time.perf_counter()
         rewards = torch.tensor([[r.reward for r in g] for g in chosen], dtype=torch.float64)
         units = choose_units(self.select, rewards, self.rows_per_unit)
         if not self.credit.needs_batch:
             _record_advantages(chosen, self.credit.from_rewards(rewards))
         batch = self._batch_of(chosen, units) if units else None
-        grading += time.perf_counter() - scored
+        grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
         if batch is not None:
             metrics |= self._fill_streams(batch, chosen, units, rewards)
-        metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, accepted)
-        timing = {
-            "generate_seconds": generating,
+        metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, drawn.accepted)
+        if self.ahead is not None:
+            metrics["staleness"] = float(cycle - drawn.version)
+        timing = drawn.timing | {
             "score_seconds": grading,
             "fill_seconds": time.perf_counter() - scored,
             "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
         }
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
-    def _draw_groups(self, step: int, cycle: int) -> tuple[list[list[Rollout]], list[list[Rollout]], float, float]:
-        """(all sampled groups, those of the batch, share accepted, seconds of grading)."""
-        options = self.options
-        sampled: list[list[Rollout]] = []
-        chosen: list[list[Rollout]] = []
+    def draw(self, step: int, cycle: int, *, begins: Callable[[int], None] = lambda attempt: None) -> Drawn:
+        """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``.
+
+        ``begins`` is told of every round of sampling, further ones that ``drop_uniform_groups`` makes included.
+        """
+        started, options = time.perf_counter(), self.options
+        sampled: Groups = []
+        chosen: Groups = []
         grading, num_fitting = 0.0, 0
-        rounds = options.max_rounds if options.drop_uniform_groups else 1
-        for attempt in range(rounds):
-            # the first draw is that of every method; further ones follow an order of their own
-            start = (cycle if attempt == 0 else cycle * (rounds - 1) + attempt - 1) * options.prompts
-            groups, seconds = self._sample(start, step, attempt)
+        for attempt in range(options.max_rounds if options.drop_uniform_groups else 1):
+            begins(attempt)
+            groups, seconds = self._sample(cycle, step, attempt)
             grading += seconds
             sampled += groups
-            fitting = [g for g in groups if self._fits(g)]
+            fitting = [g for g in groups if self.fits(g)]
             num_fitting += len(fitting)
             chosen += fitting[: options.prompts - len(chosen)]
             if len(chosen) == options.prompts:
                 break
         accepted = num_fitting / len(sampled)
         if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
-            rest = [g for g in sampled if not self._fits(g)]
+            rest = [g for g in sampled if not self.fits(g)]
             chosen += rest[: options.prompts - len(chosen)]
-        return sampled, chosen, accepted, grading
+        for rollout in (r for group in sampled for r in group):
+            rollout.version = cycle
+        generating = time.perf_counter() - started - grading
+        return Drawn(sampled, chosen, accepted, cycle, {"generate_seconds": generating, "score_seconds": grading})
 
-    def _fits(self, group: Sequence[Rollout]) -> bool:
+    def places(self, cycle: int, attempt: int) -> tuple[int, list[int]]:
+        """Where round ``attempt`` of a batch begins in the order of prompts, and which of ``prompts`` it takes."""
+        size, further = self.options.prompts, self.options.max_rounds - 1
+        # the first draw is that of every method; further ones follow an order of their own
+        order = "prompts" if attempt == 0 else "further prompts"
+        start = (cycle if attempt == 0 else cycle * further + attempt - 1) * size
+        return start, draw_indices(self.seed, order, start, size, len(self.kept))
+
+    def fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
@@ -211,9 +251,8 @@ class RolloutSource:
         rewards = torch.tensor([[r.reward for r in group]], dtype=torch.float64)
         return len(seen) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
 
-    def _sample(self, start: int, step: int, attempt: int) -> tuple[list[list[Rollout]], float]:
-        order = "prompts" if attempt == 0 else "further prompts"
-        places = draw_indices(self.seed, order, start, self.options.prompts, len(self.kept))
+    def _sample(self, cycle: int, step: int, attempt: int) -> tuple[Groups, float]:
+        start, places = self.places(cycle, attempt)
         request = RolloutRequest(
             [self.task.examples[self.kept[p]] for p in places],
             [self.prompts[p] for p in places],
@@ -223,7 +262,7 @@ class RolloutSource:
             step=step,
             prompt_indices=[self.kept[p] for p in places],
         )
-        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens)
+        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens, world=self.streams.world)
         groups, seconds = collect(sampler, request)
         for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
             for rollout in group:

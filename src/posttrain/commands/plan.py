@@ -1,0 +1,84 @@
+"""``posttrain plan``: what a recipe would take on GPUs that are not here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from posttrain.commands.console import Text, open_console
+from posttrain.commands.options.argument_types import positive
+from posttrain.commands.progress import show_duration
+from posttrain.commands.runs.show import show_bytes
+from posttrain.recipes.recipe import load_recipe
+
+if TYPE_CHECKING:  # takes transformers, and a wrong name is refused without it
+    from posttrain.train.planning.plan import Plan
+
+EPILOG = """\
+any key of the recipe is an option:
+  posttrain plan grpo-gsm8k --gpus 8xH100 --train.gradient_checkpointing false
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.usage = "posttrain plan RECIPE --gpus 8xH100 [options] [--section.key value ...]"
+    parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
+    parser.add_argument("--gpus", required=True, metavar="NxKIND", help="how many of which kind, such as 8xH100")
+    parser.add_argument(
+        "--answer-tokens", type=positive, metavar="N", help="mean length of answers (default: the longest allowed)"
+    )
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print memory and seconds by part, and what to change where it does not fit; 1 where it does not."""
+    from posttrain.train.planning.gpus import read_gpus
+
+    count, gpu = read_gpus(arguments.gpus)
+    recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
+    from posttrain.train.planning.plan import plan_for
+
+    plan = plan_for(recipe, count, gpu, arguments.answer_tokens)
+    _print_memory(plan)
+    _print_seconds(plan, recipe.train.steps)
+    if plan.fits:
+        return 0
+    print("\nit does not fit" + ("; what would make it:" if plan.changes else ""))
+    for keys in plan.changes:
+        print(f"  {' and '.join(keys)}")
+    if not plan.changes:
+        print("No change that is known here makes it fit. Larger GPUs do, or more of them with sharding.")
+    return 1
+
+
+def _print_memory(plan: Plan) -> None:
+    from posttrain.train.planning.plan import most, room
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(Text(f"memory of one of {plan.count} {plan.gpu.name}"), no_wrap=True)
+    for sharding in plan.memory:
+        titles = {"none": "whole model" if plan.count > 1 else "", "fsdp2": "sharded (fsdp2)"}
+        table.add_column(titles[sharding], justify="right", no_wrap=True)
+    for rows in zip(*(memory.rows() for memory in plan.memory.values()), strict=True):
+        if any(num_bytes for _, num_bytes in rows):
+            table.add_row(f"  {rows[0][0]}", *(show_bytes(num_bytes) for _, num_bytes in rows))
+    table.add_row("  room", *(show_bytes(round(room(plan.gpu))) for _ in plan.memory))
+    table.add_row("", *("fits" if most(m) <= room(plan.gpu) else "does not fit" for m in plan.memory.values()))
+    open_console().print(table)
+
+
+def _print_seconds(plan: Plan, steps: int | None) -> None:
+    what = "step" if plan.updates == 1 else f"rollout batch of {plan.updates} steps"
+    print(f"\nseconds of a {what}, from data-sheet rates and assumed shares of them (docs/plan.md):")
+    for part in ("generate", "score", "update", "sync"):
+        if getattr(plan.seconds, part):
+            print(f"  {part:<10}{getattr(plan.seconds, part):10.3g}")
+    print(f"  {'in turns':<10}{plan.seconds.total:10.3g}")
+    for staleness, seconds in plan.ahead.items():
+        if staleness:
+            print(f"  {seconds:.3g} with rollout.staleness {staleness}, where as many GPUs again do nothing but sample")
+    if steps is not None:
+        whole = show_duration(steps / plan.updates * plan.seconds.total)
+        print(f"  {steps} steps: {whole} in turns, without evaluations")

@@ -1,0 +1,397 @@
+"""The one door to torch.distributed: the world of several processes that train one model together.
+
+Processes find one another through a key-value store that rank 0 holds (``Meeting``): rank 0 says there what is to be
+done, and whoever fails leaves its message there before it ends. The first message counts. The connections of a process
+that ended close, so an exchange that the others are in, or come to next, fails at once; each then looks into the store
+for the reason. A process that still works is waited for, ``scale.timeout_seconds`` at most.
+
+Objects of our own travel pickled between the processes of one run, which trust one another as threads do.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
+from posttrain.models.load import choose_device
+from posttrain.world import World, local_rank
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 600.0  # importing torch on a busy machine takes its time
+PATIENCE_SECONDS = 10.0  # for a message to come in behind the closed connection of whoever left it
+BUCKET_ELEMENTS = 1 << 24  # tensors travel together, so many elements at a time
+TASK, FAILURE, ARRIVED, FAREWELL = "task", "failure", "arrived", "farewell"
+
+
+@dataclass
+class Meeting:
+    """Where the processes of a run find one another: a store that rank 0 holds.
+
+    ``noticed``: this process has come upon the failure of another one, and is on its way out.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    noticed: bool = False
+
+    @classmethod
+    def open(cls, size: int) -> Meeting:
+        """A store of rank 0, on this machine alone, at a port that is free."""
+        store = dist.TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+        return cls(0, size, store)
+
+    @classmethod
+    def attend(cls) -> Meeting:
+        """The store of which RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment tell.
+
+        Raises:
+            UsageError: they are incomplete, the port is in use, or nobody answers there.
+        """
+        named = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in named if not os.environ.get(name)]
+        if missing:
+            raise UsageError(f"the environment says RANK and no {', '.join(missing)}; torchrun sets all of them")
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
+        except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+            reason = "the port is in use" if "EADDRINUSE" in str(error) else first_line(error)
+            raise UsageError(
+                f"MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at {place}: {reason}. Give a "
+                "free port of a machine that all of them reach"
+            ) from error
+        return cls(rank, size, store)
+
+    @property
+    def port(self) -> int:
+        return int(self.store.port)
+
+    def give(self, task: Mapping[str, Any]) -> None:
+        """Rank 0: say what is to be done."""
+        self.store.set(TASK, json.dumps(task))
+
+    def take(self) -> dict[str, Any]:
+        """The others: what rank 0 has said; waits for it."""
+        try:
+            self.store.wait([TASK], timedelta(seconds=JOIN_SECONDS))
+        except (dist.DistError, RuntimeError) as error:
+            raise PeerFailure(f"rank {self.rank} of {self.size}: rank 0 gives no task: {first_line(error)}") from error
+        task: dict[str, Any] = json.loads(self.store.get(TASK))
+        return task
+
+    def fail(self, rank: int, message: str, exit_code: int) -> None:
+        """Leave why a rank failed; what was left first stays."""
+        with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
+            self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
+
+    def failure(self) -> PeerFailure | None:
+        """Why the first rank failed, if one has."""
+        with suppress(dist.DistError, RuntimeError):
+            if self.store.check([FAILURE]):
+                return PeerFailure(*json.loads(self.store.get(FAILURE)))
+        return None
+
+    def wait_for_failure(self) -> PeerFailure | None:
+        """The same, from a process that an exchange has failed in: what made it fail may take a moment to come in."""
+        self.noticed = True
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (failure := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return failure
+
+    def wait_for_all(self) -> None:
+        """Until every process has come here; not longer than until one has failed.
+
+        Raises:
+            PeerFailure: one did not come.
+        """
+        deadline = time.monotonic() + JOIN_SECONDS
+        num_here = self.store.add(ARRIVED, 1)
+        while self.rank == 0 and num_here < self.size:
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+            if time.monotonic() > deadline:
+                missing = self.size - num_here
+                raise PeerFailure(f"{missing} of {self.size} processes have not come in {JOIN_SECONDS:g} s")
+            time.sleep(0.05)
+            num_here = self.store.add(ARRIVED, 0)
+
+
+def check_devices(device: str, num_processes: int) -> None:
+    """Refuse more processes on this machine than it has GPUs, where ``device`` (``model.device``) takes GPUs.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    there = torch.cuda.device_count()
+    if choose_device(device).type == "cuda" and num_processes > there:
+        raise UsageError(
+            f"scale.processes: {num_processes} on this machine, and torch sees {there} "
+            f"GPU{'s' if there != 1 else ''}; give at most one process per GPU, or model.device cpu"
+        )
+
+
+@contextmanager
+def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[World]:
+    """Work together with the others of a meeting, inside the block; what ends it ends the others.
+
+    Args:
+        device: ``model.device``. On GPUs tensors travel by NCCL, and on CPUs by gloo.
+        timeout_seconds: after which an exchange that does not come about is an error.
+
+    Raises:
+        UsageError: there is no GPU for this process.
+        PeerFailure: another process failed.
+    """
+    try:
+        world = _join(meeting, device, timeout_seconds)
+        try:
+            yield world
+            world.agree(False, FAREWELL)  # rank 0 holds the store and ends the others
+        finally:
+            dist.destroy_process_group()
+    except BaseException as error:
+        # Layers in parts are gathered by torch itself, whose errors of an exchange come here as they are.
+        failure = meeting.wait_for_failure() if isinstance(error, RuntimeError) else None
+        if failure is not None:
+            raise failure from error
+        if not isinstance(error, PeerFailure):
+            what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
+            meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
+        raise
+
+
+def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        index = local_rank() or 0
+        check_devices(device, index + 1)
+        torch.cuda.set_device(index)
+    meeting.wait_for_all()
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", meeting.store),
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise meeting.failure() or PeerFailure(
+            f"rank {meeting.rank} of {meeting.size} cannot reach the others: {first_line(error)}"
+        ) from error
+    return Processes(meeting, timeout_seconds)
+
+
+class Processes(World):
+    """A world of several processes, of which this one is ``rank``.
+
+    Every method raises ``PeerFailure`` if another process failed, ended, or did not come in time; the message names it.
+    """
+
+    def __init__(self, meeting: Meeting, timeout_seconds: float) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
+        self._meeting, self._timeout_seconds = meeting, timeout_seconds
+        self._num_exchanges = 0
+
+    def gather(self, mine: Sequence[T], what: str) -> list[T]:
+        """See ``World.gather``."""
+        parts: list[Any] = [None] * self.size
+        with self._exchange(what):
+            dist.all_gather_object(parts, (what, list(mine)))
+        for rank, (theirs, _) in enumerate(parts):
+            if theirs != what:  # our own bug, or processes that decided differently
+                raise RunFailure(f"rank {self.rank} is at {what!r} while rank {rank} is at {theirs!r}")
+        lists = [part for _, part in parts]
+        return [lists[i % self.size][i // self.size] for i in range(sum(map(len, lists)))]
+
+    def add(self, tensors: Sequence[Tensor], what: str) -> None:
+        """See ``World.add``."""
+        with self._exchange(what), torch.no_grad():
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat)
+                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def tell(self, value: T, what: str) -> T:
+        """See ``World.tell``."""
+        return self.gather([value if self.is_main else None], what)[0]  # type: ignore[return-value]
+
+    def agree(self, flag: bool, what: str) -> bool:
+        """See ``World.agree``."""
+        return any(self.gather([flag], what))
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        self._num_exchanges += 1
+        started = time.monotonic()
+        try:
+            self._meeting.store.set(f"at {self.rank}", json.dumps([self._num_exchanges, what]))
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            raise self._explain(what, error, time.monotonic() - started) from error
+
+    def _explain(self, what: str, error: Exception, seconds: float) -> PeerFailure:
+        """Why an exchange failed: what the one that failed has left, or who has not come."""
+        failure = self._meeting.wait_for_failure()
+        if failure is not None:
+            return failure
+        here = f"rank {self.rank} of {self.size}"
+        if seconds < self._timeout_seconds:
+            return PeerFailure(f"{here}: another process ended during the exchange of {what}: {first_line(error)}")
+        behind = [rank for rank in range(self.size) if self._at(rank) < self._num_exchanges]
+        missing = ", ".join(map(str, behind)) or "none by now"
+        return PeerFailure(
+            f"{here}: the exchange of {what} did not come about in {seconds:.0f} s; not there: rank {missing}. If they "
+            "only are slower, give a larger scale.timeout_seconds"
+        )
+
+    def _at(self, rank: int) -> int:
+        with suppress(dist.DistError, RuntimeError):
+            if self._meeting.store.check([f"at {rank}"]):
+                return int(json.loads(self._meeting.store.get(f"at {rank}"))[0])
+        return 0
+
+
+class Root(torch.nn.Module):
+    """What is sharded as a whole: a model, with the head that reads its states where there is one.
+
+    Its forward is whatever is computed with them, so that nothing goes past the hooks that gather their weights and
+    add up their gradients.
+    """
+
+    def __init__(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class Shards:
+    """The weights that are trained, in parts: each process has its part of every tensor, of its gradient and of its
+    moments (FSDP2, ``fully_shard`` of each layer and of the root).
+
+    Gradients are computed with them alone. The whole model stays beside them for all else: sampling, scoring,
+    evaluation and checkpoints are those of an unsharded run. ``gather`` brings it up to date after an update,
+    ``scatter`` the shards after it was loaded.
+
+    Args:
+        whole: the forward pass that the objective reads, over the whole model.
+        heads: heads and critics that are trained beside it.
+    """
+
+    def __init__(self, whole: Forward | ActorCritic, heads: Mapping[str, torch.nn.Module], world: World) -> None:
+        device = whole.policy.device if isinstance(whole, ActorCritic) else whole.device
+        self._mesh = init_device_mesh(device.type, (world.size,))
+        self.model = copy.deepcopy(whole.model)
+        self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
+        self.forward = self._sharded(whole)
+        own = {"": (whole.model, self.model), **{f"{n}.": (heads[n], self.heads[n]) for n in heads}}
+        self._pairs = [
+            (plain, shard)
+            for module, sharded in own.values()
+            for plain, shard in zip(module.parameters(), sharded.parameters(), strict=True)
+            if plain.requires_grad
+        ]
+
+    def _sharded(self, whole: Forward | ActorCritic) -> Forward | ActorCritic:
+        """The same pass over models in shards; which path it takes was found out for the whole model."""
+        if isinstance(whole, ActorCritic):
+            critic = self._of_model(whole.critic, self.heads["critic"])
+            return ActorCritic(self._of_model(whole.policy, self.model), critic)
+        return self._of_model(whole, self.model)
+
+    def _of_model(self, whole: Forward, model: torch.nn.Module) -> Forward:
+        forward = copy.copy(whole)
+        forward.model, forward.head = model, None if whole.head is None else self.heads["head"]  # type: ignore[assignment]
+        forward.root = root = Root(model, forward.head)
+        for part in (*checkpointed_layers(model), root):
+            fully_shard(part, mesh=self._mesh)
+            # A plain sum: the weights of the loss are those of the batch of all processes; and gloo has no other one.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        return forward
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """The whole model becomes what the shards are."""
+        for plain, shard in self._pairs:
+            plain.copy_(shard.full_tensor())
+
+    @torch.no_grad()
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """The shards, and the optimizer's whole moments, become parts of what the whole model and they are."""
+        for plain, shard in self._pairs:
+            shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if value.shape == parameter.shape and not isinstance(value, DTensor):
+                    state[key] = part_of(value, parameter)
+
+    @torch.no_grad()
+    def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
+        """Whole tensors of parts, on the CPU; of a process that has no use for them (``is_kept``), nothing."""
+        gathered = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if is_kept:
+                gathered[name] = full.cpu()
+        return gathered
+
+
+def part_of(whole: Tensor, like: Any) -> Any:
+    """A whole tensor, the same in all processes, in parts as ``like`` is."""
+    return distribute_tensor(whole, like.device_mesh, like.placements)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in pieces of one type and device and of a bounded size."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        alike = bucket and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or size + tensor.numel() > BUCKET_ELEMENTS):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch's says, without the stack of C++ functions below it."""
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def fail_thread(thread: int, failure: PeerFailure) -> None:
+    """Let a thread of this process raise ``failure`` as soon as it runs Python."""
+
+    class Ended(PeerFailure):  # Python makes the exception itself, of a class alone
+        def __init__(self) -> None:
+            super().__init__(str(failure), failure.exit_code)
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))

@@ -1,0 +1,262 @@
+"""Memory and seconds of a recipe on so many GPUs, by part: arithmetic, from the recipe and its model's configuration.
+
+Every GPU has its share of the rows. Memory is that of ``train/memory`` for this share. ``none``: every GPU holds the
+whole model. ``fsdp2``: weights, gradients, optimizer, reference and heads are cut into as many parts, and two layers
+and what stands outside of the layers are gathered at a time. The key/value cache and activations are each GPU's own.
+
+Seconds are rates of the data sheet times the shares of them that are assumed (``MFU``, ``BANDWIDTH_SHARE``), with n
+matrix weights, answers of the longest kind unless told otherwise, and for each token:
+
+generate
+    decoding, step by step with all slots of a GPU: the larger of reading weights and cache and of 2n operations a row,
+    but not less than ``SECONDS_PER_LAYER`` for each layer, for the host issues the operations one by one; and 2n for
+    each prompt token once.
+score
+    2n for each model that scores: a reference, the trainer's own log-probabilities, a critic, a teacher of that size.
+update
+    6n (4n under an adapter), 2n more with gradient checkpointing, for each epoch.
+sync
+    gradients between GPUs, once there and back over the link; with fsdp2 the weights twice more. Weights that go to a
+    process that samples ahead, through main memory.
+
+Attention adds 4 · layers · width · (tokens before it) to 2n. Grading by programs is not counted, nor are evaluations,
+checkpoints, stragglers among GPUs, and links between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import AdapterSection
+from posttrain.train.checks import Words, words_of
+from posttrain.train.memory import Memory, bytes_of, counted, longest_row, memory_of, weights_of
+from posttrain.train.planning.gpus import Gpu
+from posttrain.train.planning.virtual import simulate
+
+MFU = 0.4  # of the peak rate, in training and where whole rows are read
+BANDWIDTH_SHARE = 0.6  # of the memory's bandwidth, in decoding
+LINK_SHARE = 0.7
+SECONDS_PER_LAYER = 0.18e-3  # 28 operations a layer and token step: about 5 ms for 28 layers, read and not measured
+PIPE_BYTES = 1e9  # a second, into the process that samples ahead
+USABLE = 0.92  # of a GPU's memory; the rest is for libraries and fragments
+GIB = 2**30
+WARM_UP = 8  # batches of the schedule that are not counted
+SHARDINGS = ("none", "fsdp2")
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one rollout batch with all its updates, or of one step on data."""
+
+    generate: float
+    score: float
+    update: float
+    sync: float
+
+    @property
+    def total(self) -> float:
+        """Where one follows the other."""
+        return self.generate + self.score + self.update + self.sync
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a recipe would take on ``count`` GPUs.
+
+    ``memory``: of one GPU, by sharding. ``fits``: the shardings that fit. ``micro``: what the activations are of.
+    ``changes``: keys that make it fit, each list of them by itself; empty where it fits or nothing helps.
+    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness.
+    """
+
+    count: int
+    gpu: Gpu
+    memory: dict[str, Memory]
+    seconds: Seconds
+    updates: int
+    changes: list[list[str]]
+    ahead: dict[int, float]
+
+    @property
+    def fits(self) -> list[str]:
+        """The shardings with which one GPU can hold its part."""
+        return [name for name, memory in self.memory.items() if most(memory) <= room(self.gpu)]
+
+
+def plan_for(recipe: Recipe, count: int, gpu: Gpu, answer_tokens: int | None = None) -> Plan:
+    """Memory, seconds and schedule of a resolved recipe on ``count`` GPUs.
+
+    Args:
+        answer_tokens: the mean length of answers, in tokens; by default the longest.
+
+    Raises:
+        UsageError: the model's configuration is not at hand, or of an architecture that was not worked out.
+        RecipeError: words of the recipe do not fit one another.
+    """
+    recipe, config = counted(recipe)
+    memory = {name: memory_per_gpu(recipe, config, count, name) for name in SHARDINGS[: 1 if count == 1 else 2]}
+    seconds = _seconds(recipe, config, count, gpu, answer_tokens)
+    plan = Plan(count, gpu, memory, seconds, recipe.train.epochs * recipe.train.minibatches, [], {})
+    if not plan.fits:
+        plan.changes.extend(_changes(recipe, config, count, gpu))
+    if recipe.rollout is not None:
+        plan.ahead.update({s: _batch_seconds(recipe, s, seconds) for s in sorted({0, 1, recipe.rollout.staleness})})
+    return plan
+
+
+def most(memory: Memory) -> int:
+    """The most bytes that a GPU holds at a time."""
+    return max(memory.update, memory.sampling)
+
+
+def room(gpu: Gpu) -> float:
+    """Bytes of a GPU that a plan may fill."""
+    return USABLE * gpu.memory * GIB
+
+
+def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str) -> Memory:
+    """The parts that one of ``count`` GPUs holds; ``config`` as ``memory_of`` takes it."""
+    whole = memory_of(_share_of(recipe, count), config)
+    if sharding == "none" or count == 1:
+        return whole
+    parts = {part.name: getattr(whole, part.name) for part in fields(whole)}
+    for name in ("weights", "gradients", "optimizer", "reference", "heads"):
+        parts[name] = -(-parts[name] // count)
+    size = bytes_of(recipe)
+    tensors = weights_of(config.get_text_config())
+    of_layers = sum(w.numel // w.times for w in tensors if ".0." in w.name)
+    outside = sum(w.numel for w in tensors if ".0." not in w.name)
+    parts["weights"] += size * (outside + 2 * of_layers)
+    return Memory(**parts)
+
+
+def _share_of(recipe: Recipe, count: int) -> Recipe:
+    """The recipe of one GPU's rows."""
+    if recipe.rollout is not None:
+        parts = recipe.train.minibatches
+        share = -(-recipe.rollout.prompts // (count * parts)) * parts  # every minibatch is shared
+        return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"prompts": share})})
+    assert recipe.data is not None, "a recipe has 'rollout' or 'data'"
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"batch": -(-recipe.data.batch // count)})})
+
+
+def _seconds(recipe: Recipe, config: Any, count: int, gpu: Gpu, answer_tokens: int | None) -> Seconds:
+    words, text = words_of(recipe), config.get_text_config()
+    size = bytes_of(recipe)
+    peak = {2: gpu.bf16, 4: gpu.fp32, 8: gpu.fp32 / 2}[size] * 1e12
+    tensors = weights_of(text)
+    n = sum(w.numel for w in tensors if w.linear is not None) + text.hidden_size * text.vocab_size
+    rollout, data = recipe.rollout, recipe.data
+    if rollout is not None:
+        prompt, longest = longest_row(recipe, rollout)
+        answer = min(answer_tokens or longest, longest)
+        rows = rollout.prompts * rollout.group / count
+    else:
+        assert data is not None, "a recipe has 'rollout' or 'data'"
+        prompt, answer = 0, min(answer_tokens or data.max_tokens, data.max_tokens)
+        rows = data.batch * (2 if words.level == "pair" else 1) / count
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    per_token = 2 * n + 4 * text.num_hidden_layers * width * (prompt + answer) / 2
+    # a prompt that a group shares is computed once, where the rows are packed
+    tokens = rows * answer + rows * prompt / (rollout.group if rollout is not None else 1)
+    passes = (2 if recipe.model.adapter is not None else 3) + recipe.train.gradient_checkpointing
+    update = recipe.train.epochs * passes * per_token * tokens / (MFU * peak)
+    score = _num_scorers(recipe, words) * per_token * tokens / (MFU * peak)
+    generate = 0.0
+    if rollout is not None:
+        prefill = rows / rollout.group * prompt * per_token / (MFU * peak)
+        generate = prefill + _decoding(recipe, text, gpu, rows, prompt, answer, n * size, per_token / (MFU * peak))
+    return Seconds(generate, score, update, _sync(recipe, config, count, gpu))
+
+
+def _decoding(
+    recipe: Recipe, text: Any, gpu: Gpu, rows: float, prompt: int, answer: int, weight_bytes: int, row_seconds: float
+) -> float:
+    """Of a GPU's rows: as many token steps as the slots need to draw them all."""
+    assert recipe.rollout is not None
+    slots = min(rows, int(recipe.rollout.engine.options.get("slots", 64)))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = bytes_of(recipe)
+    read = weight_bytes + slots * 2 * text.num_hidden_layers * heads * head_dim * size * (prompt + answer / 2)
+    step = max(read / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9), slots * row_seconds)
+    return rows * answer / slots * max(step, SECONDS_PER_LAYER * text.num_hidden_layers)
+
+
+def _num_scorers(recipe: Recipe, words: Words) -> int:
+    """Forward passes over a batch beside those of its updates."""
+    rollout, parts = recipe.rollout, words.parts
+    own = rollout is not None and rollout.old_logprobs == "trainer" and "old_logprobs" in words.needs
+    taught = "teacher" in parts
+    return int("reference" in parts) + int(own) + int("critic" in parts) + int(taught)
+
+
+def _sync(recipe: Recipe, config: Any, count: int, gpu: Gpu) -> float:
+    whole = memory_of(recipe, config)
+    gradients = whole.gradients * recipe.train.epochs * recipe.train.minibatches
+    between = 2 * (count - 1) / count * gradients / (LINK_SHARE * gpu.link * 1e9)
+    ahead = recipe.rollout is not None and recipe.rollout.staleness > 0
+    return between + (whole.gradients / PIPE_BYTES if ahead else 0.0)  # gradients: 4 bytes for each trained number
+
+
+def _batch_seconds(recipe: Recipe, staleness: int, seconds: Seconds) -> float:
+    """Of one batch by the schedule, where sampling has GPUs of its own."""
+    assert recipe.rollout is not None
+    stale = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"staleness": staleness})})
+    each = simulate(
+        stale,
+        2 * WARM_UP,
+        generate=lambda batch: seconds.generate,
+        update=lambda batch: seconds.score + seconds.update + seconds.sync,
+    )
+    return sum(each[WARM_UP:]) / WARM_UP
+
+
+def _changes(recipe: Recipe, config: Any, count: int, gpu: Gpu) -> list[list[str]]:
+    """Every single change that makes it fit; where none does, as few of them together as do."""
+    ladder = list(_ladder(recipe))
+
+    def fits(changed: Recipe) -> bool:
+        return any(most(memory_per_gpu(changed, config, count, name)) <= room(gpu) for name in SHARDINGS)
+
+    alone = [[key] for key, change in ladder if fits(change(recipe))]
+    if alone:
+        return alone
+    keys = []
+    for key, change in ladder:
+        recipe = change(recipe)
+        keys.append(key)
+        if fits(recipe):
+            return [keys]
+    return []
+
+
+def _ladder(recipe: Recipe) -> Iterator[tuple[str, Callable[[Recipe], Recipe]]]:
+    """Changes from the cheapest to the dearest, as keys with values, and what makes them."""
+
+    def changed(section: str, **values: Any) -> Callable[[Recipe], Recipe]:
+        return lambda r: r.model_copy(update={section: getattr(r, section).model_copy(update=values)})
+
+    train, rollout, model = recipe.train, recipe.rollout, recipe.model
+    if not train.gradient_checkpointing:
+        yield "train.gradient_checkpointing: true", changed("train", gradient_checkpointing=True)
+    for divisor in (2, 4, 8, 16):
+        tokens = train.tokens_per_micro // divisor
+        if tokens >= 256:
+            yield f"train.tokens_per_micro: {tokens}", changed("train", tokens_per_micro=tokens)
+    yield "train.rows_per_micro: 1", changed("train", rows_per_micro=1)
+    if rollout is not None:
+        slots = int(rollout.engine.options.get("slots", 64))
+        for fewer in (slots // 4, slots // 16):
+            if fewer:
+                engine = rollout.engine.model_copy(update={"slots": fewer})
+                yield f"rollout.engine.slots: {fewer}", changed("rollout", engine=engine)
+    if model.adapter is None and model.init is None:
+        yield "model.adapter.rank: 16", changed("model", adapter=AdapterSection(rank=16))
+        half = {"adapter": AdapterSection(rank=16), "dtype": "bfloat16"}
+        yield "model.adapter.rank: 16 with model.dtype: bfloat16", changed("model", **half)
+        yield "model.adapter.rank: 16 with model.load_bits: 4", changed("model", **half, load_bits=4)
+    elif model.load_bits is None and model.init is None:
+        yield "model.load_bits: 4", changed("model", load_bits=4)

@@ -1,0 +1,199 @@
+"""Sampling ahead of training, on a schedule: results do not depend on how fast either side is.
+
+Version v of the weights is what v rollout batches have trained; batches count from 0. With ``rollout.staleness`` S the
+groups of batch b, those that replace dropped ones included, are sampled with version max(0, b − S) and trained on in
+order. So batch c + S is given away when version c is there, just before the updates of batch c, and with S = 1
+sampling one batch and training on the one before take place at the same time.
+
+A checkpoint waits for what is being sampled and keeps it, graded (``held``). So it needs the weights of its own step
+alone, and a resumed run repeats no batch and leaves none out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.recipes.recipe import Recipe
+from posttrain.store.ledger import DIED, Ledger, LedgerEvent
+from posttrain.train.sources.messages import Weights, read_drawn, weight_sums, write_drawn
+from posttrain.train.sources.rollouts import Drawn, RolloutSource
+from posttrain.train.sources.sampling_process import SamplingProcess
+
+HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A drawn batch, and the version that the trainer had reached when it was; None in a run resumed since."""
+
+    drawn: Drawn
+    at_version: int | None
+
+
+class Ahead:
+    """Has the batches of ``source`` drawn by another process; see the module.
+
+    Args:
+        model: what is trained; its weights are copied when a batch is given away.
+        ledger: where it is noted what becomes of each group; None for a source that belongs to no run.
+        process, courier: what draws, and whose thread waits for it, if others than a process beside this one.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        recipe: Recipe,
+        model: Any,
+        ledger: Ledger | None,
+        *,
+        process: Any = None,
+        courier: Any = None,
+    ) -> None:
+        assert recipe.rollout is not None
+        self.source, self.model, self.ledger = source, model, ledger
+        self.staleness = recipe.rollout.staleness
+        steps = recipe.train.steps
+        if steps is None:
+            assert recipe.train.passes is not None, "a recipe says steps or passes"
+            steps, _ = source.length_of(recipe.train.passes)
+        self.num_batches = -(-steps // source.updates)
+        self._process = process or SamplingProcess(recipe)
+        self._courier = courier
+        self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
+        self._next = 0  # the first batch that was not given away
+        self._version = 0  # of the trainer's weights, as of the last batch that it asked for
+        self._has_begun = False
+
+    def draw(self, step: int, cycle: int) -> Drawn:
+        """Rollout batch ``cycle``, whose first update is ``step``; gives away those that may be sampled by now.
+
+        Raises:
+            PosttrainError: it could not be sampled or graded.
+        """
+        self._version = cycle
+        self._next = max(self._next, cycle)
+        if not self._has_begun:
+            self._has_begun = True
+            if self.ledger is not None and self.ledger.path.exists():
+                self._note([LedgerEvent("resumed", self._next, step - 1)])
+        self._give_away(cycle)
+        started = time.perf_counter()
+        ready = self._waiting[cycle].result()
+        waited = time.perf_counter() - started
+        for batch in [b for b in self._waiting if b < cycle]:
+            del self._waiting[batch]
+        drawn = ready.drawn
+        self._note_use(drawn, cycle, step)
+        drawn.timing["waited_seconds"] = waited
+        if ready.at_version is not None:
+            in_flight = max(0, ready.at_version - drawn.version)
+            drawn.timing["staleness_in_flight"] = float(in_flight)
+            drawn.timing["staleness_in_queue"] = float(cycle - drawn.version - in_flight)
+        return drawn
+
+    def held(self, step: int) -> dict[str, Tensor]:
+        """All batches that are not trained on yet after ``step``, as a tensor to save; waits for those in flight.
+
+        Raises:
+            PosttrainError: one of them could not be sampled or graded.
+        """
+        rows = []
+        for batch, future in sorted(self._waiting.items()):
+            if batch * self.source.updates >= step:
+                rows.append({"batch": batch, **write_drawn(future.result().drawn)})
+                del rows[-1]["timing"]  # checkpoints of equal runs are equal
+        if self.ledger is not None:
+            self.ledger.flush()
+        content = bytearray(json.dumps(rows).encode())
+        return {HELD: torch.frombuffer(content, dtype=torch.uint8)} if rows else {}
+
+    def restore(self, rollout_buffer: Mapping[str, Tensor]) -> None:
+        """Take back what ``held`` gave."""
+        if HELD not in rollout_buffer:
+            return
+        for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
+            ready: Future[Ready] = Future()
+            untimed = {"generate_seconds": 0.0, "score_seconds": 0.0}
+            ready.set_result(Ready(read_drawn({**row, "timing": untimed}, self.source), None))
+            self._waiting[row["batch"]] = ready
+        self._next = max(self._waiting) + 1
+
+    def close(self) -> None:
+        """End the process; what it is doing is lost."""
+        self._process.close()
+        if self._courier is not None:
+            self._courier.shutdown(cancel_futures=True)
+
+    def _give_away(self, cycle: int) -> None:
+        """Every batch that the schedule lets be sampled with the weights as they are, and no later one of the run."""
+        batches = range(self._next, min(cycle + self.staleness, max(cycle, self.num_batches - 1)) + 1)
+        if not batches:
+            return
+        self._courier = self._courier or ThreadPoolExecutor(1, "courier")
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        copies = {name: p.detach().to("cpu", copy=True) for name, p in trained}
+        weights = Weights(cycle, copies, weight_sums(self.model))
+        for batch in batches:
+            self._note(self._round(batch, 0, "issued", cycle))
+            self._waiting[batch] = self._courier.submit(self._carry, batch, weights)
+        self._next = batches[-1] + 1
+
+    def _carry(self, batch: int, weights: Weights) -> Ready:
+        """In the courier's thread: have the batch drawn, and note what becomes of its groups."""
+        rounds = [0]
+        is_issued = True  # round 0, when the batch was given away
+
+        def begins(attempt: int) -> None:
+            nonlocal is_issued
+            if not (attempt == 0 and is_issued):
+                self._note(self._round(batch, attempt, "issued", weights.version))
+                rounds.append(attempt)
+            is_issued = False
+
+        def died(cause: str) -> None:
+            nonlocal is_issued
+            for attempt in rounds:
+                self._note(self._round(batch, attempt, "dropped", weights.version, DIED))
+            rounds.clear()
+            is_issued = False
+
+        step = batch * self.source.updates + 1
+        stated = self._process.draw(batch, step, weights, begins, died)
+        drawn = read_drawn(stated, self.source)
+        for attempt in rounds:
+            self._note(self._round(batch, attempt, "done", weights.version))
+        return Ready(drawn, self._version)
+
+    def _round(self, batch: int, attempt: int, event: str, version: int, reason: str = "") -> list[LedgerEvent]:
+        """The same event for every group of a round of sampling."""
+        step = batch * self.source.updates + 1
+        places = self.source.places(batch, attempt)[1]
+        return [
+            LedgerEvent(event, batch, step, attempt, slot, self.source.kept[place], version, reason)
+            for slot, place in enumerate(places)
+        ]
+
+    def _note_use(self, drawn: Drawn, batch: int, step: int) -> None:
+        chosen, size = {id(group) for group in drawn.chosen}, self.source.options.prompts
+        events = []
+        for place, group in enumerate(drawn.sampled):
+            draw, slot = divmod(place, size)
+            prompt = group[0].prompt_index
+            if id(group) in chosen:
+                event, reason = "consumed", ""
+            else:
+                event, reason = "dropped", "not needed" if self.source.fits(group) else "uniform"
+            events.append(LedgerEvent(event, batch, step, draw, slot, prompt, drawn.version, reason))
+        self._note(events)
+
+    def _note(self, events: list[LedgerEvent]) -> None:
+        if self.ledger is not None:
+            self.ledger.append(events)

@@ -1,0 +1,62 @@
+"""Rewards that go wrong in one of several processes, for the tests of runs in several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from posttrain.types import Batch, Loss, Outputs
+
+calls = 0
+
+
+def _is_late(after: int) -> bool:
+    """Whether this is rank 1, and the call number ``after`` or a later one."""
+    global calls
+    calls += 1
+    return os.environ.get("RANK") == "1" and calls > after
+
+
+def fine(text: str) -> float:
+    """A reward that varies."""
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def raises_in_rank_one(text: str, *, after: int = 0) -> float:
+    """It raises in rank 1."""
+    if _is_late(after):
+        raise ValueError("no reward today")
+    return fine(text)
+
+
+def kills_rank_one(text: str, *, after: int = 0) -> float:
+    """It ends rank 1 as the system does, where memory runs out."""
+    if _is_late(after):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fine(text)
+
+
+def stops_in_rank_one(text: str, *, after: int = 0, note: str = "") -> float:
+    """It writes rank 1's process number into a file, and waits for longer than a test does."""
+    if _is_late(after):
+        Path(note).write_text(str(os.getpid()), encoding="utf-8")
+        time.sleep(3600)
+    return fine(text)
+
+
+def dies_in_rank_one(outputs: Outputs, batch: Batch) -> Loss:
+    """An objective that ends rank 1 at its second update, where rank 0 is in the midst of an exchange of weights."""
+    if _is_late(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Loss(-outputs.logprobs)
+
+
+def asks_to_stop(text: str, *, after: int = 0) -> float:
+    """It presses Ctrl-C in rank 0, once."""
+    global calls
+    calls += 1
+    if "RANK" not in os.environ and calls == after:
+        os.kill(os.getpid(), signal.SIGINT)
+    return fine(text)

@@ -1,0 +1,207 @@
+"""Training in several processes is training in one, but for the order of sums."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import shard_case, train_case, world_of
+from torch import Tensor
+
+from posttrain.store.metrics import MetricsLog
+from posttrain.world import ONE, World
+from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
+
+SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
+TRAIN = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
+EVALUATION = {"every": 5, "n": 6, "max_tokens": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "sft": {"kind": "sft", "data": {"batch": 6}, "eval": {**EVALUATION, "loss": True}},
+    "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**EVALUATION, "drift_prompts": 5}},
+    "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
+    "dpo": {"kind": "judged", "objective": "dpo", "data": {"batch": 6}},
+    "reward model": {
+        "kind": "judged",
+        "data": {"batch": 6},
+        "eval": {"every": 5, "n": 6, "tasks": ["small_runs:judged_sums"]},
+    },
+    "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
+    "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"epochs": 2}},
+    "lora and adamw": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
+    "recomputed": {"kind": "sft", "data": {"batch": 6}, "train": {"gradient_checkpointing": True}},
+    "teacher": {
+        "kind": "grpo",
+        "rollout": SHORT,
+        "objective": "on_policy_distillation",
+        "teacher": {"name": "tiny"},
+    },  # see below
+}
+METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
+
+
+def recipe_of(case: str, dtype: str, **changes: Any) -> dict[str, Any]:
+    """A resolved recipe's plain data."""
+    about = {"train": {}, "model": {}, **CASES[case], **changes}
+    about["train"] = {**TRAIN, **CASES[case].get("train", {}), **changes.get("train", {})}
+    about["model"] = {**about["model"], "dtype": dtype}
+    return make_recipe(**about).dump()
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest difference of weights: relative to the largest of its tensor, and as it is."""
+    assert left.keys() == right.keys()
+    relative, absolute = 0.0, 0.0
+    for name, tensor in left.items():
+        if tensor.is_floating_point() and "optimizer" not in name:
+            largest = float((tensor - right[name]).abs().max())
+            relative, absolute = max(relative, largest / max(1e-12, float(tensor.abs().max()))), max(absolute, largest)
+    return relative, absolute
+
+
+def tokens_of(folder: Path, step: int | None = None) -> list[tuple[int, ...]]:
+    """What was sampled in training, in order; of one step, if it is given."""
+    return [tuple(r.completion) for r in recorded(folder)[0] if step in (None, r.step)]
+
+
+def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5) -> None:
+    """Loss, norm, weights and rollouts of two runs, to the precision that their type allows."""
+    first, second = steps_of(ours), steps_of(theirs)
+    assert len(first) == len(second) == steps
+    compared = zip(first, second, strict=True) if dtype == "float64" else [(first[0], second[0])]
+    tolerance = 1e-10 if dtype == "float64" else 1e-5
+    for one, other in compared:
+        assert other["loss"] == pytest.approx(one["loss"], rel=tolerance, abs=tolerance * 1e-3)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=tolerance)
+        assert other.keys() == one.keys()
+        assert other == pytest.approx(one | {"padding_share": other["padding_share"]}, rel=1e3 * tolerance, abs=1e-3)
+    relative, absolute = difference(saved_tensors(ours, steps), saved_tensors(theirs, steps))
+    if dtype == "float64":
+        assert tokens_of(ours) == tokens_of(theirs)
+        assert relative < 1e-10
+    else:
+        assert tokens_of(ours, 1) == tokens_of(theirs, 1)
+        assert absolute < 2e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
+    CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a case trained by one process, which every number of processes is compared with."""
+
+    @cache
+    def train_alone(case: str, dtype: str, steps: int = 5) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        train_case(ONE, recipe_of(case, dtype, train={"steps": steps}), folder)
+        return folder
+
+    return train_alone
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def several(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world of so many processes; there is one at a time."""
+    with world_of(request.param) as world:
+        yield world
+
+
+@pytest.mark.parametrize("case", ["sft", "ppo"])
+def test_several_processes_train_as_one(case: str, several: World, alone: Callable[..., Path], tmp_path: Path) -> None:
+    train_case(several, recipe_of(case, "float64", train={"steps": 2}), tmp_path)
+    check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_several_processes_train_every_method_as_one(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    _, events = train_case(several, recipe_of(case, dtype), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype)
+    assert len(events.of("step")) == 5
+    if dtype == "float64":
+        ours, theirs = (MetricsLog(folder / "metrics.jsonl").read() for folder in (tmp_path, alone(case, dtype)))
+        for row, other in zip(ours, theirs, strict=True):  # evaluations among them
+            changed = {"padding_share": row.metrics["padding_share"]} if "loss" in row.metrics else {}
+            assert row.metrics == pytest.approx(other.metrics | changed, rel=1e-7, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def stopped() -> dict[tuple[str, int], Path]:
+    """By case and number of processes, a run that was stopped after two updates; filled by the test below."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "dynamic sampling"])
+def test_a_run_goes_on_in_another_number_of_processes(
+    case: str,
+    several: World,
+    alone: Callable[..., Path],
+    stopped: dict[tuple[str, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    recipe, worlds = recipe_of(case, "float64"), {1: ONE, several.size: several}
+    for size, world in worlds.items():
+        folder = stopped[case, size] = tmp_path_factory.mktemp("stopped")
+        result, _ = train_case(world, recipe, folder, stop_after=2)
+        assert (result.step, result.reason) == (2, "interrupted")
+    for (name, began), folder in stopped.items():
+        if name == case:  # 2 to 4 among them, when 4 processes are there
+            for size, world in worlds.items():
+                goes_on = tmp_path_factory.mktemp("goes_on") / "run"
+                shutil.copytree(folder, goes_on)
+                _, events = train_case(world, recipe, goes_on, resume=True)
+                check_same(alone(case, "float64"), goes_on, "float64")
+                told = any("goes on in" in facts["message"] for facts in events.of("notice"))
+                assert told == (size != began)
+                if size == began == several.size:
+                    whole = tmp_path_factory.mktemp("whole")
+                    train_case(world, recipe, whole)
+                    assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
+
+
+SHARDED = {"scale": {"sharding": "fsdp2"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed"])
+def test_shards_train_as_one_process(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The norm among them: it is that of the whole gradient, and not of one process's part."""
+    train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype)
+
+
+def test_each_process_has_its_part_of_what_is_trained(several: World) -> None:
+    """And the norm of the gradient is that of the whole: of a part alone it would be smaller."""
+    shapes, norm = shard_case(several, recipe_of("sft", "float64", **SHARDED))
+    assert len(shapes) > 10
+    for whole, gradient, moment, part in shapes:
+        assert gradient == moment == part
+        assert part[0] == -(-whole[0] // several.size)
+        assert part[1:] == whole[1:]
+    assert norm == pytest.approx(shard_case(ONE, recipe_of("sft", "float64"))[1], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "lora"])
+def test_a_run_in_parts_goes_on_whole_and_back(
+    case: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain, parts = recipe_of(case, "float64"), recipe_of(case, "float64", **SHARDED)
+    for began, world, then, other in ((parts, several, plain, ONE), (plain, ONE, parts, several)):
+        folder = tmp_path / str(world.size)
+        train_case(world, began, folder, stop_after=2)
+        train_case(other, then, folder, resume=True)
+        check_same(alone(case, "float64"), folder, "float64")

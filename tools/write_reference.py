@@ -1,0 +1,122 @@
+"""Write docs/reference.md from ``benchmarks/results``: what the runs that ship with the code came to.
+
+``--check`` only says whether the file in the repository is what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.evals.seeds import half_width
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference.md"
+COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
+HEADING = """# Reference runs
+
+What the shipped recipes came to, to hold your own runs against: the command in front of a table makes it again, and
+`posttrain runs compare RUN RUN` shows two runs side by side. Written by `make docs` from `benchmarks/results`, which
+holds every cell with its seeds. All of these are runs of two cores; no recipe for a larger model was run at full size.
+
+± is the half-width of a 95 % interval over seeds (Student's t), which does not cover the choice of the problems.
+"""
+
+
+def percent(summary: Mapping[str, float]) -> str:
+    return f"{100 * summary['mean']:.1f} ± {100 * summary['half_width']:.1f} %"
+
+
+def number(summary: Mapping[str, float] | None) -> str:
+    return "–" if summary is None else f"{summary['mean']:.2f} ± {summary['half_width']:.2f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    ruler = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ruler, *rows)) + "\n"
+
+
+def comparison_text(name: str) -> str:
+    """One comparison: what was equal, and a row for each method, the best mean first."""
+    results = read(f"{name}.json")
+    common = "; ".join(f"{key} {value}" for key, value in results["common"].items())
+    rows = []
+    for about in results["methods"].values():
+        got = about["summaries"]
+        kl, seconds = got.get("kl_from_start"), f"{got['train_seconds']['mean']:.0f}"
+        cells = [
+            percent(got["accuracy"]),
+            percent(got["mean_accuracy"]),
+            number(kl),
+            number(got["num_tokens"]),
+            seconds,
+        ]
+        rows.append([f"`{about['source'].partition(' ')[0]}`" + ("*" if " " in about["source"] else ""), *cells])
+    start = results["start"]["results"]
+    before = f"The start, {results['start']['label']}: {100 * start['accuracy']:.1f} % right."
+    head = [
+        "recipe",
+        "right at the end",
+        "right over the run",
+        "KL from the start, nats",
+        "tokens",
+        "seconds of training",
+    ]
+    notes = "\n\\* with settings of its own, which the comparison's file tells.\n"
+    return f"## `{results['command']}`\n\n{common}. {before}\n\n{table(head, rows)}{notes}"
+
+
+def demo_text() -> str:
+    """The demonstration, seed by seed."""
+    rows = []
+    for demo in read("demo.json")["demos"]:
+        shares = [f"{100 * stage['accuracy']:.1f} %" for stage in demo["results"].values()]
+        rows.append([str(demo["seed"]), *shares, f"{demo['command_seconds']:.0f}"])
+    stages = list(read("demo.json")["demos"][0]["results"])
+    return (
+        f"## `posttrain demo`\n\nRight answers to 500 held-out problems.\n\n{table(['seed', *stages, 'seconds'], rows)}"
+    )
+
+
+def reward_model_text() -> str:
+    """A reward model of human preferences, by kind of dialogue."""
+    runs = read("reward_model_hh.json")["seeds"]
+    rows = []
+    for label in ("all", *runs[0]["kinds"]["subset"]):
+        of_kind = [run["results"] if label == "all" else run["kinds"]["subset"][label] for run in runs]
+        shares = [one["accuracy"] for one in of_kind]
+        over_seeds = {"mean": statistics.fmean(shares), "half_width": half_width(shares)}
+        rows.append([label, f"{of_kind[0]['n']:.0f}", percent(over_seeds)])
+    about = f"`tiny/rm-hh` on HH-RLHF (`benchmarks/reward_model_hh.py`), {len(runs)} seeds, held-out pairs."
+    return f"## A reward model of human preferences\n\n{about}\n\n{table(['dialogues', 'pairs', 'agrees'], rows)}"
+
+
+def read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
+
+
+def reference_text() -> str:
+    """The whole document."""
+    return "\n".join([HEADING, demo_text(), *(comparison_text(name) for name in COMPARISONS), reward_model_text()])
+
+
+def main() -> int:
+    text = reference_text()
+    if "--check" not in sys.argv[1:]:
+        TARGET.write_text(text, encoding="utf-8")
+        print("wrote docs/reference.md")
+        return 0
+    if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
+        print("docs/reference.md does not match benchmarks/results: run `make docs`", file=sys.stderr)
+        return 1
+    print("docs/reference.md matches benchmarks/results")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
