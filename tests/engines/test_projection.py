@@ -9,6 +9,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native import projection
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.projection import Projection, multiply, rms_norm
+from posttrain.models.forward import linear
 from posttrain.models.lora import LowRank
 
 
@@ -28,6 +29,7 @@ def expect(x, weight, bias, term):
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_projection_in_its_three_forms(monkeypatch, least, with_bias, rows):
     monkeypatch.setattr(projection, "ONEDNN_LEAST", least)
+    monkeypatch.setattr(linear, "_products", "onednn")
     x, residual = draw(rows, 48), draw(rows, 80, seed=4)
     weight, bias = draw(80, 48, seed=1), draw(80, seed=2) if with_bias else None
     term = LowRank(draw(3, 48, seed=5), draw(80, 3, seed=6), 0.5)
@@ -59,6 +61,7 @@ def test_rms_norm(dtype):
 def test_the_whole_path_by_onednn(tiny_random, monkeypatch, architecture):
     model, prompts, keys = tiny_random(architecture), [[9, 10, 11], [12]], [[1, 2, 3], [4, 5, 6]]
     monkeypatch.setattr(projection, "ONEDNN_LEAST", 0)
+    monkeypatch.setattr(linear, "_products", "onednn")
     completions = NativeEngine(model, path="lean").generate(prompts, keys, Sampling(max_tokens=12))
     for prompt, group in zip(prompts, completions, strict=True):
         for c in group:

@@ -281,13 +281,18 @@ def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPat
     forward.path = path
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
     sizes = []
-    softmax = torch.Tensor.log_softmax
 
-    def record(logits: torch.Tensor, dim: int) -> torch.Tensor:
-        sizes.append(len(logits))
-        return softmax(logits, dim=dim)
+    def record(name: str) -> None:
+        of = getattr(torch.Tensor, name)
 
-    monkeypatch.setattr(torch.Tensor, "log_softmax", record)
+        def noting(logits: torch.Tensor, dim: int) -> torch.Tensor:
+            sizes.append(len(logits))
+            return of(logits, dim=dim)
+
+        monkeypatch.setattr(torch.Tensor, name, noting)
+
+    record("softmax")
+    record("log_softmax")
     forward(batch, with_candidates=True).candidate_logprobs.sum().backward()
     forward.top_candidates(batch, 3)
     assert max(sizes) == 6

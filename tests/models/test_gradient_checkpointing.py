@@ -10,6 +10,7 @@ import torch
 from small_models import SHAPE, gradients, ragged_batch, random_model, relative_difference
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from posttrain.models.forward import linear
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
 from posttrain.models.forward.linear import ONEDNN_LEAST
@@ -90,8 +91,11 @@ def test_nothing_of_it_is_left_behind():
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
-def test_layers_that_are_wide_enough_for_onednn_are_computed_alike_both_times(path: str):
+def test_layers_that_are_wide_enough_for_onednn_are_computed_alike_both_times(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
     """The faster product begins at some size, and keeps other tensors than torch's own."""
+    monkeypatch.setattr(linear, "_products", "onednn")
     torch.manual_seed(0)
     shape = SHAPE | {"hidden_size": 96, "intermediate_size": 320, "head_dim": 24}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape)).eval()

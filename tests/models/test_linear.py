@@ -12,6 +12,32 @@ from posttrain.models.forward.linear import ONEDNN_LEAST, OneDnnLinear, fast_lin
 pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="this torch has no oneDNN linear")
 
 
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_products", "onednn")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "has_mkl", "library"),
+    [
+        ("AuthenticAMD", "AVX512", True, "onednn"),
+        ("AuthenticAMD", "AVX2", True, "mkl"),
+        ("GenuineIntel", "AVX512", True, "mkl"),
+        (None, "DEFAULT", False, "onednn"),
+    ],
+)
+def test_the_library_is_a_function_of_the_kind_of_cpu(vendor: str | None, capability: str, has_mkl: bool, library: str):
+    assert linear.choose_products(vendor, capability, has_mkl) == library
+    assert linear.usual_products() == linear.usual_products()
+
+
+def test_nothing_takes_onednn_where_mkl_is_the_library():
+    weight = torch.randn(64, 64)
+    assert linear.takes_onednn(weight)
+    linear.use_products("mkl")
+    assert not linear.takes_onednn(weight)
+
+
 def operands(rows: tuple[int, ...], out: int, inputs: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*rows, inputs), (out, inputs), (out,), (*rows, out)]

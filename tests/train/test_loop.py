@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
+from posttrain.models.forward import linear
 from posttrain.models.sources import TINY
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import held_out, loop
@@ -62,6 +63,22 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
     # the rollout buffer was needed, and only where there is one
     halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
     assert (halfway / "rollout_buffer.safetensors").exists() == (name == "inside a rollout batch")
+
+
+@pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="this torch has no oneDNN linear")
+def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine, or in another process, the other library would be chosen: its bits are others."""
+    monkeypatch.setattr(linear, "ONEDNN_LEAST", 0)
+    recipe = make_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3})
+    monkeypatch.setattr(loop, "usual_products", lambda: "mkl")
+    run(tmp_path / "whole", recipe)
+    run(tmp_path / "cut", recipe, stop_after=1)
+    monkeypatch.setattr(loop, "usual_products", lambda: "onednn")
+    run(tmp_path / "cut", recipe, resume=True)
+    assert linear.products() == "mkl"
+    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    run(tmp_path / "other", recipe)
+    assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

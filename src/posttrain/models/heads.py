@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from posttrain.models.forward.fused import TokenScores
 from posttrain.randomness import derive_key
 
 
@@ -52,10 +53,12 @@ class ScalarHead(nn.Module):
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Log-probabilities ``[M, V]``: fp32, or float64 where the logits are."""
+    return _scaled(logits, temperature).log_softmax(dim=-1)  # subtracts the maximum first: exact where logits are large
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    return logits.log_softmax(dim=-1)  # subtracts the maximum first: exact where logits are large
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def score_logits(
@@ -66,13 +69,13 @@ def score_logits(
 
     fp32, or float64 where the logits are.
     """
-    table = log_softmax(logits, temperature)
-    logprobs = table.gather(-1, targets[:, None])[:, 0]
-    of_candidates = None if candidates is None else table.gather(-1, candidates)
-    if entropy == "none":
-        return logprobs, None, of_candidates
-    if entropy == "detached":
-        table = table.detach()
+    scaled = _scaled(logits, temperature)
+    if entropy != "differentiable":
+        ids = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], dim=1)
+        logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
+        return logprobs[:, 0], entropies, None if candidates is None else logprobs[:, 1:]
+    table = scaled.log_softmax(dim=-1)
     # 0 · (−inf) is a token that cannot occur: it adds nothing.
-    least = torch.finfo(table.dtype).min
-    return logprobs, -torch.linalg.vecdot(table.exp(), table.clamp(min=least)), of_candidates
+    entropies = -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
+    of_candidates = None if candidates is None else table.gather(-1, candidates)
+    return table.gather(-1, targets[:, None])[:, 0], entropies, of_candidates

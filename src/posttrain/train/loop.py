@@ -21,6 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.forward.linear import products, use_products, usual_products
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -82,6 +83,7 @@ class Loop:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, found.state)
+            use_products(found.state.get("products", products()))
             restore_model(self.parts.model, found.path)
             restore_heads(self.parts.heads, found.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
@@ -289,6 +291,7 @@ class Loop:
                 "settings": decisive(self.recipe.dump()),
                 "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
                 **self.parts.origins,
+                "products": products(),
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "steps": self.steps,
@@ -344,6 +347,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
+    use_products(usual_products())
     with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)

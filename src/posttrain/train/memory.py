@@ -18,15 +18,16 @@ heads, critic
 activations
     of a layer and token, in numbers of the weights' type: the inputs of linear layers 2d + a + f; of its norms 2d, with
     norms of queries and keys a + k more, and for RMS norms that are trained the normed values once more; inside of the
-    MLP 3f (gated), 4f (GPT-2's GELU) or f. Attention keeps s · (2aQ + 2kK), 4 · heads · Q and, where a prompt is
+    MLP 3f (gated), 4f (GPT-2's GELU) or f. In fp32 the families of ``models/forward/fused.py`` keep no normed values
+    and 2f. Attention keeps s · (2aQ + 2kK), 4 · heads · Q and, where a prompt is
     shared, the mask, s · Q · keys of a row. Under an adapter, RMS norms of bfloat16 keep their inputs in 4 bytes, and
     every adapted layer keeps an input of its own in 4 bytes beside 4 · rank. Behind the layers it is
     s · d · (N + M), and N once more where an RMS norm is trained. With
     ``train.gradient_checkpointing`` s · d · N · L and, as far as that is more than the logits, which are gone by then,
-    the activations of one layer with 3f · s · N for the gradients inside of it.
+    the activations of one layer with 3f · s · N (2f where 2f are kept) for the gradients inside of it.
 logits
-    of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · (s + 16) for logits, log-probabilities and the
-    entropy; 4 · d · vocabulary more for the gradient of a head that is trained.
+    of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · 16 (18 in half precision) for logits,
+    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
 rollouts
@@ -52,6 +53,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS
+from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import stated_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
@@ -208,7 +210,7 @@ def memory_of(recipe: Recipe, config: Any) -> Memory:
     logits = 0 if words.only_scores else _logits(config, micro, size, head_trained=adapter is None)
     of_layer = _of_layer(config, micro, size, adapter, weights)
     if recipe.train.gradient_checkpointing:
-        again = of_layer + 3 * _mlp(config)[0] * size * micro.tokens
+        again = of_layer + (2 if _is_fused(config, size) else 3) * _mlp(config)[0] * size * micro.tokens
         of_layers = size * config.hidden_size * micro.tokens * config.num_hidden_layers + max(again - logits, 0)
     else:
         of_layers = of_layer * config.num_hidden_layers
@@ -337,8 +339,12 @@ def _head_bytes(words: Words, config: Any, trained: list[Weight], *, critic: boo
 
 def _behind_layers(config: Any, micro: Micro, size: int, *, norm_trained: bool) -> int:
     """Bytes that the final norm and what reads its output keep."""
-    normed = 2 if norm_trained and _mlp(config)[2] else 1
+    normed = 2 if norm_trained and _mlp(config)[2] and not _is_fused(config, size) else 1
     return size * int(config.hidden_size) * (normed * micro.tokens + _rounded(micro.trained))
+
+
+def _is_fused(config: Any, size: int) -> bool:
+    return size == 4 and config.model_type in FAMILIES
 
 
 def _of_layer(config: Any, micro: Micro, size: int, adapter: AdapterSection | None, weights: list[Weight]) -> int:
@@ -347,12 +353,14 @@ def _of_layer(config: Any, micro: Micro, size: int, adapter: AdapterSection | No
     head_dim = getattr(config, "head_dim", None) or width // heads
     queries, keys = heads * head_dim, head_dim * (getattr(config, "num_key_value_heads", None) or heads)
     inner, within, is_rms = _mlp(config)
+    if is_fused := _is_fused(config, size):
+        within = 2 * inner
     inputs = 2 * width + queries + inner
     normed = 2 * width + (queries + keys if QK_NORMS[config.model_type] else 0)
     attention = size * (2 * queries * micro.queries + 2 * keys * micro.keys)
     attention += 4 * heads * micro.queries + size * micro.masked
     if adapter is None:
-        return attention + micro.tokens * size * (inputs + normed * (2 if is_rms else 1) + within)
+        return attention + micro.tokens * size * (inputs + normed * (2 if is_rms and not is_fused else 1) + within)
     targets = [w.linear[0] for w in _targets(weights, adapter) if w.linear is not None]
     own = 4 * adapter.rank * len(targets) + (5 * sum(targets) if adapter.dropout else 0)
     own += 4 * inputs if size == 4 else 0 if adapter.dropout else 4 * sum(targets)
@@ -369,7 +377,9 @@ def _mlp(config: Any) -> tuple[int, int, bool]:
 
 def _logits(config: Any, micro: Micro, size: int, *, head_trained: bool) -> int:
     rows = min(_rounded(micro.trained), max(1, MAX_LOGIT_ELEMENTS // config.vocab_size))
-    return rows * config.vocab_size * (size + 16) + (4 * config.hidden_size * config.vocab_size if head_trained else 0)
+    return rows * config.vocab_size * (16 if size == 4 else 18) + (
+        4 * config.hidden_size * config.vocab_size if head_trained else 0
+    )
 
 
 def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.forward.attention import install_packed_attention, packed_attention
+from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
-from posttrain.models.forward.packing import Packing, Reads, install_packed_attention, pack, packed_attention
+from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, log_softmax, score_logits
 from posttrain.types import Batch, Outputs
 
@@ -88,6 +90,7 @@ class Forward:
         self.reads: Reads = reads
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
+        self.fused = FusedLayers(causal_lm(model))
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.last_packing: Packing | None = None
         self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
@@ -171,7 +174,7 @@ class Forward:
         if self.last_packing is None:
             yield
         else:
-            with packed_attention(self.last_packing):
+            with packed_attention(self.last_packing), self.fused:
                 yield
 
     def _columns(self, batch: Batch) -> int:
@@ -190,7 +193,7 @@ class Forward:
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
-        with packed_attention(packing), fast_linear():
+        with packed_attention(packing), self.fused, fast_linear():
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]

@@ -1,15 +1,18 @@
-"""Linear layers through oneDNN on CPUs, forward and backward.
+"""Linear layers through oneDNN, forward and backward, on the CPUs where it is the faster library.
 
-torch's fp32 products on a CPU go to MKL, which holds back on processors that its maker did not
-make: 110 GFLOP/s where oneDNN reaches 255 on one core of an AMD EPYC (4352 × 384 × 128). The
-weights stay ordinary parameters.
+torch's fp32 products on a CPU go to MKL. Which library is faster depends on the CPU, one core each: AMD EPYC with
+AVX-512 (4352 × 384 × 128) MKL 110, oneDNN 255 GFLOP/s; AMD EPYC with AVX2 only (2400 × 128 × 384) 89 and 82, weight
+gradients 83 and 52, at 64 rows 82 and 62; an Intel Xeon takes 51 microseconds by MKL, 73 by oneDNN (64 × 128 × 384). So
+it is a rule about the CPU, and no race of the moment: two runs on one machine must not differ. A run keeps what it
+began with (``train/loop.py``). The weights stay ordinary parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +27,48 @@ ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.ba
 ONEDNN_LEAST = 1_200_000
 
 
+Products = Literal["onednn", "mkl"]
+
+
+def usual_products() -> Products:
+    """The faster library for products on this machine: a function of its kind of CPU alone."""
+    return choose_products(_cpu_vendor(), torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available())
+
+
+def choose_products(vendor: str | None, capability: str, has_mkl: bool) -> Products:
+    """As ``usual_products``, of a CPU with this ``vendor_id`` and torch's name for its widest vectors."""
+    if not has_mkl:
+        return "onednn"
+    return "onednn" if vendor != "GenuineIntel" and capability.startswith("AVX512") else "mkl"
+
+
+def _cpu_vendor() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # no Linux
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+
+
+_products: Products = usual_products()
+
+
+def products() -> Products:
+    """The library that products in this process go to."""
+    return _products
+
+
+def use_products(library: Products) -> None:
+    """Let products in this process go to ``library``; where a torch has no oneDNN linear they go to torch's own."""
+    global _products
+    _products = library
+
+
 def takes_onednn(weight: Tensor) -> bool:
-    """Whether a product with this weight may go to oneDNN: fp32 on a CPU."""
-    return ONEDNN_LINEAR is not None and weight.device.type == "cpu" and weight.dtype == torch.float32
+    """Whether a product with this weight may go to oneDNN: fp32 on a CPU where that is the library."""
+    if ONEDNN_LINEAR is None or _products != "onednn":
+        return False
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

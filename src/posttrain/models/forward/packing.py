@@ -4,11 +4,10 @@ A batch of B rows becomes a stream of N tokens: first every distinct prompt (*pr
 each row's own tokens. Linear layers see the stream ``[1, N, d]``; only attention knows which
 tokens belong together. A prompt shared by G rows costs its tokens once, not G times.
 
-Attention is a registered implementation of transformers' attention interface, so that the modules
-of every architecture that uses the interface run unchanged. The runs of the stream attend in buckets
-of like length, so that little is padded: a *run* is a piece of the stream that attends to itself causally,
-behind a prefix elsewhere in the stream or behind nothing. Attention wants rectangles; runs that are far
-apart in length would fill one mostly with padding, since its work grows with the square of the length.
+The runs of the stream attend in buckets of like length, so that little is padded: a *run* is a piece of the
+stream that attends to itself causally, behind a prefix elsewhere in the stream or behind nothing. Attention
+(``attention.py``) wants rectangles; runs that are far apart in length would fill one mostly with padding, since
+its work grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from posttrain.types import Batch
 
@@ -35,25 +31,57 @@ MAX_WASTE = 1.25
 MIN_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """Runs padded to one rectangle.
 
-    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); keys
-    ``int64 [S * (P + W)]``: that of each prefix and run, or None where no run has a prefix (then attention is causal
-    over the queries); allowed ``bool [S, 1, W, P + W]``: which keys a slot sees, where there are ``keys``; filled
-    ``int64``: the slots that hold tokens, of the runs in order.
+    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); prefix ``int64 [S * P]``: that
+    of the tokens of each run's prefix, or None where no run has one (then attention is causal over the queries);
+    prefix_lengths ``int64 [S]``; filled ``int64``: the slots that hold tokens, of the runs in order. All of it grows
+    with the number of tokens.
     """
 
     num_runs: int
     queries: Tensor
-    keys: Tensor | None
-    allowed: Tensor | None
+    prefix: Tensor | None
+    prefix_lengths: Tensor
     filled: Tensor
+
+    @property
+    def width(self) -> int:
+        """Slots of a run, W."""
+        return len(self.queries) // max(1, self.num_runs)
+
+    @cached_property
+    def keys(self) -> Tensor | None:
+        """``int64 [S * (P + W)]``: stream index of each prefix and run."""
+        if self.prefix is None:
+            return None
+        behind, own = (x.view(self.num_runs, -1) for x in (self.prefix, self.queries))
+        return torch.cat([behind, own], dim=1).flatten()
+
+    @cached_property
+    def is_prefix(self) -> Tensor | None:
+        """``bool [S, 1, 1, P]``: which slots of the prefixes hold tokens."""
+        if self.prefix is None:
+            return None
+        slots = torch.arange(len(self.prefix) // self.num_runs, device=self.prefix.device)
+        return slots < self.prefix_lengths[:, None, None, None]
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """``bool [S, 1, W, P + W]``: which keys a slot sees. It grows with W², and is made where attention asks."""
+        if self.is_prefix is None:
+            return None
+        shape = (self.num_runs, 1, self.width, -1)
+        causal = torch.ones((self.width, self.width), dtype=torch.bool, device=self.queries.device).tril()
+        return torch.cat([self.is_prefix.expand(shape), causal.expand(shape)], dim=3)
 
     def to(self, device: Any) -> Bucket:
         """The same plan on another device."""
-        moved = (x if x is None else x.to(device) for x in (self.queries, self.keys, self.allowed, self.filled))
+        moved = (
+            x if x is None else x.to(device) for x in (self.queries, self.prefix, self.prefix_lengths, self.filled)
+        )
         return Bucket(self.num_runs, *moved)  # type: ignore[arg-type]
 
 
@@ -117,18 +145,19 @@ def _bucket(runs: list[Run]) -> Bucket:
     slots = np.arange(width)
     queries = starts[:, None] + np.minimum(slots, lengths[:, None] - 1)
     filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
-    keys = allowed = None
+    behind = None
     if prefix:
         before = np.arange(prefix)
-        behind = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
-        keys = torch.from_numpy(np.concatenate([behind, queries], axis=1).reshape(-1))
-        seen = np.broadcast_to((before < prefix_lengths[:, None])[:, None], (len(runs), width, prefix))
-        causal = np.broadcast_to(np.tril(np.ones((width, width), dtype=bool)), (len(runs), width, width))
-        allowed = torch.from_numpy(np.concatenate([seen, causal], axis=2)[:, None])
-    return Bucket(len(runs), torch.from_numpy(queries.reshape(-1)), keys, allowed, torch.from_numpy(filled))
+        places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
+        behind = torch.from_numpy(places.reshape(-1))
+    return Bucket(
+        len(runs),
+        torch.from_numpy(queries.reshape(-1)),
+        behind,
+        torch.from_numpy(prefix_lengths),
+        torch.from_numpy(filled),
+    )
 
-
-ATTENTION_NAME = "posttrain_packed"
 
 # Where a head reads for the trained token t: the state before it (token t - 1), or at t itself.
 Reads = Literal["before", "at"]
@@ -250,85 +279,3 @@ def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
 def _rounded(values: np.ndarray) -> np.ndarray:
     """``values`` with zeros behind, up to a multiple of ``ROUND_TOKENS``."""
     return np.pad(values, (0, -len(values) % ROUND_TOKENS))
-
-
-_active: Packing | None = None
-
-
-class packed_attention:
-    """Context in which the model's attention follows a packing. Backward must run inside it too,
-    where activations are recomputed."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-
-    def __enter__(self) -> None:
-        global _active
-        assert _active is None, "packings do not nest"
-        _active = self.packing
-
-    def __exit__(self, *_: Any) -> None:
-        global _active
-        _active = None
-
-
-def install_packed_attention(model: Any) -> None:
-    """Let ``model`` (a transformers causal LM) attend through this module; outside a packing it is SDPA."""
-    model.config._attn_implementation = ATTENTION_NAME
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    packing = _active
-    if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    scaling, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
-    window = kwargs.get("sliding_window")
-    if window is not None and int(packing.positions.max()) >= window:
-        raise AssertionError("sequences longer than the attention window take the padded path")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    parts = [q[:0]]  # for a stream that holds nothing
-    for bucket in packing.buckets:
-        keys = bucket.queries if bucket.keys is None else bucket.keys
-        own_q = _rows(q, bucket.queries, bucket.num_runs)
-        own_k, own_v = (_rows(x, keys, bucket.num_runs) for x in (k, v))
-        own = _sdpa(own_q, own_k, own_v, bucket.allowed, scaling, dropout)
-        parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
-    joined = torch.cat(parts)
-    return _filled(joined if packing.order is None else joined.index_select(0, packing.order), q), None
-
-
-def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
-    """``[S, H, W, D]``: the given places of ``stream [N, H, D]``.
-
-    ``stream[at]`` would be slower, and its backward adds up in another order each time where there are two threads.
-    """
-    return stream.index_select(0, at).unflatten(0, (num_runs, -1)).transpose(1, 2)
-
-
-def _filled(outputs: Tensor, stream: Tensor) -> Tensor:
-    """The outputs with zeros behind them, up to the length of ``stream``: ``[1, N, H, D]``."""
-    missing = stream.shape[0] - outputs.shape[0]
-    return torch.cat([outputs, stream.new_zeros((missing, *outputs.shape[1:]))], dim=0)[None]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _active is not None else sdpa_mask(*args, **kwargs)
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _mask)

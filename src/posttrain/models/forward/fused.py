@@ -1,0 +1,215 @@
+"""RMS norm, rotary embedding, SwiGLU and the scores of tokens with their backward passes written by hand.
+
+Between matrix products a layer of the Llama family is elementwise work, which autograd does one small step at a
+time, each a pass over memory, and keeps what it needs for each. Here each is one function: fewer passes, and only
+its inputs are kept. ``FusedLayers`` puts them into modules that it knows exactly, while a packed batch is computed;
+what it does not know, and what is not fp32, runs as it is. ``posttrain.models.forward.fused.ENABLED = False`` switches
+them off, for comparison. Against the plain path a gradient differs by fp32 rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from posttrain.models.forward.attention import active_packing, attend
+
+ENABLED = True
+# The families whose modules are these: name of the module of transformers, prefix of its classes.
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+class RmsNorm(torch.autograd.Function):
+    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension (Zhang & Sennrich 2019), for x ``[..., d]``, w ``[d]``.
+
+    With ``r`` the factor of a row and ``g`` the gradient: ``dx = r g w - x r^3 (g w . x) / d`` and
+    ``dw = sum over rows of r g x``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        factor = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factor)
+        return (x * factor).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, factor = ctx.saved_tensors
+        product = gradient * x
+        for_x = for_weight = None
+        if ctx.needs_input_grad[1]:
+            for_weight = torch.mv(product.flatten(0, -2).t(), factor.flatten())
+        if ctx.needs_input_grad[0]:
+            along = torch.matmul(product, weight).unsqueeze(-1)
+            along.mul_(factor.pow(3)).div_(-x.shape[-1])
+            for_x = (gradient * weight).mul_(factor).addcmul_(x, along)
+        return for_x, for_weight, None
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding (Su et al. 2021) of x ``[N, H, D]`` by cos, sin ``[N, 1, D]``: the halves of D are the pairs.
+
+    ``y1 = x1 c1 - x2 s1``, ``y2 = x2 c2 + x1 s2``; the backward pass is its transpose.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = gradient.shape[-1] // 2
+        out = gradient * cos
+        out[..., half:].addcmul_(gradient[..., :half], sin[..., :half], value=-1)
+        out[..., :half].addcmul_(gradient[..., half:], sin[..., half:])
+        return out, None, None
+
+
+class SwiGlu(torch.autograd.Function):
+    """``silu(gate) * up`` (Shazeer 2020), of one shape; ``silu(gate)`` is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+
+
+class TokenScores(torch.autograd.Function):
+    """Log-probabilities ``[M, K]`` of tokens ``ids [M, K]`` under ``logits [M, V]``; entropies ``[M]``, detached.
+
+    With z the logits below their maximum m and p their softmax, the log-sum of exponentials of z is ``l = -log p_m``
+    (p_m is at least 1/V), ``log p_t = z_t - l`` and ``H = l - sum of p z``. Only p is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        below = logits - logits.amax(dim=-1, keepdim=True)
+        probabilities = below.softmax(dim=-1)
+        log_sum = probabilities.amax(dim=-1).log_().neg_()
+        logprobs = below.gather(-1, ids) - log_sum[:, None]
+        entropy = None
+        if with_entropy:
+            entropy = log_sum - torch.linalg.vecdot(probabilities, below)
+            if logits.device.type != "cpu" or not bool(entropy.isfinite().all()):
+                # 0 · (−inf) is a token that cannot occur: it adds nothing.
+                finite = below.clamp_(min=torch.finfo(below.dtype).min)
+                entropy = log_sum - torch.linalg.vecdot(probabilities, finite)
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(probabilities, ids)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        probabilities, ids = ctx.saved_tensors
+        return (probabilities * -gradient.sum(dim=-1, keepdim=True)).scatter_add_(1, ids, gradient), None, None
+
+
+class FusedLayers:
+    """Context in which the modules of ``model`` that are known exactly compute through the functions above.
+
+    A known module is of one of ``FAMILIES``, of transformers' own class with nothing hooked into it. Projections are
+    called as the modules that they are (an adapter, few bits). A recomputation in the backward pass must run inside of
+    the context too.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
+        for module in model.modules():
+            forward = _fused_forward(module)
+            if forward is not None:
+                self.replaced.append((module, partial(forward, module)))
+
+    def __enter__(self) -> None:
+        if not ENABLED:
+            return
+        for module, forward in self.replaced:
+            module.__dict__["forward"] = forward
+
+    def __exit__(self, *_: Any) -> None:
+        for module, _forward in self.replaced:
+            module.__dict__.pop("forward", None)
+
+
+def _fused_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What computes ``module`` instead of its own forward; None where it is not known exactly."""
+    kind = type(module)
+    parts = kind.__module__.split(".")
+    family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
+    if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module):
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return None
+    if kind.__name__ == f"{family}RMSNorm":
+        return _rms_norm
+    if kind.__name__ == f"{family}MLP":
+        return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
+    return _attention if kind.__name__ == f"{family}Attention" else None
+
+
+def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
+    same = x.dtype == torch.float32 and all(w.dtype == torch.float32 for w in weights)
+    return same and not torch.is_autocast_enabled(x.device.type)
+
+
+def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    if not _is_fp32(hidden_states, module.weight):
+        plain: Tensor = type(module).forward(module, hidden_states)
+        return plain
+    out: Tensor = RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
+    return out
+
+
+def _mlp(module: Any, x: Tensor) -> Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    inner = SwiGlu.apply(gate, up) if _is_fp32(gate, up) else module.act_fn(gate) * up
+    out: Tensor = module.down_proj(inner)
+    return out
+
+
+def _attention(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    packing, (cos, sin) = active_packing(), position_embeddings
+    knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
+    if not knows or not _is_fp32(hidden_states, cos):
+        plain: tuple[Tensor, Tensor | None] = type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        return plain
+    assert packing is not None
+    shape = (hidden_states.shape[1], -1, module.head_dim)
+    q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    if hasattr(module, "q_norm"):
+        q, k = module.q_norm(q), module.k_norm(k)
+    cos, sin = cos[0, :, None], sin[0, :, None]
+    q, k = Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
+    dropout = module.attention_dropout if module.training else 0.0
+    mixed = attend(packing, q, k, v, module.scaling, dropout, getattr(module, "sliding_window", None))
+    return module.o_proj(mixed.reshape(*hidden_states.shape[:2], -1)), None

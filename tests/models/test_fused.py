@@ -1,0 +1,115 @@
+"""The functions with backward passes of their own: gradients by differences, and against the plain path in models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_models import gradients, ragged_batch, random_model, relative_difference
+from torch import Tensor
+
+from posttrain.models.forward import fused
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.fused import FusedLayers, RmsNorm, Rotate, SwiGlu, TokenScores
+from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+from posttrain.models.lora import apply_adapter
+from posttrain.recipes.sections import AdapterSection
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def test_gradients_are_those_of_differences():
+    assert torch.autograd.gradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-5), (numbers(3, 2, 5), numbers(5, seed=1)))
+    angles = numbers(4, 1, 6, seed=2).detach()
+    assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin()), (numbers(4, 2, 6),))
+    assert torch.autograd.gradcheck(SwiGlu.apply, (numbers(4, 6), numbers(4, 6, seed=1)))
+    ids = torch.tensor([[3, 1], [0, 0], [6, 2]])
+    assert torch.autograd.gradcheck(lambda z: TokenScores.apply(z, ids, True)[0], (numbers(3, 7),))
+
+
+def test_values_worked_by_hand():
+    x = torch.tensor([[3.0, 4.0]])
+    assert RmsNorm.apply(x, torch.tensor([1.0, 2.0]), 0.0)[0].tolist() == pytest.approx([0.848528, 2.262742])
+    turned = Rotate.apply(torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+    assert turned.tolist() == [[[-2.0, 1.0]]], "a quarter turn"
+    assert SwiGlu.apply(torch.tensor([2.0]), torch.tensor([3.0])).item() == pytest.approx(6 / (1 + 2.718281828**-2))
+    logits = torch.tensor([[1000.0, 1000.0, -torch.inf]])
+    logprobs, entropy = TokenScores.apply(logits, torch.tensor([[1, 2]]), True)
+    assert logprobs.tolist() == [[pytest.approx(-0.693147, abs=1e-6), -torch.inf]]
+    assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointed"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Gradients of all parameters within 1e-5 of the plain path, in fp32; with an adapter, and recomputed."""
+    seen = {}
+    for enabled in (False, True):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        model = random_model(family)
+        if kind == "lora":
+            model = apply_adapter(model, AdapterSection(rank=4), seed=0)
+            torch.manual_seed(1)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.1)
+        forward, batch = Forward(model), ragged_batch()
+        assert forward.path == "packed"
+        assert len(forward.fused.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 1
+        calls: list[str] = []
+        monkeypatch.setattr(fused, "Rotate", Counted(calls))
+        with gradient_checkpointing([model] if kind == "checkpointed" else []):
+            outputs = forward(batch)
+            with forward.backward_context():
+                (outputs.logprobs * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
+        assert len(calls) == (0 if not enabled else 8 if kind == "checkpointed" else 4)
+        seen[enabled] = (outputs.logprobs.detach(), outputs.entropy, gradients(model))
+    assert float((seen[True][0] - seen[False][0]).abs().max()) < 1e-5
+    assert float((seen[True][1] - seen[False][1]).abs().max()) < 1e-5
+    assert relative_difference(seen[True][2], seen[False][2]) < 1e-5
+
+
+class Counted:
+    """``Rotate``, and a note of each use."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def apply(self, *arguments: Tensor) -> Tensor:
+        self.calls.append("rotate")
+        return Rotate.apply(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_run_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    model, batch = random_model("qwen3", dtype), ragged_batch()
+    outputs = {}
+    for enabled in (False, True):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        outputs[enabled] = Forward(model)(batch).logprobs.detach()
+    assert torch.equal(outputs[False], outputs[True])
+
+
+def test_what_is_not_known_exactly_is_left_alone():
+    for family in ("gpt2", "olmo2"):
+        assert FusedLayers(random_model(family)).replaced == []
+    model = random_model("llama")
+    norms = len(FusedLayers(model).replaced)
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: None)
+
+    class Other(type(model.model.layers[0].mlp)):
+        """A class of somebody else's."""
+
+    model.model.layers[1].mlp.__class__ = Other
+    assert len(FusedLayers(model).replaced) == norms - 2
+
+
+def test_the_modules_are_as_they_were_outside_of_a_pass():
+    model = random_model("qwen3")
+    Forward(model)(ragged_batch())
+    assert not any("forward" in vars(module) for module in model.modules())
+    copy.deepcopy(model)
