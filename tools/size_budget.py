@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 61680
+MAX_PACKAGE_LINES = 62070
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2260,
@@ -28,11 +28,11 @@ ROOMS: dict[str, int] = {
     "render": 1130,
     "tasks": 5420,
     "store": 2470,
-    "models": 2430,
+    "models": 2810,
     "engines": 4640,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 5240,
+    "train": 5250,
     "interpret": 7570,
     "runs": 2880,
     "sweeps": 3290,
