@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 62070
+MAX_PACKAGE_LINES = 62100
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2260,
@@ -29,10 +29,10 @@ ROOMS: dict[str, int] = {
     "tasks": 5420,
     "store": 2470,
     "models": 2810,
-    "engines": 4640,
+    "engines": 4650,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 5250,
+    "train": 5280,
     "interpret": 7570,
     "runs": 2880,
     "sweeps": 3290,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli import main, parse
-from posttrain.commands.sweep_view import SweepProgress
+from posttrain.commands.sweeps.view import SweepProgress
 from posttrain.sweeps.compare import load_comparison
 
 EXAMPLE = Path(__file__).parent.parent / "sweeps" / "comparison.yaml"

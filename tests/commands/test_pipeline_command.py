@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.cli import main, parse
-from posttrain.commands.sweep_view import command_of, folder_of
+from posttrain.commands.sweeps.view import command_of, folder_of
 from posttrain.models.sources import TINY
 from posttrain.reports.study import write_study
 from posttrain.sweeps.pipelines.plan import load_pipeline

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli import main, parse
-from posttrain.commands.sweep_view import SweepProgress, command_of, folder_of
+from posttrain.commands.sweeps.view import SweepProgress, command_of, folder_of
 from posttrain.sweeps.study import load_study
 
 SMALL = """\

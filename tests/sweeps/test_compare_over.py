@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main, parse
-from posttrain.commands.sweep_view import command_of, folder_of
+from posttrain.commands.sweeps.view import command_of, folder_of
 from posttrain.errors import RecipeError, UsageError
 from posttrain.sweeps.compare import load_comparison
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection
 from posttrain.store.ledger import Ledger
 from posttrain.train.sources.ahead import Ahead
 from posttrain.train.sources.messages import Weights
@@ -75,6 +76,38 @@ class VirtualProcess:
         pass
 
 
+@dataclass(frozen=True)
+class VirtualSource:
+    """Prompts without text, the same ones in every batch."""
+
+    updates: int
+    options: RolloutSection
+
+    @property
+    def kept(self) -> list[int]:
+        """The places of all prompts."""
+        return list(range(self.options.prompts))
+
+    @property
+    def prompts(self) -> list[tuple[()]]:
+        """Their tokens: none."""
+        return [()] * self.options.prompts
+
+    @property
+    def task(self) -> VirtualSource:
+        """What holds the examples."""
+        return self
+
+    @property
+    def examples(self) -> list[None]:
+        """One for each prompt."""
+        return [None] * self.options.prompts
+
+    def places(self, batch: int, attempt: int) -> tuple[int, list[int]]:
+        """(position of the first prompt in the order of all, places of a batch's prompts)."""
+        return batch * self.options.prompts, self.kept
+
+
 def simulate(
     recipe: Recipe,
     num_batches: int,
@@ -92,15 +125,7 @@ def simulate(
     """
     assert recipe.rollout is not None
     prompts, updates = recipe.rollout.prompts, recipe.train.epochs * recipe.train.minibatches
-    slots = list(range(prompts))
-    source: Any = SimpleNamespace(
-        updates=updates,
-        options=recipe.rollout,
-        kept=slots,
-        prompts=[()] * prompts,
-        task=SimpleNamespace(examples=[None] * prompts),
-        places=lambda batch, attempt: (batch * prompts, slots),
-    )
+    source: Any = VirtualSource(updates, recipe.rollout)
     fixed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": num_batches * updates})})
     clock = VirtualClock()
     courier = VirtualCourier(clock, generate)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "posttrain"
+# What the loader of a model raises for a weight that does not fit.
+_LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def register() -> None:
@@ -118,7 +120,7 @@ class Receiver:
             if failure is None:
                 try:
                     load([(name, weight)])
-                except Exception as error:  # noqa: BLE001  whatever a model's loader raises is told to the trainer
+                except _LOADER_ERRORS as error:  # told when all weights are here, or the trainer waits for ever
                     failure = ValueError(f"{name} {shape}: {type(error).__name__}: {error}")
         if failure is not None:
             raise failure

@@ -64,7 +64,7 @@ def read_over(text: str) -> tuple[str, list[str]]:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Check every cell, train those that are not finished, and write table, picture and report."""
-    from posttrain.commands.sweep_view import print_comparison, run_sweep_command
+    from posttrain.commands.sweeps.view import print_comparison, run_sweep_command
     from posttrain.sweeps.compare import load_comparison
     from posttrain.sweeps.comparison import collect_comparison
 
@@ -106,14 +106,14 @@ def run_pipeline(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is asked of every kind of sweep."""
-    from posttrain.commands.sweep_view import folder_of
+    from posttrain.commands.sweeps.view import folder_of
 
     return {"overrides": arguments.overrides, "folder": folder_of(arguments), "num_seeds": arguments.seeds}
 
 
 def _run_study_like(arguments: argparse.Namespace, plan: Any, collect: Callable[..., Any]) -> int:
     """Make what is not finished, and write the page of a study."""
-    from posttrain.commands.sweep_view import describe_parts, print_study, run_sweep_command
+    from posttrain.commands.sweeps.view import describe_parts, print_study, run_sweep_command
 
     def report(*outcome_and_command: Any) -> Any:
         from posttrain.reports.study import write_study
