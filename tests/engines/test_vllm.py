@@ -8,12 +8,14 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.vllm import http as vllm_http
 from posttrain.engines.vllm.command import served_names
@@ -446,6 +448,7 @@ def frozen(model, tokenizer):
 
 @pytest.mark.parametrize("key", ["rollout.engine", "eval.engine"])
 def test_training_with_weights_that_it_never_sees_is_refused(key):
+    declare_code(f"{__name__}:frozen", Path(__file__).parent)
     recipe = load_recipe("tiny/grpo", [(key, f"{__name__}:frozen")]).resolve()
     with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with weights of its own.*use native"):
         prepare(recipe)

@@ -35,6 +35,7 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
         "ifeval",
         "refusal",
         "opinion",
+        "code_tests",
     ):
         meta = {
             "score": lambda _: 1.0,
@@ -42,6 +43,7 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
             "solution": (True,),
             "instruction_id_list": ["punctuation:no_comma"],
             "kind": "harmful",
+            "tests": {"names": ["f"], "code": "assert f() == 1"},
         }
         assert grade(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
         assert grade(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
@@ -60,6 +62,6 @@ def test_a_megabyte_is_looked_at_once() -> None:
 
 def test_all_graders_are_asked_here() -> None:
     assert set(registry.entries("grader")) == {
-        "any_answer", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric", "opinion",
-        "refusal", "scored",
+        "any_answer", "code_tests", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric",
+        "opinion", "refusal", "scored",
     }  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 from posttrain.consent import declare_code, declare_from_command_line, declared_code, trusts_remote_code
 from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
 from posttrain.runs.directory import (
     RunDirectory,
@@ -124,7 +125,8 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
     with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
-        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, world=world)
+        shared = {"world": world} if isinstance(recipe, Recipe) else {}
+        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
@@ -137,7 +139,8 @@ def check_scale(recipe: Recipe) -> None:
     Raises:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
-    scale, there = recipe.scale, num_started()
+    scale = _scale_of(recipe)
+    there = num_started()
     if scale.sharding != "none" and (there or scale.processes) == 1:
         raise UsageError(
             f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
@@ -161,6 +164,11 @@ def check_scale(recipe: Recipe) -> None:
         )
 
 
+def _scale_of(recipe: Any) -> ScaleSection:
+    """A dictionary's recipe has no such section: it trains in one process."""
+    return recipe.scale if isinstance(recipe, Recipe) else ScaleSection()
+
+
 def num_started() -> int | None:
     """How many processes torchrun or srun has started for the run; None where none of them did."""
     stated = os.environ.get("WORLD_SIZE", "")
@@ -176,7 +184,7 @@ def is_follower() -> bool:
 def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
     """The processes that train a run, of which this is the first: alone, with those of torchrun, or with its own."""
     started = num_started()
-    size = started or recipe.scale.processes
+    size = started or _scale_of(recipe).processes
     if size == 1:
         yield ONE
         return

@@ -159,16 +159,16 @@ def _of_objective(w: Words) -> Iterator[Rule]:
 
 def _of_rollouts(w: Words) -> Iterator[Rule]:
     elsewhere = (
-        f": {w.engine.name!r} samples with weights of its own, which no update reaches; "
-        "use native, and this one in `posttrain evaluate`"
+        ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
+        "`posttrain evaluate`"
     )
-    yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere
+    yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     evaluating = w.recipe.eval.engine
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
         yield w.only_scores, "eval.engine", head
-        follows = registry.find("engine", evaluating.name, "eval.engine").traits.get("follows_training", True)
-        yield not follows, "eval.engine", elsewhere.replace(w.engine.name, evaluating.name)
+        engine = registry.find("engine", evaluating.name, "eval.engine")
+        yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
     if w.recipe.rollout is None or w.selection is None:
         return
     fresh = (

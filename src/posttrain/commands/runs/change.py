@@ -248,7 +248,7 @@ def _recordings_that_stay(root: str, places: Sequence[Place]) -> list[str]:
         others = [name for name in users if name not in going]
         if len(others) < len(users):
             unused = f"no other run uses them; to delete them: rm -r {shlex.quote(str(folder))}"
-            then = f"{', '.join(others)} share them" if others else unused
+            then = f"{', '.join(others)} {'shares' if len(others) == 1 else 'share'} them" if others else unused
             lines.append(f"the activations in {folder} stay, {show_bytes(disk_bytes(folder))}: {then}")
     return lines
 

@@ -269,7 +269,7 @@ class VllmEngine(Engine):
         bodies = probe_bodies(served, probe_prompts(self._vocab_size() or 1, context), context)
 
         def ask(body: dict[str, Any]) -> Scores:
-            read = partial(read_scores, prompt=body["prompt"])
+            read = partial(read_scores, prompt=body["prompt"], vocab_size=self._vocab_size() or 1)
             return self._call(server, "/v1/completions", body, read, "the probe")
 
         return largest_difference(self.model, self._all(server, ask, bodies))

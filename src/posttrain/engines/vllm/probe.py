@@ -46,15 +46,16 @@ def probe_bodies(served: ServedModel, prompts: Sequence[Sequence[int]], context:
     return bodies
 
 
-def read_scores(answer: Any, prompt: Sequence[int]) -> Scores:
+def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
     """What an answer to one of ``probe_bodies`` says, of the prompt and of what follows it.
 
     Raises:
-        Unreadable: ids or log-probabilities are missing.
+        Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
     """
     try:
         choice = answer["choices"][0]
         ids = (*prompt, *map(int, choice["token_ids"]))
+        _check_ids(ids, vocab_size)
         given = choice.get("prompt_logprobs") or []
         places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(given) if each}
         for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
@@ -63,7 +64,14 @@ def read_scores(answer: Any, prompt: Sequence[int]) -> Scores:
         raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
     if not places:
         raise Unreadable("no log-probabilities of a probe")
+    _check_ids([token for tokens in places.values() for token in tokens], vocab_size)
     return Scores(ids, places)
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise Unreadable(f"token id {outside}, but the model's vocabulary has {vocab_size} entries")
 
 
 def largest_difference(model: Any, scored: Sequence[Scores]) -> float:

@@ -20,7 +20,7 @@ from posttrain.models.forward.attention import install_packed_attention, packed_
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
-from posttrain.models.heads import ScalarHead, log_softmax, score_logits
+from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs
 
 # Logits of at most this many elements (64 MiB in fp32) exist at a time.
@@ -161,8 +161,10 @@ class Forward:
         states = self._states(batch, self.plan(batch), predicts=True)
 
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            table = log_softmax(states.project(part), self.temperature)
-            values, ids = table.topk(min(k, table.shape[-1]), dim=-1)
+            logits = states.project(part)
+            ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
+            values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are scored
+            assert values is not None
             return ids, values
 
         ids, logprobs = self._in_chunks(best, states, ())
