@@ -443,6 +443,7 @@ def test_the_word_in_a_recipe(small_tokenizer):
 
 @registry.register("engine", follows_training=False)
 def frozen(model, tokenizer):
+    """An engine whose weights are its own, whatever becomes of the model."""
     raise AssertionError("never built")
 
 

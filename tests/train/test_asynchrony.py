@@ -129,7 +129,9 @@ def by_the_definition(staleness: int) -> Callable[..., Parts]:
         def draw_stale(step: int, cycle: int) -> Drawn:
             versions.append(copy.deepcopy(parts.model))
             assert len(versions) == cycle + 1
-            source.engine = NativeEngine(versions[max(0, cycle - staleness)])
+            version = max(0, cycle - staleness)
+            source.engine = NativeEngine(versions[version])
+            source.engine.sync(version * source.updates)
             return draw(step, cycle)
 
         source.draw = draw_stale
