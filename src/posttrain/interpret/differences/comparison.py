@@ -40,7 +40,6 @@ from posttrain.interpret.differences.findings import (
 )
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.features.logit_lens import strongest_tokens
-from posttrain.models.sources import resolve_model_name
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
 from posttrain.recipes.sections import ModelSection
@@ -198,7 +197,7 @@ def prepare(
     sources = {"base": base, "post": post}
     for side, source in sources.items():
         try:
-            resolve_model_name(source.path)
+            read_config(source.path)
         except UsageError as error:
             raise UsageError(f"{side}: {error}") from None
         source.refuse_scorer()
