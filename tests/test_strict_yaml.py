@@ -154,13 +154,38 @@ plain = st.recursive(
     | st.floats(allow_nan=False)
     | st.text(max_size=12)
     | st.sampled_from(
-        ["yes", "no", "1:30", "010", "1e5", "0o17", "0x1f", "2024-05-17", ".inf", "~", "=", "<<", "- a", "1_0"]
+        [
+            "\x85",
+            "a\u2028b",
+            "\u2029\x85\n",
+            "yes",
+            "no",
+            "1:30",
+            "010",
+            "1e5",
+            "0o17",
+            "0x1f",
+            "2024-05-17",
+            ".inf",
+            "~",
+            "=",
+            "<<",
+            "- a",
+            "1_0",
+        ]
     ),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=4), inner, max_size=3)
     ),
     max_leaves=8,
 )
+
+
+@pytest.mark.parametrize("text", ["\x85", "a\x85b", "\x85\n\x85", "a\u2028b", "\u2029", "'\x85", "x" * 99 + " \x85"])
+def test_line_breaks_of_old_are_kept(text: str) -> None:
+    """YAML 1.1 folds a line that ends in U+0085 to a space, so that such a text is written with escapes."""
+    assert read(write_yaml({"key": text})) == {"key": text}
+    assert read(write_yaml({text: 1})) == {text: 1}
 
 
 @given(plain)

@@ -40,6 +40,7 @@ _NAMED = {
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
     **{f"{sign}{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")},
 }
+_BREAKS_OF_OLD = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines at them; folded, one of them becomes a space
 _TRUTH_OF_OLD = re.compile("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 
 
@@ -239,7 +240,8 @@ class _Writer(yaml.SafeDumper):
             same = type(plain_value(text)) is str
         except ValueError:
             same = False
-        return self.represent_scalar(f"{_TAG}str", str(text), style=None if same else "'")
+        style = '"' if _BREAKS_OF_OLD.search(text) else None if same else "'"
+        return self.represent_scalar(f"{_TAG}str", str(text), style=style)
 
 
 _Writer.add_representer(str, _Writer.represent_text)
