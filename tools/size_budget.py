@@ -17,10 +17,10 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 62120
+MAX_PACKAGE_LINES = 62280
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2260,
+    "ground": 2270,
     "recipes": 1070,
     "algorithms": 1810,
     "graders": 6650,
@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "tasks": 5420,
     "store": 2470,
     "models": 2810,
-    "engines": 4650,
+    "engines": 4800,
     "evals": 2890,
     "reward_models": 1630,
     "train": 5280,

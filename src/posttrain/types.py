@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-Finish = Literal["stop", "length"]
+# How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
+# environment says that it is over, or because a tool or the environment failed.
+Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "environment_failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,20 @@ class Completion:
     ``ids`` includes the end token when ``finish`` is ``stop``; ``logprobs`` (fp32 values, one per
     id) are taken at the sampling temperature, over the distribution before truncation by top-k
     or top-p. ``version`` says of the weights that drew the tokens how many updates they had had: one number, or one
-    per id where weights changed in the middle.
+    per id where weights changed in the middle. ``own``: of several turns, which ids the model wrote; the others are
+    what an environment said between them, with log-probability 0. None: all of them.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
     version: int | tuple[int, ...] = 0
+    own: tuple[bool, ...] | None = None
+
+    @property
+    def num_own(self) -> int:
+        """How many of the ids the model wrote."""
+        return len(self.ids) if self.own is None else sum(self.own)
 
 
 @dataclass(slots=True)

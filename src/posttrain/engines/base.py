@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
 from posttrain.errors import UsageError
 from posttrain.types import Completion
 from posttrain.world import ONE, World
@@ -19,7 +20,8 @@ class Sampling:
     ``temperature`` 0 is greedy. Log-probabilities are always those of the full distribution at
     ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation
     ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
-    a prompt and its completion together have no more than these, and a longer prompt has no room.
+    a prompt and its completion together have no more than these, and a longer prompt has no room. ``max_turn_tokens``:
+    of several turns, how long each may be; ``max_tokens`` are then those of all turns and replies.
     """
 
     max_tokens: int
@@ -28,6 +30,7 @@ class Sampling:
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     max_total_tokens: int | None = None
+    max_turn_tokens: int | None = None
 
     def within(self, context: int) -> int:
         """How long a prompt and its completion may be together in a model of ``context`` tokens."""
@@ -77,6 +80,33 @@ class Engine(ABC):
         Raises:
             UsageError: an empty prompt, or one that leaves no room in the model's context.
         """
+
+    def converse(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[Sequence[int]],
+        sampling: Sampling,
+        respondent: Respondent,
+    ) -> list[list[Completion]]:
+        """One completion per key, of as many turns as ``respondent`` keeps going, grouped by prompt.
+
+        Token t of turn k is drawn with the t-th uniform number of ``turn_key(key, k)``. A turn ends at a stop id, which
+        is kept, and is then answered; one that has no room left ends its completion with ``length``.
+
+        Raises:
+            UsageError: as ``generate``.
+        """
+        context = sampling.within(1 << 31)
+        rows = [
+            Conversation(i, g, key, min(sampling.max_tokens, context - len(prompts[i])))
+            for i, of_prompt in enumerate(keys)
+            for g, key in enumerate(of_prompt)
+        ]
+        version = converse_by_generating(self.generate, prompts, rows, sampling, respondent)
+        answers: list[list[Completion]] = [[] for _ in prompts]
+        for row in rows:
+            answers[row.prompt].append(row.completion(version))
+        return answers
 
 
 def check_sampling(sampling: Sampling) -> None:
