@@ -16,14 +16,13 @@ from respondents import Scripted, wordy
 from conftest import build_tiny_random
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Conversation, Reply, turn_key
+from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
 from posttrain.engines.native import schedule
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.copied import CopiedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.turns import Turns
-from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RunFailure, UsageError
 from posttrain.randomness import derive_key, uniforms
 from posttrain.types import Completion
@@ -33,7 +32,8 @@ STOPS = frozenset(range(40))  # a turn is some 8 tokens long
 LENGTHS = (5, 1, 12, 3)
 SAMPLING = Sampling(max_tokens=40, stop_ids=STOPS)
 SCRIPT = wordy(range(40, VOCAB))
-PATHS = [("qwen3", "lean"), ("qwen3", "modules"), ("gpt2", "modules")]
+# The lean path copies the prompt of a lone row, and shares that of several.
+PATHS = [("qwen3", "lean", 1), ("qwen3", "lean", 3), ("gpt2", "modules", 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +68,14 @@ def said(completions: list[list[Completion]]) -> list[list[tuple[Any, ...]]]:
     return [[(c.ids, c.own, c.finish) for c in group] for group in completions]
 
 
-def by_reading_again(engine: Engine, *asked: Any) -> list[list[Completion]]:
-    """``Engine.converse`` with a generation for each turn, over ``engine``."""
-
-    class Again(ScriptedEngine):
-        context_tokens = engine.context_tokens
-        generate = staticmethod(engine.generate)
-
-    return Again([]).converse(*asked)
+def by_reading_again(
+    engine: Engine, prompts: list[list[int]], keys: list[list[int]], sampling: Sampling, respondent: Scripted
+) -> list[list[Completion]]:
+    """``Engine.converse`` with a generation of ``engine`` for every turn."""
+    groups = begin(prompts, keys, sampling.max_tokens, sampling.within(engine.context_tokens))
+    rows = [row for group in groups for row in group]
+    version = converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
+    return [[row.completion(version) for row in group] for group in groups]
 
 
 def worst_difference(model: Any, prompts: Any, completions: Any, temperature: float = 1.0) -> float:
@@ -95,14 +95,14 @@ def worst_difference(model: Any, prompts: Any, completions: Any, temperature: fl
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize("group", [1, 3])  # prompts copied for each row, and shared
-@pytest.mark.parametrize(("architecture", "path"), PATHS)
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
 def test_it_says_what_an_engine_says_that_reads_everything_again(
     architecture: str, path: Any, group: int, temperature: float
 ) -> None:
     model = exact(architecture)
     prompts, keys = make_prompts(), make_keys(len(LENGTHS), group)
-    sampling = replace(SAMPLING, temperature=temperature)
+    often = frozenset(range(0, VOCAB, 3))  # what is likeliest soon repeats itself
+    sampling = replace(SAMPLING, temperature=temperature, stop_ids=STOPS if temperature else often)
     expected = by_reading_again(NativeEngine(model, path=path), prompts, keys, sampling, Scripted(SCRIPT))
     for slots, wait_steps in ((64, 0), (5, 0), (5, 7)):
         engine = NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
@@ -113,8 +113,8 @@ def test_it_says_what_an_engine_says_that_reads_everything_again(
     assert {sum(c.own) < len(c.ids) for g in expected for c in g} == {True, False}
 
 
-@pytest.mark.parametrize(("group", "temperature"), [(1, 1.0), (3, 0.7), (3, 0.0)])
-@pytest.mark.parametrize(("architecture", "path"), PATHS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(("architecture", "path", "group"), [*PATHS, ("qwen3", "modules", 2)])
 def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(
     architecture: str, path: Any, group: int, temperature: float
 ) -> None:
@@ -153,8 +153,7 @@ def test_a_sliding_window_does_not_count_holes(tiny_random: Any, architecture: s
     assert worst_difference(model, prompts, completions) <= 1e-5
 
 
-@pytest.mark.parametrize(("architecture", "path"), PATHS)
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
 def test_a_cache_that_grows_and_shifts_keeps_its_holes(
     monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int
 ) -> None:
@@ -168,14 +167,14 @@ def test_a_cache_that_grows_and_shifts_keeps_its_holes(
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
-@pytest.mark.parametrize(("architecture", "path"), PATHS)
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
 @pytest.mark.parametrize("wait_steps", [0, 20])
 def test_looking_every_few_steps_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, wait_steps: int
+    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int, wait_steps: int
 ) -> None:
     """As on a GPU: what a row drew past the end of a turn is a hole."""
     model = exact(architecture, max_position_embeddings=48)
-    prompts, keys = make_prompts(), make_keys(len(LENGTHS), 3)
+    prompts, keys = make_prompts(), make_keys(len(LENGTHS), group)
     sampling, script = replace(SAMPLING, max_tokens=40, max_turn_tokens=25), wordy(range(40, VOCAB), 6, 5)
     each = NativeEngine(model, slots=6, path=path).converse(prompts, keys, sampling, Scripted(script))
     nearest = Turns._burst
@@ -363,7 +362,7 @@ def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("wait_steps", [0, 3])
 def test_limits(wait_steps: int) -> None:
     """Of turns, of all turns, and of the context; a reply that leaves no room is not said."""
-    model = exact("gpt2", max_position_embeddings=50)
+    model = exact("qwen3", max_position_embeddings=50)
     engine = NativeEngine(model, wait_steps=wait_steps)
     prompts, keys = make_prompts((4, 40)), make_keys(2, 4)
 
