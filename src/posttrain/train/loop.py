@@ -21,7 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.forward.linear import products, use_products, usual_products
+from posttrain.models.forward.linear import has_products, products, use_products, usual_products
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -83,7 +83,8 @@ class Loop:
             for reason in found.skipped:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, found.state)
-            use_products(found.state.get("products", products()))
+            if has_products(kept := found.state.get("products")):  # else `--accept-changes` has said so
+                use_products(kept)
             restore_model(self.parts.model, found.path)
             restore_heads(self.parts.heads, found.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
@@ -347,7 +348,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    use_products(usual_products())
+    _use_same_products(world)
     with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)
@@ -383,6 +384,21 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+def _use_same_products(world: World) -> None:
+    """All processes multiply by the library that is the usual one on the main process's machine.
+
+    Raises:
+        UsageError: one of them has not got it.
+    """
+    library = world.tell(usual_products(), "library of products")
+    if not has_products(library):
+        raise UsageError(
+            f"rank {world.rank}: this torch has no {library}, by which rank 0 multiplies; "
+            "install the same build of torch on all machines"
+        )
+    use_products(library)
 
 
 def _attention(recipe: Recipe) -> AbstractContextManager[None]:
