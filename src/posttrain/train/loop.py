@@ -78,37 +78,37 @@ class Loop:
 
         The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
         """
-        found = self._newest_checkpoint()
-        if found is not None:
-            for reason in found.skipped:
+        checkpoint = self._newest_checkpoint()
+        if checkpoint is not None:
+            for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
-            check_origins(self.recipe, self.parts.origins, found.state)
-            if has_products(kept := found.state.get("products")):  # else `--accept-changes` has said so
+            check_origins(self.recipe, self.parts.origins, checkpoint.state)
+            if has_products(kept := checkpoint.state.get("products")):  # else `--accept-changes` has said so
                 use_products(kept)
-            restore_model(self.parts.model, found.path)
-            restore_heads(self.parts.heads, found.heads)
-            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
+            restore_model(self.parts.model, checkpoint.path)
+            restore_heads(self.parts.heads, checkpoint.heads)
+            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
                 self.parts.shards.scatter(self.parts.optimizer)
-            self.parts.source.restore(found.rollout_buffer, found.state.get("source", {}))
-            self.step = found.step
-            self.best = found.state.get("best")
-            self.evaluations = found.state.get("evaluations")
-            self.owes_evaluation = bool(found.state.get("owes_evaluation"))
-            self._compare_length(found.state.get("steps"))
-            self._compare_size(found.state.get("processes", 1))
+            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}))
+            self.step = checkpoint.step
+            self.best = checkpoint.state.get("best")
+            self.evaluations = checkpoint.state.get("evaluations")
+            self.owes_evaluation = bool(checkpoint.state.get("owes_evaluation"))
+            self._compare_length(checkpoint.state.get("steps"))
+            self._compare_size(checkpoint.state.get("processes", 1))
             self.source_state = self.parts.source.state()
             self._tidy()
-        keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
+        keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
-        found = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
-        step = self.world.tell(None if found is None else found.step, "step of the checkpoint")
+        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
+        step = self.world.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
         if self.world.is_main or step is None:
-            return found
+            return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
     def _compare_size(self, began: int) -> None:
