@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 62280
+MAX_PACKAGE_LINES = 62320
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2270,
@@ -26,15 +26,15 @@ ROOMS: dict[str, int] = {
     "graders": 6650,
     "rewards": 390,
     "render": 1130,
-    "tasks": 5420,
+    "tasks": 5430,
     "store": 2470,
-    "models": 2810,
+    "models": 2820,
     "engines": 4800,
     "evals": 2890,
     "reward_models": 1630,
-    "train": 5280,
+    "train": 5290,
     "interpret": 7570,
-    "runs": 2880,
+    "runs": 2900,
     "sweeps": 3290,
     "reports": 3090,
     "commands": 6890,

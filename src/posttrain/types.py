@@ -100,7 +100,7 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
     decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
     found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
-    ``crash``). ``version``: of the weights that sampled it, which is how many rollout batches they had been trained on.
+    ``crash``).
     """
 
     example: Example
@@ -116,7 +116,6 @@ class Rollout:
     advantage: float | None = None
     extracted: str | None = None
     outcome: str = "ungraded"
-    version: int = 0
 
 
 @dataclass(slots=True)
