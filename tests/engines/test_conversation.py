@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from respondents import Scripted, wordy
 
 from conftest import build_tiny_random
+from engines.respondents import Scripted, wordy
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
