@@ -18,6 +18,9 @@ def choosing(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
     return Choosing(model, [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
 
 
+SPREAD = 8.0  # a likely text is not the only one that is said
+
+
 class Choosing(Engine):
     """See ``choosing``."""
 
@@ -31,7 +34,7 @@ class Choosing(Engine):
     @torch.no_grad()
     def _choose(self, prompt, key, sampling):
         scored = [self._logprobs(prompt, ids, sampling.temperature or 1.0) for ids in self.choices]
-        weights = torch.tensor([sum(one) / len(one) for one in scored]).softmax(0).cumsum(0)
+        weights = torch.tensor([sum(one) / len(one) / SPREAD for one in scored]).softmax(0).cumsum(0)
         place = int((weights < float(uniforms([key], 1)[0, 0])).sum())
         ids, logprobs = self.choices[place], scored[place]
         limit = min(sampling.max_tokens, sampling.within(1 << 31) - len(prompt))
