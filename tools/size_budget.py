@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 64270
+MAX_PACKAGE_LINES = 64310
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2320,
@@ -26,16 +26,16 @@ ROOMS: dict[str, int] = {
     "graders": 6650,
     "rewards": 420,
     "render": 1320,
-    "tasks": 5460,
+    "tasks": 5470,
     "environments": 1110,
     "store": 2560,
-    "models": 2810,
+    "models": 2820,
     "engines": 5140,
     "evals": 2900,
     "reward_models": 1630,
-    "train": 5380,
+    "train": 5390,
     "interpret": 7570,
-    "runs": 2880,
+    "runs": 2900,
     "sweeps": 3290,
     "reports": 3090,
     "commands": 6900,

@@ -127,9 +127,8 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
     decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
     found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
-    ``crash``). ``version``: of the weights that sampled it, which is how many rollout batches they had been trained on.
-    ``turns``: with an environment, all that were taken (``text`` is the last). ``failures``: why the environment
-    failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample of anything.
+    ``crash``). ``turns``: with an environment, all that were taken (``text`` is the last). ``failures``: why the
+    environment failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample of anything.
     """
 
     example: Example
@@ -145,7 +144,6 @@ class Rollout:
     advantage: float | None = None
     extracted: str | None = None
     outcome: str = "ungraded"
-    version: int = 0
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
 

@@ -71,8 +71,7 @@ class Python:
             raise EnvironmentFailed(str(error)) from error
         place = getattr(box, "folder", "")  # of a random name, which would make equal programs say different things
         said, complaint = (
-            text.decode("utf-8", "replace").replace(place or "\0", "/box")
-            for text in (ended.stdout, ended.stderr)
+            text.decode("utf-8", "replace").replace(place or "\0", "/box") for text in (ended.stdout, ended.stderr)
         )
         if ended.timed_out or ended.exit in (-9, -24):
             said += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"

@@ -89,8 +89,8 @@ def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> R
             if not after.startswith(before + turn):
                 raise UsageError(_rewrites(before + turn, after))
             tail = after[len(before + turn) :]
-            opening, found, closing = tail.partition(reply)
-            if not found or reply in closing:
+            opening, shown, closing = tail.partition(reply)
+            if not shown or reply in closing:
                 raise UsageError(f"the tokenizer's chat template does not show a message of the role {role!r} once")
             tails.add((opening, closing))
             before = after

@@ -16,23 +16,23 @@ from posttrain.recipes.sections import KLInRewardSection
 from posttrain.types import Batch
 
 
-def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *given: Tensor) -> Any:
+def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *inputs: Tensor) -> Any:
     """What an advantage word returns, checked: one tensor of the expected shape, or a tuple of ``num_results``.
 
     Raises:
         RunFailure: the function raised.
         UsageError: it returned something else.
     """
-    found = registry.call("advantage", advantage, *given)
-    results = found if isinstance(found, tuple) else (found,)
+    returned = registry.call("advantage", advantage, *inputs)
+    results = returned if isinstance(returned, tuple) else (returned,)
     shapes = [registry.describe_result(x) for x in results]
-    if isinstance(found, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
+    if isinstance(returned, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
         wanted = f"advantages and returns, both of shape {expected}" if num_results > 1 else "one number per completion"
         raise UsageError(
             f"advantage: the function returned {', '.join(shapes) or 'nothing'} for rewards of shape {expected}; "
             f"it must give {wanted}"
         )
-    return found
+    return returned
 
 
 @dataclass(slots=True)

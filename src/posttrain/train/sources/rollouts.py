@@ -237,8 +237,6 @@ class RolloutSource:
         if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
             rest = [g for g in sampled if not self.fits(g)]
             chosen += rest[: options.prompts - len(chosen)]
-        for rollout in (r for group in sampled for r in group):
-            rollout.version = cycle
         generating = time.perf_counter() - started - grading
         return Drawn(sampled, chosen, accepted, cycle, {"generate_seconds": generating, "score_seconds": grading})
 
