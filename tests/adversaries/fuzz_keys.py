@@ -264,6 +264,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "grader": (("train",), merged(RL, {"rewards": [{"name": "correct"}]}), "rewards.0.mode"),
     "template": (("train",), RL, "prompt.template"),
     "task": (("train",), SFT, "task"),
+    "environment": (("train",), merged(RL, {"environment": {"name": "calculator"}}), "environment"),
     "engine": (("train",), RL, "rollout.engine"),
     "optimizer": (("train",), RL, "optimizer"),
     "tracker": (("train",), merged(RL, {"track": [{"name": "tensorboard"}]}), "track.0"),
