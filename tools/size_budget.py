@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 64310
+MAX_PACKAGE_LINES = 64560
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2320,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1110,
     "store": 2560,
     "models": 2820,
-    "engines": 5140,
+    "engines": 5400,
     "evals": 2900,
     "reward_models": 1630,
     "train": 5390,
