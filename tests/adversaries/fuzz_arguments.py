@@ -55,7 +55,7 @@ SEEDS = {"--seed"}
 NEEDED = {"--gpus": "H100"}
 MAY_BE_EMPTY = {"--system"}
 FILES = {"recipe": "mine.yaml"}
-RECIPES = {"train": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
+RECIPES = {"train": RL, "plan": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
 
 
 def parsers() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:

@@ -39,7 +39,7 @@ class Feedback:
                     prompt = told
             has_feedback.append(float(prompt != list(rollout.prompt_ids)))
             answer = list(rollout.completion.ids)
-            mask = [False] * len(prompt) + [True] * len(answer)
+            mask = [False] * len(prompt) + list(rollout.completion.written)
             samples.append(Sample(prompt + answer, mask, group=index, prefix=len(prompt)))
         return collate(samples), torch.tensor(has_feedback)
 
