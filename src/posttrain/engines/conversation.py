@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish
+from posttrain.types import Completion, Finish, Turn
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Sampling
@@ -21,6 +21,20 @@ class Reply:
 
     ids: tuple[int, ...] = ()
     finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What became of one completion behind its prompt: of one turn, or of all that an environment answered.
+
+    ``reward`` is what the environment pays, None where it says nothing; ``failures``: as in ``Rollout``.
+    """
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    failures: tuple[str, ...] = ()
 
 
 class Respondent(Protocol):
