@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish, Turn
+from posttrain.types import Completion, Finish, Message, Turn
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Sampling
@@ -27,7 +27,8 @@ class Reply:
 class Episode:
     """What became of one completion behind its prompt: of one turn, or of all that an environment answered.
 
-    ``reward`` is what the environment pays, None where it says nothing; ``failures``: as in ``Rollout``.
+    ``reward`` is what the environment pays, None where it says nothing; ``failures``: as in ``Rollout``. ``messages``:
+    those of the example, with what the environment opened it with; None without one.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +36,7 @@ class Episode:
     turns: tuple[Turn, ...] = ()
     reward: float | None = None
     failures: tuple[str, ...] = ()
+    messages: tuple[Message, ...] | None = None
 
 
 class Respondent(Protocol):

@@ -261,10 +261,12 @@ class Episodes:
             for g, one in zip(samples, row, strict=True)
         }
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
-        return {
-            place: self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
-            for place, session in sessions.items()
-        }
+        episodes = {}
+        for place, session in sessions.items():
+            played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
+            messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
+            episodes[place] = replace(played, messages=messages)
+        return episodes
 
     def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
         """The prompt with what the environment opens the episode with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
@@ -196,7 +196,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
     return [
         [
             Rollout(
-                example=asked.examples[i],
+                example=_opened(asked.examples[i], one),
                 prompt_ids=one.prompt,
                 completion=one.completion,
                 text=text,
@@ -233,6 +233,11 @@ def _play(
     room = sampler.context_tokens - 1
     episodes = Episodes(stage, sampler.engine, sampler.tokenizer, asked.sampling, room, sampler.world)
     return episodes.play([asked.examples[i] for i in mine], keys, seeds)
+
+
+def _opened(example: Example, episode: Episode) -> Example:
+    """The example as it was asked: with what an environment opened it with."""
+    return example if episode.messages is None else replace(example, messages=episode.messages)
 
 
 def _text(sampler: Sampler, episode: Episode) -> str:
