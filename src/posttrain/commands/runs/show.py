@@ -329,7 +329,8 @@ def _last_episode(folder: Path) -> list[str]:
     if not newest or not newest[0].turns:
         return []
     row = newest[0]
-    about = f"\nthe last of step {row.step}: {_count(len(row.turns), "turn")}, {row.finish}, reward {row.reward:.3f}"
+    turns = _count(len(row.turns), "turn")
+    about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
     return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
 
 
