@@ -44,6 +44,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "peak_megabytes",
     ),
+    "turns.py": (
+        [["--rows", "8", "--turns", "2", "--reply", "4", "--rounds", "1"]],
+        None,
+        "kept_to_one_turn",
+    ),
 }
 ELSEWHERE = {
     "grading.py": "tests/adversaries/test_benchmark.py",

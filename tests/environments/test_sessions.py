@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-import example_environments as mine
 import pytest
 
+import example_environments as mine
 from posttrain.consent import declare_code
 from posttrain.environments.contract import Session, build_toolset, row_for
 from posttrain.environments.pool import Pool

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import example_environments as mine
 import pytest
 
+import example_environments as mine
 from posttrain.environments.calls import MAX_CALLS, Request, describe_tools, read_calls
 from posttrain.environments.tools import MAX_RESULT_CHARS, make_tool, result_text
 from posttrain.errors import UsageError
