@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 64560
+MAX_PACKAGE_LINES = 64640
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2320,
@@ -28,17 +28,17 @@ ROOMS: dict[str, int] = {
     "render": 1320,
     "tasks": 5470,
     "environments": 1110,
-    "store": 2560,
+    "store": 2570,
     "models": 2820,
-    "engines": 5400,
+    "engines": 5440,
     "evals": 2900,
     "reward_models": 1630,
-    "train": 5390,
+    "train": 5400,
     "interpret": 7570,
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3090,
-    "commands": 6900,
+    "commands": 6910,
 }
 
 
