@@ -17,10 +17,10 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 62280
+MAX_PACKAGE_LINES = 63490
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2270,
+    "ground": 2280,
     "recipes": 1070,
     "algorithms": 1810,
     "graders": 6650,
@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "runs": 2880,
     "sweeps": 3290,
     "reports": 3090,
-    "commands": 6890,
+    "commands": 8110,
 }
 
 
