@@ -119,7 +119,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
-    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
+    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template), folder)
     place = EnginePlace(loaded, folder, world)
     engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
