@@ -48,7 +48,7 @@ from posttrain.graders.math.reading import Expression, NotUnderstood, read_answe
 from posttrain.graders.sandbox.workers import Limits, WorkerPool
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "rewards"), str(TESTS / "adversaries")]
+sys.path[:0] = [str(TESTS / "graders"), str(TESTS / "adversaries")]
 import adversary  # noqa: E402
 import grader_answers  # noqa: E402
 import hostile_answers  # noqa: E402

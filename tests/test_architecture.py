@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rewards": ("rewards",),
     "render": ("render",),
     "tasks": ("tasks",),
+    "environments": ("environments",),
     "store": ("store",),
     "models": ("models",),
     "engines": ("engines",),

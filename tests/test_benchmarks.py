@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,40 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "peak_megabytes",
     ),
+    "turns.py": (
+        [["--rows", "8", "--turns", "2", "--reply", "4", "--rounds", "1"]],
+        None,
+        "kept_to_one_turn",
+    ),
 }
 ELSEWHERE = {
     "grading.py": "tests/adversaries/test_benchmark.py",
     "two_checkouts.py": "tests/test_two_checkouts.py",
 }
 PARTS = {"parity_trl.py", "training_reward.py"}  # of other scripts
+
+
+IMPORTS = """
+import runpy, sys
+folder, *scripts = sys.argv[1:]
+for script in scripts:
+    before = list(sys.path)
+    sys.path[0] = folder
+    runpy.run_path(f"{folder}/{script}", run_name="imported")
+    sys.path[:] = before
+    ours = [name for name, module in sys.modules.items() if "/tests/" in str(getattr(module, "__file__", ""))]
+    for name in ours:
+        del sys.modules[name]
+    print(script)
+"""
+
+
+def test_every_script_finds_what_it_imports() -> None:
+    """In a process of its own, which has not got this suite's folders on its path."""
+    scripts = sorted({*SMALLEST, *ELSEWHERE} - {script for script, (_, needs, _) in SMALLEST.items() if needs})
+    command = [sys.executable, "-c", IMPORTS, str(FOLDER), *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.stdout.split(), done.stderr[-2000:] if done.returncode else "") == (scripts, "")
 
 
 def test_every_script_has_a_test() -> None:

@@ -17,27 +17,28 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 63490
+MAX_PACKAGE_LINES = 66670
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2280,
-    "recipes": 1070,
+    "ground": 2330,
+    "recipes": 1090,
     "algorithms": 1810,
     "graders": 6650,
-    "rewards": 390,
-    "render": 1130,
-    "tasks": 5420,
-    "store": 2470,
-    "models": 2810,
-    "engines": 4800,
-    "evals": 2890,
+    "rewards": 420,
+    "render": 1320,
+    "tasks": 5470,
+    "environments": 1110,
+    "store": 2560,
+    "models": 2820,
+    "engines": 6230,
+    "evals": 2930,
     "reward_models": 1630,
-    "train": 5280,
+    "train": 5390,
     "interpret": 7570,
-    "runs": 2880,
+    "runs": 2900,
     "sweeps": 3290,
-    "reports": 3090,
-    "commands": 8110,
+    "reports": 3100,
+    "commands": 8120,
 }
 
 

@@ -45,8 +45,15 @@ HOMES: dict[str, dict[str, str]] = {
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
+    "environment": {
+        "posttrain.environments.calculator": "calculator",
+        "posttrain.environments.python": "python",
+        "posttrain.environments.search": "search",
+        "posttrain.environments.games": "nim number_guess",
+    },
     "reward": {
         "posttrain.rewards.correct": "correct",
+        "posttrain.rewards.environment": "environment tool_calls",
         "posttrain.rewards.format": "xml_count xml_format xml_soft",
         "posttrain.graders.numeric": "is_number",
         "posttrain.rewards.length": "overlong",
@@ -92,6 +99,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.steps.prmbench": "prmbench",
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
         "posttrain.tasks.behaviour": "refusals sycophancy",
+        "posttrain.tasks.episodes": "episodes",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",
@@ -245,7 +253,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
         UnallowedCode: a ``module:function`` that nobody declared.
     """
     if ":" in name:
-        return _import_entry(kind, name, where)
+        return import_word(kind, name, where)
     if name not in _ENTRIES[kind] and name in _MODULES[kind]:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
@@ -272,7 +280,13 @@ def kinds_of(name: str) -> list[Entry]:
     return [find(kind, name) for kind in HOMES if name in names(kind)]
 
 
-def _import_entry(kind: str, path: str, where: str) -> Entry:
+def import_word(kind: str, path: str, where: str) -> Entry:
+    """What ``module:function`` names, of whatever kind.
+
+    Raises:
+        UnallowedCode: nobody declared it.
+        UnknownWord: it cannot be imported.
+    """
     module_name, _, attribute = path.partition(":")
     place = f"{where}: " if where else ""
     prepare_import(path, f"{place}{kind} ")
@@ -284,7 +298,7 @@ def _import_entry(kind: str, path: str, where: str) -> Entry:
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         what = f"module {module_name!r} cannot be imported ({reason}); give one that can"
         raise UnknownWord(f"{place}{kind} {path!r}: {what}") from error
-    for entry in _ENTRIES[kind].values():
+    for entry in _ENTRIES.get(kind, {}).values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
             return entry  # it registered itself, with its traits
     function = getattr(module, attribute, None)

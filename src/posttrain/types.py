@@ -92,6 +92,33 @@ class Completion:
         """How many of the ids the model wrote."""
         return len(self.ids) if self.own is None else sum(self.own)
 
+    @property
+    def written(self) -> tuple[bool, ...]:
+        """For each of the ids, whether the model wrote it: where it is trained."""
+        return (True,) * len(self.ids) if self.own is None else self.own
+
+
+# How a call of a tool ended: it answered; it raised; it is no call; there is no such tool; it took too long.
+CallOutcome = Literal["ok", "failed", "malformed", "unknown", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool as the model stated it, and the result that it was told."""
+
+    tool: str
+    stated: str
+    result: str
+    outcome: CallOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+
 
 @dataclass(slots=True)
 class Rollout:
@@ -100,7 +127,9 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
     decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
     found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
-    ``crash``). ``version``: of the weights that sampled it, which is how many rollout batches they had been trained on.
+    ``crash``). ``turns``: with an environment, all that were taken (``text`` is the last). ``failures``: why the
+    environment failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample of
+    anything.
     """
 
     example: Example
@@ -116,7 +145,13 @@ class Rollout:
     advantage: float | None = None
     extracted: str | None = None
     outcome: str = "ungraded"
-    version: int = 0
+    turns: tuple[Turn, ...] = ()
+    failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the environment failed to the end."""
+        return self.completion.finish == "environment_failed"
 
 
 @dataclass(slots=True)

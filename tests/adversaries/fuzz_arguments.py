@@ -52,9 +52,10 @@ VALID = {
     "names": "stories",
 }
 SEEDS = {"--seed"}
+NEEDED = {"--gpus": "H100"}
 MAY_BE_EMPTY = {"--system"}
 FILES = {"recipe": "mine.yaml"}
-RECIPES = {"train": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
+RECIPES = {"train": RL, "plan": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
 
 
 def parsers() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
@@ -94,7 +95,8 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
                 files["mine.yaml"] = dump(RECIPES[command])
     for action in parser._actions:
         if action.required and action.option_strings:
-            given += [action.option_strings[0], str(next(iter(action.choices))) if action.choices else "to"]
+            option = action.option_strings[0]
+            given += [option, str(next(iter(action.choices))) if action.choices else NEEDED.get(option, "to")]
     return given, files
 
 

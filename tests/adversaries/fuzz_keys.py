@@ -20,7 +20,7 @@ from posttrain.recipes.sections import Word
 from posttrain.sweeps.study import StudyFile
 
 # Sections whose keys all have defaults: nothing said is something.
-ALL_OPTIONAL = ("adapter",)
+ALL_OPTIONAL = ("adapter", "patching", "causal", "activations.model")
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (text, frozenset(types.split()))
@@ -70,7 +70,7 @@ POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
 )
 # Not YAML, so text where an option has it; in a file it is refused.
 NO_YAML = ("!", "*", "&a [*", "&a {b: *")
-SEEDS = {"seed"}  # any whole number is a seed
+SEEDS = {"seed", "items_seed"}  # any whole number is a seed
 PARENTS: dict[str, dict[str, Any]] = {
     "model.init": {"model": {"init": {"architecture": "qwen3"}}},
     "kl_in_reward": {"kl_in_reward": {"weight": 0.1}},
@@ -105,7 +105,7 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
     lists_enum = any("enum" in c or "const" in c for c in choices)
     bad = []
     for text, fits in POOL:
-        if text == "{}" and last in ALL_OPTIONAL:
+        if text == "{}" and {key, last} & set(ALL_OPTIONAL):
             continue
         taken = set(types)
         if last in SEEDS and text in ("100000000000", "1e11", "1e30"):
@@ -264,6 +264,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "grader": (("train",), merged(RL, {"rewards": [{"name": "correct"}]}), "rewards.0.mode"),
     "template": (("train",), RL, "prompt.template"),
     "task": (("train",), SFT, "task"),
+    "environment": (("train",), merged(RL, {"environment": {"name": "calculator"}}), "environment"),
     "engine": (("train",), RL, "rollout.engine"),
     "optimizer": (("train",), RL, "optimizer"),
     "tracker": (("train",), merged(RL, {"track": [{"name": "tensorboard"}]}), "track.0"),

@@ -86,6 +86,15 @@ def cut_first_line(folder: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
 
 
+def other_products(folder: Path) -> None:
+    """As if the run had begun where torch multiplies by a library that is not here, or as a stranger would say."""
+    place = folder / "checkpoints" / "step-000002"
+    state = json.loads((place / "state.json").read_text())
+    (place / "state.json").write_text(json.dumps(state | {"products": "cu\x1b[2Jda"}))
+    (place / "manifest.json").unlink()
+    seal(place, 2)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
     "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
@@ -93,6 +102,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
     "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),
     "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
+    "other products": (other_products, r"matrix products: by 'cu\x1b[2Jda' then, which this torch has not; now by "),
     "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
 }
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,38 @@ def ahead_recipe(steps: int, staleness: int = 2) -> dict[str, Any]:
     return recipe | {"rollout": recipe["rollout"] | drops, "rewards": [{"name": "vowels:begins_with_a_vowel"}]}
 
 
+def turns_recipe(environment: str, steps: int) -> dict[str, Any]:
+    """GRPO whose completions have several turns, saved at every step; what is said depends on the weights."""
+    texts = TURNS[environment]
+    recipe = grpo_recipe(steps, save_every=1)
+    engine = {"name": "choosing_engine:choosing", "texts": texts}
+    limits = {"max_tokens": 300, "max_turns": 3, "show_tools": False}
+    return recipe | {
+        "environment": PLAYED[environment],
+        "rewards": [{"name": "vowels:share_of_vowels"}, {"name": "tool_calls", "weight": -0.1}],
+        "rollout": {"prompts": 2, "group": 4, "engine": engine, **limits},
+    }
+
+
+PLAYED: dict[str, Any] = {
+    "calculator": "calculator",
+    "python": {"name": "python", "level": "process"},
+    "number_guess": {"name": "number_guess", "high": 7},
+}
+TURNS = {
+    "calculator": [" <tool>calculator: 2 + 3</tool>", " <tool>calculator: 1 / 0</tool>", " it is 5"],
+    "python": [" <tool>python: print(2 ** 70)</tool>", " <tool>python: open('x')</tool>", " it is done"],
+    "number_guess": [" <tool>guess: 4</tool>", " <tool>guess: 6</tool>", " <tool>guess: 2</tool>"],
+}
+
+
 RECIPES: dict[str, Callable[[int], dict[str, Any]]] = {
     "grpo": grpo_recipe,
     "sft": sft_recipe,
     # Four updates per rollout batch, saved after every third: most checkpoints fall inside a batch.
     "grpo in passes": lambda steps: grpo_recipe(steps, epochs=2, minibatches=2),
     "grpo ahead": ahead_recipe,
+    **{f"turns with {name}": partial(turns_recipe, name) for name in PLAYED},
 }
 
 
@@ -328,10 +355,10 @@ def _untimed_metrics(folder: Path) -> list[str]:
     return [json.dumps({k: v for k, v in line.items() if k != "timing"}) for line in _lines(folder / "metrics.jsonl")]
 
 
-def _rows(folder: Path, table: str) -> list[tuple[Any, ...]]:
+def _rows(folder: Path, table: str, columns: str = "*") -> list[tuple[Any, ...]]:
     db = sqlite3.connect(folder / "rollouts.db")
     try:
-        return db.execute(f"SELECT * FROM {table} ORDER BY id").fetchall()
+        return db.execute(f"SELECT {columns} FROM {table} ORDER BY id").fetchall()
     finally:
         db.close()
 

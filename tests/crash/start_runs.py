@@ -19,6 +19,8 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
 from posttrain.train import loop  # imported before forking, which is the point
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # engines of the tests
+
 
 def die_at(module_name: str, name: str, when: str, count: int) -> None:
     """Make the n-th call of a function deadly."""

@@ -89,6 +89,26 @@ def test_kills_in_every_gap(
     assert killing.differences(whole, cut) == []
 
 
+@pytest.mark.parametrize("environment", list(killing.PLAYED))
+def test_kills_in_the_middle_of_a_batch_of_several_turns(
+    starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, environment: str
+) -> None:
+    """Some completions are over then, some in their second turn, and some of the calls are running."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(yaml.safe_dump(killing.turns_recipe(environment, 3)))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    killing.run_undisturbed(starters[0], recipe, whole)
+    turns = [len(json.loads(row[0])) for row in killing._rows(whole, "rollouts", "turns")]
+    assert sum(count > 1 for count in turns) > len(turns) // 4
+    codes = []
+    for reads, when in ((30, "before"), (9, "after"), (12, "before")):
+        starters[1].start(recipe, cut, ("posttrain.engines.episodes", "read_calls", when, reads))
+        codes.append(starters[1].wait())
+    killing.run_undisturbed(starters[1], recipe, cut)
+    assert codes == [-9] * 3
+    assert killing.differences(whole, cut) == []
+
+
 def test_the_comparison_notices_every_kind_of_difference(
     starters: tuple[killing.Starter, killing.Starter], tmp_path: Path
 ) -> None:

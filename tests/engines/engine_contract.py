@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.conversation import turn_key
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 
@@ -162,6 +164,29 @@ class EngineContract:
         statistic = sum((seen - wanted) ** 2 / max(wanted, 1e-9) for seen, wanted in cells if wanted >= 1 or seen)
         freedom = len(cells) - 1
         assert abs(statistic - freedom) < 6 * math.sqrt(2 * freedom)
+
+    def test_a_conversation_is_a_generation_after_another_over_all_that_was_said(self, case: EngineCase) -> None:
+        """Same ids, a key for each turn; the mask says who wrote which, and replies have log-probability 0."""
+        keys = keys_of([4, 0, 4, 3])
+        sampling = replace(case.sampling, max_tokens=40)
+        respondent = Scripted(wordy(sorted({*case.prompts[0], *case.prompts[2]} - case.stops), longest=3))
+        groups = case.engine.converse(case.prompts, keys, sampling, respondent)
+        assert [len(group) for group in groups] == [4, 0, 4, 3]
+        for i, (prompt, group) in enumerate(zip(case.prompts, groups, strict=True)):
+            for g, completion in enumerate(group):
+                ids, own = respondent.transcript(i, g)
+                assert (completion.ids, completion.own) == (ids, own)
+                said = 0
+                for k, (turn, reply) in enumerate(zip(respondent.turns[i, g], respondent.replies[i, g], strict=True)):
+                    rest = replace(sampling, max_tokens=40 - said)
+                    ((alone,),) = case.engine.generate([[*prompt, *ids[:said]]], [[turn_key(keys[i][g], k)]], rest)
+                    assert (alone.ids, alone.finish) == (turn, respondent.finishes[i, g][k])
+                    said += len(turn) + len(reply.ids)
+                expected = case.distribution(prompt, ids, 1.0)[range(len(ids)), list(ids)]
+                expected[~torch.tensor(own)] = 0.0
+                assert torch.allclose(torch.tensor(completion.logprobs), expected, rtol=0, atol=case.tolerance)
+        assert max(map(len, respondent.turns.values())) > 1
+        assert {c.finish for c in _flat(groups)} >= {"out_of_turns", "ended"}
 
     def test_what_cannot_be_sampled_is_refused(self, case: EngineCase) -> None:
         with pytest.raises(UsageError, match="prompt 1 is empty"):

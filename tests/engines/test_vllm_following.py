@@ -77,7 +77,12 @@ def test_clean_syncs_raise_no_alarm(tiny: LoadedModel, server: FakeFollower) -> 
     engine = follow(tiny, server.url)
     for version in range(6):
         engine.sync(version)
+        assert server.said.count("/update_weights") == version + 1
+        assert server.label.endswith(f":{version}")
+        theirs = dict(server.model.named_parameters())
+        assert all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(tiny.model))
         update(tiny.model, version)
+    assert not torch.equal(theirs["model.norm.weight"], tiny.model.model.norm.weight), "an update is no sync"
 
 
 def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.lora import apply_adapter
@@ -44,7 +45,8 @@ def differences(model, prompts, completions):
             with torch.no_grad():
                 logits = model(input_ids=tokens).logits[0].float()
             picked = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()
-            found.append((picked[len(prompt) - 1 :] - torch.tensor(c.logprobs)).abs())
+            own = torch.tensor(c.own or (True,) * len(c.ids))
+            found.append((picked[len(prompt) - 1 :] * own - torch.tensor(c.logprobs)).abs())
     return torch.cat(found)
 
 
@@ -64,6 +66,22 @@ def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter):
         completions = engine.generate(prompts, keys, Sampling(max_tokens=24, stop_ids=STOPS))
         assert engine.path == ("lean" if architecture in LEAN and path == "auto" else "modules")
         assert float(differences(model, prompts, completions).max()) <= 1e-5
+
+
+@pytest.mark.parametrize("wait_steps", [0, 12])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_several_turns(tiny_random, architecture, wait_steps):
+    """Tokens are looked at every few steps, so that rows draw past the end of a turn."""
+    model, (prompts, keys) = tiny_random(architecture).cuda(), make_work()
+    sampling = Sampling(max_tokens=60, stop_ids=frozenset(range(40)))
+    engine = NativeEngine(model, slots=5, wait_steps=wait_steps)
+    respondent = Scripted(wordy(range(40, 300)))
+    completions = engine.converse(prompts, keys, sampling, respondent)
+    assert float(differences(model, prompts, completions).max()) <= 1e-5
+    for i, group in enumerate(completions):
+        for g, c in enumerate(group):
+            assert (c.ids, c.own) == respondent.transcript(i, g)
+    assert max(map(len, respondent.turns.values())) > 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])

@@ -18,16 +18,20 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "has_mkl", "library"),
+    ("vendor", "capability", "there", "library"),
     [
-        ("AuthenticAMD", "AVX512", True, "onednn"),
-        ("AuthenticAMD", "AVX2", True, "mkl"),
-        ("GenuineIntel", "AVX512", True, "mkl"),
-        (None, "DEFAULT", False, "onednn"),
+        ("AuthenticAMD", "AVX512", ("onednn", "mkl"), "onednn"),
+        ("AuthenticAMD", "AVX512", ("mkl",), "mkl"),
+        ("AuthenticAMD", "AVX2", ("onednn", "mkl"), "mkl"),
+        ("GenuineIntel", "AVX512", ("onednn", "mkl"), "mkl"),
+        (None, "DEFAULT", ("onednn",), "onednn"),
+        (None, "DEFAULT", (), "torch"),
     ],
 )
-def test_the_library_is_a_function_of_the_kind_of_cpu(vendor: str | None, capability: str, has_mkl: bool, library: str):
-    assert linear.choose_products(vendor, capability, has_mkl) == library
+def test_the_library_is_a_function_of_the_kind_of_cpu(
+    vendor: str | None, capability: str, there: tuple[str, ...], library: str
+):
+    assert linear.choose_products(vendor, capability, there) == library
     assert linear.usual_products() == linear.usual_products()
 
 
@@ -36,6 +40,16 @@ def test_nothing_takes_onednn_where_mkl_is_the_library():
     assert linear.takes_onednn(weight)
     linear.use_products("mkl")
     assert not linear.takes_onednn(weight)
+
+
+def test_what_a_checkpoint_says_of_the_library_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    assert [linear.has_products(x) for x in ("onednn", "mkl", "torch")] == [True, True, False]
+    assert not any(linear.has_products(x) for x in (None, 1, "cuda", ["mkl"], {}))
+    with pytest.raises(AssertionError, match="no torch"):
+        linear.use_products("torch")
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", None)
+    assert not linear.has_products("onednn")
+    assert linear.usual_products() == "mkl"
 
 
 def operands(rows: tuple[int, ...], out: int, inputs: int) -> list[torch.Tensor]:

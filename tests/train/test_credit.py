@@ -62,10 +62,10 @@ def trained(batch: Batch, name: str = "advantages") -> list[list[float]]:
 def test_without_a_penalty_the_rewards_suffice() -> None:
     plain = credit("centered")
     assert not plain.needs_batch
-    found = plain.from_rewards(REWARDS)
+    found = torch.stack(plain.from_groups(REWARDS))
     assert found is not None
     assert found.tolist() == [[0.5, -0.5]]
-    assert Credit(None).from_rewards(REWARDS) is None
+    assert Credit(None).from_groups(REWARDS) is None
     assert credit("centered", {"weight": 0.1}).needs_batch
     assert credit("gae").needs_batch
 
@@ -226,7 +226,7 @@ def test_pay_at_the_end_by_hand() -> None:
 @pytest.mark.parametrize("result", [None, 1.0, torch.zeros(2), (torch.zeros(1, 2), torch.zeros(1, 2)), ()])
 def test_an_advantage_of_another_shape_is_refused(result: Any) -> None:
     with pytest.raises(UsageError, match=r"advantage: .*one number per completion"):
-        Credit(lambda rewards: result).from_rewards(REWARDS)
+        Credit(lambda rewards: result).from_groups(REWARDS)
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(2, 4), (torch.zeros(2, 4),), (torch.zeros(2, 4), None)])
@@ -238,4 +238,4 @@ def test_an_advantage_per_token_gives_advantages_and_returns(result: Any) -> Non
 
 def test_an_advantage_that_raises_is_named() -> None:
     with pytest.raises(RunFailure, match=r"advantage: the function raised ValueError: .*not negative"):
-        credit("mean_scaled").from_rewards(-REWARDS)
+        credit("mean_scaled").from_groups(-REWARDS)

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "principle": ("principles.rule", "what is wrong with an answer, and the answer put right (`posttrain feedback`)"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
     "task": ("task", "examples with answers"),
+    "environment": ("environment", "what answers between the turns of a completion: its methods are tools"),
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
     "tracker": ("track", "shows the metrics somewhere else, too"),
@@ -146,6 +147,7 @@ def words_of(recipe: Recipe) -> set[tuple[str, str]]:
         ("aggregation", recipe.aggregate),
         ("advantage", recipe.advantage),
         ("correction", recipe.correction),
+        ("environment", recipe.environment),
         ("engine", recipe.rollout.engine if recipe.rollout is not None else None),
         ("selection", recipe.rollout.select if recipe.rollout is not None else None),
     ):

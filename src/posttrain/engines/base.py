@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
+from posttrain.engines.conversation import Conversation, Respondent, begin, converse_by_generating
 from posttrain.errors import UsageError
 from posttrain.types import Completion
 from posttrain.world import ONE, World
+
+UNLIMITED_CONTEXT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class Engine(ABC):
     version: int = 0
     folder: Path | None = None
     world: World = ONE
+
+    @property
+    def context_tokens(self) -> int:
+        """Of a prompt and its completion together, as many as the model takes."""
+        return UNLIMITED_CONTEXT
 
     def sync(self, version: int) -> None:
         """Sample with the trained model's weights as they are now, after ``version`` updates, from here on.
@@ -94,19 +101,25 @@ class Engine(ABC):
         is kept, and is then answered; one that has no room left ends its completion with ``length``.
 
         Raises:
-            UsageError: as ``generate``.
+            UsageError: as ``generate``, or a reply has an id that the model does not know.
         """
-        context = sampling.within(1 << 31)
-        rows = [
-            Conversation(i, g, key, min(sampling.max_tokens, context - len(prompts[i])))
-            for i, of_prompt in enumerate(keys)
-            for g, key in enumerate(of_prompt)
-        ]
-        version = converse_by_generating(self.generate, prompts, rows, sampling, respondent)
-        answers: list[list[Completion]] = [[] for _ in prompts]
-        for row in rows:
-            answers[row.prompt].append(row.completion(version))
-        return answers
+        assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
+        context = sampling.within(self.context_tokens)
+        check_sampling(sampling)
+        check_prompts(prompts, context, None)
+        groups = begin(prompts, keys, sampling.max_tokens, context)
+        version = self._converse(prompts, [row for group in groups for row in group], sampling, respondent)
+        return [[row.completion(version) for row in group] for group in groups]
+
+    def _converse(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        respondent: Respondent,
+    ) -> int | tuple[int, ...]:
+        """Bring every row to its end; returns the version that sampled. By default each turn reads all before it."""
+        return converse_by_generating(self.generate, prompts, rows, sampling, respondent)
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -120,6 +133,7 @@ def check_sampling(sampling: Sampling) -> None:
         "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
         "top_k": (sampling.top_k is None or sampling.top_k >= 1, "1 or more, or none"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "max_turn_tokens": (sampling.max_turn_tokens is None or sampling.max_turn_tokens >= 1, "1 or more, or none"),
     }
     for name, (valid, wanted) in checks.items():
         if not valid:
@@ -140,10 +154,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: in
                 f"prompt {i} has {len(prompt)} tokens and the model's context is {context}: no room for a completion. "
                 "Shorten it, or drop such prompts with prompt.max_prompt_tokens"
             )
-        if min(prompt) < 0:
-            raise UsageError(f"prompt {i} has token id {min(prompt)}; ids are 0 or more")
-        if vocab_size is not None and max(prompt) >= vocab_size:
-            raise UsageError(
-                f"prompt {i} has token id {max(prompt)} but the model's vocabulary has {vocab_size} entries; "
-                "tokenizer and model do not belong together"
-            )
+        check_ids(f"prompt {i}", prompt, vocab_size)
+
+
+def check_ids(what: str, ids: Sequence[int], vocab_size: int | None) -> None:
+    """Refuse ids that no model knows, or this one does not; none is empty, None: the vocabulary is not known here.
+
+    Raises:
+        UsageError: the message begins with ``what``.
+    """
+    if min(ids) < 0:
+        raise UsageError(f"{what} has token id {min(ids)}; ids are 0 or more")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise UsageError(
+            f"{what} has token id {max(ids)} but the model's vocabulary has {vocab_size} entries; "
+            "tokenizer and model do not belong together"
+        )

@@ -56,8 +56,14 @@ class Conversation:
         """What the model wrote, its end token included."""
         self.ids += ids
         self.logprobs += logprobs
-        self.own += [True] * len(ids)
+        self.end_turn()
+
+    def end_turn(self) -> list[int]:
+        """Take what stands behind the last reply as the model's turn, and return its ids."""
+        turn = self.ids[len(self.own) :]
+        self.own += [True] * len(turn)
         self.num_turns += 1
+        return turn
 
     def add_reply(self, reply: Reply) -> None:
         """What was answered. It is said whole or, where no token would be left to go on with, not at all."""
@@ -76,9 +82,19 @@ class Conversation:
         return left if max_turn_tokens is None else min(left, max_turn_tokens)
 
     def completion(self, version: int | tuple[int, ...]) -> Completion:
-        """The finished conversation."""
+        """The finished conversation; all ids are its own where no turn was ended, because nobody answers."""
         assert self.finish is not None, "a conversation goes on until it has finished"
-        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own))
+        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None)
+
+
+def begin(
+    prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], max_tokens: int, context: int
+) -> list[list[Conversation]]:
+    """A row for every key, by prompt, of at most ``max_tokens`` ids, and ``context`` with its prompt."""
+    return [
+        [Conversation(i, g, key, min(max_tokens, context - len(prompt))) for g, key in enumerate(of_prompt)]
+        for i, (prompt, of_prompt) in enumerate(zip(prompts, keys, strict=True))
+    ]
 
 
 def converse_by_generating(

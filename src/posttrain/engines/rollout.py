@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.episodes import Episode, Episodes, Stage
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.process_state import process_kept
@@ -17,8 +18,10 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
-from posttrain.types import Completion, Example, Rollout
+from posttrain.types import Completion, Example, Rollout, Turn
 from posttrain.world import ONE, World
+
+SEEDS = 1 << 31  # of environments: what every generator of random numbers takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Attempt:
     prompt: str
     text: str
     completion: Completion
+    turns: tuple[Turn, ...] = ()
+    environment_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,15 @@ class Grader:
                 "text": attempt.text,
                 "extracted": final_answer,
                 "answer": attempt.example.answer,
-                "num_tokens": len(attempt.completion.ids),
+                "num_tokens": attempt.completion.num_own,
                 "finish": attempt.completion.finish,
                 "tags": self.template.tags,
                 "grader": attempt.example.grader,
                 "meta": attempt.example.meta,
                 "example": attempt.example,
                 "folder": self.folder,
+                "turns": attempt.turns,
+                "environment_reward": attempt.environment_reward,
             }
             for attempt, final_answer in zip(attempts, extracted, strict=True)
         ]
@@ -139,7 +146,8 @@ class Sampler:
     """What answers, and who grades: an engine with its tokenizer, a grader under a template.
 
     ``context_tokens``: of a prompt and its answer together, at most the model's context. Each process of a ``world``
-    samples and grades its share of the prompts, and has the answers to all.
+    samples and grades its share of the prompts, and has the answers to all. ``stage``: what answers between the turns
+    of a completion, where it may have several; the grader's template is then the stage's.
     """
 
     engine: Engine
@@ -147,11 +155,13 @@ class Sampler:
     grader: Grader
     context_tokens: int
     world: World = field(default=ONE, kw_only=True)
+    stage: Stage | None = field(default=None, kw_only=True)
 
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
         """How tokens are drawn; a completion ends where the template says."""
         ends = stop_ids(self.tokenizer, self.grader.template)
-        return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens)
+        turn = self.stage.max_turn_tokens if self.stage is not None else None
+        return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens, turn)
 
 
 @dataclass(frozen=True)
@@ -174,30 +184,28 @@ class RolloutRequest:
 
 
 def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
-    """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading."""
+    """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading.
+
+    What graders and rewards see as the text of a completion of several turns is its last turn.
+    """
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
     slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
     mine = sampler.world.share(numbers)
     keys = [[derive_key(*asked.key, slots[i], g) for g in range(group)] for i in mine]
-    completions = sampler.engine.generate([asked.prompts[i] for i in mine], keys, asked.sampling)
+    episodes = _play(sampler, asked, mine, keys, [slots[i] for i in mine])
     started = time.perf_counter()
-    attempts = [
-        Attempt(asked.examples[i], prompt, decode_response(sampler.tokenizer, grader.template, one.ids), one)
-        for i, sampled in zip(mine, completions, strict=True)
-        for prompt in [sampler.tokenizer.decode(list(asked.prompts[i]), skip_special_tokens=False)]
-        for one in sampled
-    ]
-    grades = grader.grade(attempts) if attempts else []
-    graded = [(attempt.completion, attempt.text, grade) for attempt, grade in zip(attempts, grades, strict=True)]
+    played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
+    grades = grader.grade([_attempt(sampler, asked.examples[i], one) for i, one in played]) if played else []
+    graded = [(one, _text(sampler, one), grade) for (_, one), grade in zip(played, grades, strict=True)]
     seconds = time.perf_counter() - started
     groups = sampler.world.gather([graded[k * group : (k + 1) * group] for k in range(len(mine))], "rollouts")
     return [
         [
             Rollout(
                 example=asked.examples[i],
-                prompt_ids=tuple(asked.prompts[i]),
-                completion=completion,
+                prompt_ids=one.prompt,
+                completion=one.completion,
                 text=text,
                 parts=grade.parts,
                 reward=grade.reward,
@@ -207,11 +215,43 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
                 rollout_index=g,
                 extracted=grade.extracted,
                 outcome=grade.outcome,
+                turns=one.turns,
+                failures=one.failures,
             )
-            for g, (completion, text, grade) in enumerate(answers)
+            for g, (one, text, grade) in enumerate(answers)
         ]
         for i, answers in enumerate(groups)
     ], seconds
+
+
+def _play(
+    sampler: Sampler, asked: RolloutRequest, mine: Sequence[int], keys: list[list[int]], slots: Sequence[int]
+) -> list[list[Episode]]:
+    """One episode for each key: of one turn, or of several where there is a stage."""
+    stage = sampler.stage
+    if stage is None:
+        prompts = [asked.prompts[i] for i in mine]
+        said = sampler.engine.generate(prompts, keys, asked.sampling)
+        return [[Episode(tuple(p), one) for one in row] for p, row in zip(prompts, said, strict=True)]
+    seed, purpose, counter = asked.key
+    seeds = [derive_key(seed, f"environment {purpose}", counter, slot) % SEEDS for slot in slots]
+    room = sampler.context_tokens - 1
+    episodes = Episodes(stage, sampler.engine, sampler.tokenizer, asked.sampling, room, sampler.world)
+    return episodes.play([asked.examples[i] for i in mine], keys, seeds)
+
+
+def _text(sampler: Sampler, episode: Episode) -> str:
+    """What is graded of a completion."""
+    if episode.turns:
+        return episode.turns[-1].text
+    return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids)
+
+
+def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
+    prompt = sampler.tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
+    has_failed = episode.completion.finish == "environment_failed"  # graded for the record; nobody is paid that
+    reward = 0.0 if has_failed and episode.reward is None else episode.reward
+    return Attempt(example, prompt, _text(sampler, episode), episode.completion, episode.turns, reward)
 
 
 def encode_prompts(

@@ -81,7 +81,7 @@ class ScriptedEngine(Engine):
 
     def _cut(self, ids: Ids, sampling: Sampling, prompt_tokens: int) -> Completion:
         taken: list[int] = []
-        limit = min(sampling.max_tokens, sampling.within(1 << 31) - prompt_tokens)
+        limit = min(sampling.max_tokens, sampling.within(self.context_tokens) - prompt_tokens)
         for token in ids:
             if len(taken) == limit:
                 return self._completion(taken, "length")

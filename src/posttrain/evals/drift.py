@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import categorical_kl, with_tail
 from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
-from posttrain.errors import UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.evals.generation import Questions, held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -43,7 +43,9 @@ def measure_drift(
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit)
     key = (asked.seed, f"drift {task.name}", 0)
     groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, asked.sampling, key))
-    rollouts = [g[0] for g in groups]
+    rollouts = [g[0] for g in groups if not g[0].has_failed]
+    if not rollouts:
+        raise RunFailure(f"evaluation: the environment failed in every answer; the first: {groups[0][0].failures[0]}")
     batch = answers_as_batch(rollouts)
     kl, entropy = 0.0, 0.0
     for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS), world=sampler.world):
@@ -57,7 +59,7 @@ def measure_drift(
     facts = {
         "kl_from_start": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
-        "sampled_num_tokens": statistics.fmean(len(r.completion.ids) for r in rollouts),
+        "sampled_num_tokens": statistics.fmean(r.completion.num_own for r in rollouts),
         "sampled_reward": statistics.fmean(r.reward for r in rollouts),
     }
     facts |= {f"sampled_{part}": statistics.fmean(r.parts[part] for r in rollouts) for part in _shared_parts(rollouts)}
@@ -75,9 +77,9 @@ def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
     """One row for each answer behind its prompt, the tokens of the answer trained."""
     samples = []
     for index, rollout in enumerate(rollouts):
-        prompt, answer = rollout.prompt_ids, rollout.completion.ids
-        mask = [False] * len(prompt) + [True] * len(answer)
-        samples.append(Sample([*prompt, *answer], mask, group=index, prefix=len(prompt)))
+        prompt, answer = rollout.prompt_ids, rollout.completion
+        mask = [False] * len(prompt) + list(answer.written)
+        samples.append(Sample([*prompt, *answer.ids], mask, group=index, prefix=len(prompt)))
     return collate(samples)
 
 

@@ -182,7 +182,7 @@ class _Session:
         for slot, group in zip(slots, groups, strict=True):
             samples = [sample_of(rollout, self.grader.format_part) for rollout in group]
             self.items[slot] = item_of(self.examples[slot], slot, samples)
-            self.num_tokens += sum(len(r.completion.ids) for r in group)
+            self.num_tokens += sum(r.completion.num_own for r in group)
         graded = [rollout for group in groups for rollout in group]
         if record is None:
             self.rollouts += graded

@@ -104,9 +104,9 @@ def _plain(value: Any) -> Any:
 def sample_of(rollout: Rollout | RecordedRollout, format_part: str) -> ItemSample:
     """What an item keeps of a rollout, whether it comes from the engine or out of ``rollouts.db``."""
     if isinstance(rollout, RecordedRollout):
-        text, num_tokens, finish = rollout.completion, rollout.num_tokens, rollout.finish
+        text, num_tokens, finish = rollout.completion, rollout.num_own, rollout.finish
     else:
-        text, num_tokens, finish = rollout.text, len(rollout.completion.ids), rollout.completion.finish
+        text, num_tokens, finish = rollout.text, rollout.completion.num_own, rollout.completion.finish
     return ItemSample(
         text=text,
         extracted=rollout.extracted,

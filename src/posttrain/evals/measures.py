@@ -78,6 +78,8 @@ def summarize(
         "num_tokens": statistics.fmean(s.num_tokens for s in drawn),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
+    failed = sum(s.finish == "environment_failed" for s in drawn)
+    results |= {"environment_failures": failed / asked} if failed else {}
     results |= {} if graded else _reward_interval(items)
     lengths = [s.num_tokens for s in drawn]
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}

@@ -212,7 +212,7 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
         of_item.setdefault(rollout.prompt_index, []).append(value)
     means = [statistics.fmean(values) for values in of_item.values()]
     center, half = statistics.fmean(means), half_width(means)
-    tokens = sum(len(rollout.completion.ids) for rollout in answers)
+    tokens = sum(rollout.completion.num_own for rollout in answers)
     return {
         name: center,
         f"{name}_low": max(0.0, center - half),

@@ -18,6 +18,7 @@ from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import (
+    TURN_DEFAULTS,
     DataSection,
     EvalSection,
     HeadSection,
@@ -37,6 +38,7 @@ from posttrain.recipes.sections import (
 
 WORD_KINDS = {
     "task": "task",
+    "environment": "environment",
     "objective": "objective",
     "advantage": "advantage",
     "aggregate": "aggregation",
@@ -58,7 +60,8 @@ _OTHERS = {
 class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
-    ``track``: where the metrics are shown besides ``metrics.jsonl``.
+    ``environment``: what answers between the turns of a completion; ``tools``: functions that it may call, as
+    ``module:function``. ``track``: where the metrics are shown besides ``metrics.jsonl``.
     """
 
     description: str = ""
@@ -66,6 +69,8 @@ class Recipe(Content):
     task: Word
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardWord], BeforeValidator(as_list)] = Field(default_factory=list)
+    environment: Word | None = None
+    tools: list[str] | None = None
     rollout: RolloutSection | None = None
     data: DataSection | None = None
     advantage: Word | None = None
@@ -101,6 +106,13 @@ class Recipe(Content):
         for key in ("advantage", "kl_in_reward", "correction"):
             alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
             yield data and getattr(self, key) is not None, key, alone
+        played = self.environment is not None or bool(self.tools)
+        for key in ("environment", "tools"):
+            turns = f": {key!r} answers a model that samples; give 'rollout', or leave it out"
+            yield data and getattr(self, key), key, turns
+        for key in (*TURN_DEFAULTS, "max_turn_tokens"):
+            one_turn = f": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
+            yield rollout and not played and getattr(rollout, key) is not None, f"rollout.{key}", one_turn
         compares = (
             ": it compares the trainer's log-probabilities with the sampler's; set rollout.old_logprobs to trainer"
         )
@@ -166,6 +178,10 @@ class Recipe(Content):
             judged = any(registry.find("reward", *word).traits.get("asks_a_model") for word in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
             self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
+        if self.rollout is not None and (self.environment is not None or self.tools):
+            for key, value in TURN_DEFAULTS.items():
+                if getattr(self.rollout, key) is None:
+                    setattr(self.rollout, key, value)
         if self.rollout is not None:
             if self.rollout.select is None:
                 self.rollout.select = Word(name="best_and_worst" if level == "pair" else "every")

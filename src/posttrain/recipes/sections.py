@@ -172,6 +172,10 @@ class RolloutSection(Section):
     above ``label_above`` counts as desirable for objectives that read labels.
     ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
     of its own while the batches between are trained on; 0 takes turns, with the newest weights.
+    With an ``environment`` or ``tools`` a completion has at most ``max_turns`` turns (8), each of at most
+    ``max_turn_tokens``; ``max_tokens`` are then those of all its turns and replies. A call has ``tool_seconds`` (30).
+    An episode whose environment fails is played again from the same seed, ``retries`` times (2), before it is left out.
+    ``show_tools``: the prompt says which tools there are (true).
     """
 
     engine: Word = Word(name="native")
@@ -189,6 +193,15 @@ class RolloutSection(Section):
     select: Word | None = None
     label_above: float = 0.5
     staleness: int = Field(default=0, ge=0, le=64)
+    max_turns: int | None = Field(default=None, ge=1, le=10_000)
+    max_turn_tokens: Tokens | None = None
+    tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
+    retries: int | None = Field(default=None, ge=0, le=1000)
+    show_tools: bool | None = None
+
+
+# What a rollout of several turns is limited by, unless the recipe says.
+TURN_DEFAULTS: dict[str, Any] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
 
 
 class KLInRewardSection(Section):

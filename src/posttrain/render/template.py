@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain import registry
@@ -22,7 +22,7 @@ class Template:
         name: the word in the recipe.
         opening: text at the end of the prompt that belongs to the graded answer (``<think>``).
         tags: names of the reasoning and the answer tag, or empty.
-        prompt: the pieces of the prompt.
+        prompt: the pieces of the prompt, of its messages and the tokenizer; of a chat also with other ``variables``.
         response: the pieces of a demonstration, which follow the opening; without the end token. None at all where a
             given response has nothing that could stand between the tags.
         extract: the answer in a graded text (opening + completion), or None.
@@ -30,16 +30,22 @@ class Template:
             of the turn.
         own_start: the prompt itself spells out whatever must come first (BOS); otherwise the ids that the
             tokenizer puts in front of any text are added.
+        variables: what the chat template is passed.
+        frame: what stands before and behind a reply to a turn, where there is no chat template (trusted).
+        quote: makes a text safe to stand there, where it could look like the start of a turn.
     """
 
     name: str
     opening: str
     tags: tuple[str, ...]
-    prompt: Callable[[Sequence[Message], Any], list[Piece]]
+    prompt: Callable[..., list[Piece]]
     response: Callable[[Example], list[Piece]]
     extract: Callable[[str], str | None]
     chat: bool = False
     own_start: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    frame: tuple[str, str] = ("\n", "\n")
+    quote: Callable[[str], str] = str
 
     def respond(self, example: Example) -> str:
         """The demonstration as text, without the end token."""

@@ -66,11 +66,11 @@ def chat_pieces(
     rendered = _render(tokenizer, [role for role, _ in contents], variables or {}, prompt=True)
     pieces: list[Piece] = []
     for number, (role, content) in enumerate(contents):
-        mark = f"{_OPEN}{number}{_CLOSE}"
-        padded = f"{_PAD}{mark}{_PAD}"
+        placeholder = mark(number)
+        padded = f"{_PAD}{placeholder}{_PAD}"
         trims = padded not in rendered  # the template strips contents: so do we
-        before, separator, rendered = rendered.partition(mark if trims else padded)
-        if not separator or mark in rendered:
+        before, separator, rendered = rendered.partition(placeholder if trims else padded)
+        if not separator or placeholder in rendered:
             raise UsageError(
                 f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
                 "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
@@ -98,29 +98,44 @@ def turn_end(tokenizer: Any) -> int | None:
     if known is not None and known[0] == template:
         return known[1]
     rendered = _render(tokenizer, ["user", "assistant"], {}, prompt=False)
-    _, _, tail = rendered.partition(f"{_OPEN}1{_CLOSE}")
+    _, _, tail = rendered.partition(mark(1))
     end = next((index for _, _, index in markers_of(tokenizer).find(tail)), None)
     _ENDS[tokenizer] = (template, end)
     return end
 
 
+def mark(number: int) -> str:
+    """A placeholder for a content."""
+    return f"{_OPEN}{number}{_CLOSE}"
+
+
 def _render(tokenizer: Any, roles: Sequence[str], variables: Mapping[str, Any], *, prompt: bool) -> str:
     """The chat template's text for messages whose contents are placeholders."""
+    turns = [(role, f"{_PAD}{mark(number)}{_PAD}") for number, role in enumerate(roles)]
+    return render_history(tokenizer, turns, variables, prompt=prompt)
+
+
+def render_history(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], variables: Mapping[str, Any], *, prompt: bool
+) -> str:
+    """The chat template's text for messages, by role and content (trusted, as placeholders are).
+
+    Raises:
+        UsageError: no chat template, or it cannot render these roles.
+    """
     if not tokenizer.chat_template:
         raise UsageError(
             "the tokenizer has no chat template. Choose a prompt.template that needs none (r1_zero, plain, "
             "boxed, or xml_reasoning with `chat: false`), or a model that has one"
         )
-    conversation = [
-        {"role": role, "content": f"{_PAD}{_OPEN}{number}{_CLOSE}{_PAD}"} for number, role in enumerate(roles)
-    ]
+    conversation = [{"role": role, "content": content} for role, content in turns]
     try:
         rendered = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=prompt, **dict(variables)
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise UsageError(
-            f"the tokenizer's chat template cannot render the roles {', '.join(roles)}: {error}. "
+            f"the tokenizer's chat template cannot render the roles {', '.join(role for role, _ in turns)}: {error}. "
             "Leave out the message that it refuses, or choose another prompt.template"
         ) from error
     return str(rendered)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ XML_SYSTEM = (
     "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
 )
 CODE_INSTRUCTION = "Write the whole program in one block of Python code between ``` marks."
+Variables = Mapping[str, Any] | None
 BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -64,7 +65,10 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
         return written if answer else []
 
     extract = partial(tagged_answer, reasoning="think", answer="answer")
-    return Template("r1_zero", "<think>", ("think", "answer"), prompt, response, extract)
+    frame = ("\nUser: ", "\nAssistant: <think>")
+    return Template(
+        "r1_zero", "<think>", ("think", "answer"), prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote
+    )
 
 
 @register("template")
@@ -81,9 +85,9 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
     Source: the format of the widely shared GSM8K GRPO notebooks; the wording is ours.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
         if chat:
-            return chat_pieces(messages, tokenizer, system)
+            return chat_pieces(messages, tokenizer, system, variables)
         return [_ours(f"{system}\n\n" if system else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant:\n")]
 
     def response(example: Example) -> list[Piece]:
@@ -93,7 +97,18 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
         return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
 
     extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
-    return Template("xml_reasoning", "", ("reasoning", "answer"), prompt, response, extract, chat=chat, own_start=chat)
+    return Template(
+        "xml_reasoning",
+        "",
+        ("reasoning", "answer"),
+        prompt,
+        response,
+        extract,
+        chat=chat,
+        own_start=chat,
+        frame=("\nUser: ", "\nAssistant:\n"),
+        quote=str if chat else PARAGRAPHS.quote,
+    )
 
 
 @register("template")
@@ -110,9 +125,9 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
         if chat:
-            return chat_pieces(messages, tokenizer, instruction)
+            return chat_pieces(messages, tokenizer, instruction, variables)
         return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
 
     def response(example: Example) -> list[Piece]:
@@ -145,9 +160,9 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.extraction import last_program  # nobody else's prompts need it
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
         if chat:
-            return chat_pieces(messages, tokenizer, instruction)
+            return chat_pieces(messages, tokenizer, instruction, variables)
         return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
 
     def response(example: Example) -> list[Piece]:
@@ -171,7 +186,9 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
             prints today's date renders other prompts every day: give it its date variable here.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+    own = variables or {}
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
         return chat_pieces(messages, tokenizer, system, variables)
 
     def response(example: Example) -> list[Piece]:
@@ -182,7 +199,7 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
         return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
 
-    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True)
+    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True, variables=own)
 
 
 @register("template")
@@ -235,7 +252,12 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
     def response(example: Example) -> list[Piece]:
         return [_ours(" "), _theirs(example.demonstration or example.solution or _answer_of(example))]
 
-    return Template("dialogue", "", (), prompt, response, lambda text: None if is_blank(text) else text.strip())
+    frame = (f"{separator}{user}: ", f"{separator}{assistant}:")
+
+    def extract(text: str) -> str | None:
+        return None if is_blank(text) else text.strip()
+
+    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote)
 
 
 @register("template")

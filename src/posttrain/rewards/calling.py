@@ -27,13 +27,15 @@ AVAILABLE: dict[str, str] = {
     "text": "the graded text: the template's opening and the completion (str)",
     "extracted": "the answer found in the text (str or None)",
     "answer": "the gold answer (str or None)",
-    "num_tokens": "length of the completion in tokens, the end token included (int)",
-    "finish": "'stop' or 'length' (str)",
+    "num_tokens": "length of the completion in tokens that the model wrote, the end token included (int)",
+    "finish": "how it ended: 'stop', 'length', or with an environment also another word (str)",
     "tags": "the template's tags (tuple of str, maybe empty)",
     "grader": "the name of the task's own grader (str)",
     "example": "the example itself (Example)",
     "meta": "the example's further facts (mapping)",
     "folder": "the run's own folder, for what is kept (Path, or None outside of a run)",
+    "turns": "with an environment, the turns with their calls (sequence of Turn)",
+    "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
 

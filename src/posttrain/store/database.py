@@ -117,7 +117,19 @@ def add_versions(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN version INTEGER")
 
 
-MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids, add_versions)
+def add_turns(db: sqlite3.Connection) -> None:
+    """Version 5: of completions of several turns who wrote which tokens, the turns with their calls, and what failed.
+
+    ``spans``: lengths, packed like the ids, of what the model wrote and of what it was told, in turn. ``turns`` and
+    ``failures``: JSON. All NULL for a completion of one turn.
+    """
+    for table in ("rollouts", "evaluation_rollouts"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN spans BLOB")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN turns TEXT")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN failures TEXT")
+
+
+MIGRATIONS: tuple[Migration, ...] = (create_rollout_tables, add_verdicts, add_token_ids, add_versions, add_turns)
 
 
 def schema_version(db: sqlite3.Connection) -> int:

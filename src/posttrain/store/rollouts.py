@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 from posttrain.errors import DataError, PosttrainError
 from posttrain.store.database import MIGRATIONS, check_schema, connect, migrate, sqlite_errors
 from posttrain.store.durable import sync_folder
-from posttrain.types import Example, Rollout
+from posttrain.types import Call, Example, Rollout, Turn
 
 COLUMNS = (
     "step",
@@ -42,6 +42,9 @@ COLUMNS = (
     "outcome",
     "token_ids",
     "version",
+    "spans",
+    "turns",
+    "failures",
 )
 # What a column holds where it is no text, and which may be empty.
 _TYPES: dict[str, Any] = {
@@ -49,8 +52,12 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("reward", "advantage", "mean_sampler_logprob"), float),
     "token_ids": bytes,
     "version": int | bytes,
+    "spans": bytes,
 }
-_OPTIONAL = {"answer", "advantage", "mean_sampler_logprob", "extracted", "token_ids", "version"}
+_OPTIONAL = {
+    *("answer", "advantage", "mean_sampler_logprob", "extracted", "token_ids", "version"),
+    *("spans", "turns", "failures"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +65,14 @@ class RecordedRollout:
     """One row of ``rollouts.db``.
 
     ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
-    ``mean_sampler_logprob`` is the mean over the completion's tokens (None for an empty one).
+    ``mean_sampler_logprob`` is the mean over the tokens that the model wrote (None where there are none).
     ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
     earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
     sampled (None in such a file). ``version``: of the weights that sampled, how many updates they had had, or that of
-    each token (None in such a file). ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    each token (None in such a file). Of a completion with an environment ``own`` says which of its tokens the model
+    wrote (None: all), ``turns`` what it did in each, and ``failures`` why the environment failed, if it did;
+    ``completion`` is then the last turn. ``evaluation`` names the evaluation that sampled it; None for a training
+    rollout.
     """
 
     id: int
@@ -84,11 +94,20 @@ class RecordedRollout:
     outcome: str = ""
     token_ids: tuple[int, ...] | None = None
     version: int | tuple[int, ...] | None = None
+    own: tuple[bool, ...] | None = None
+    turns: tuple[Turn, ...] = ()
+    failures: tuple[str, ...] = ()
     evaluation: str | None = None
+
+    @property
+    def num_own(self) -> int:
+        """How many tokens the model wrote."""
+        return self.num_tokens if self.own is None else sum(self.own)
 
 
 def to_row(rollout: Rollout) -> tuple[Any, ...]:
-    logprobs, version = rollout.completion.logprobs, rollout.completion.version
+    completion, version = rollout.completion, rollout.completion.version
+    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return (
         rollout.step,
         rollout.epoch,
@@ -108,7 +127,48 @@ def to_row(rollout: Rollout) -> tuple[Any, ...]:
         rollout.outcome,
         _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
         version if isinstance(version, int) else _pack_ids(version),
+        None if completion.own is None else _pack_ids(spans_of(completion.own)),
+        json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
+        json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
     )
+
+
+def spans_of(own: Sequence[bool]) -> list[int]:
+    """Lengths of runs in turn, those that the model wrote first (0 where it did not begin)."""
+    spans, writes = [0], True
+    for is_own in own:
+        if is_own != writes:
+            spans.append(0)
+            writes = is_own
+        spans[-1] += 1
+    return spans
+
+
+def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Turns as plain data."""
+    return [
+        {
+            "text": _storable(turn.text),
+            "calls": [{f.name: _storable(getattr(call, f.name)) for f in fields(Call)} for call in turn.calls],
+        }
+        for turn in turns
+    ]
+
+
+def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
+    """What ``write_turns`` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: something else.
+    """
+    turns = []
+    for row in rows:
+        calls = tuple(Call(**call) for call in row["calls"])
+        texts = [row["text"], *(getattr(call, f.name) for call in calls for f in fields(Call))]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a turn holds something else than text")
+        turns.append(Turn(row["text"], calls))
+    return tuple(turns)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:
@@ -134,9 +194,30 @@ def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
         ids = None if packed is None else _unpack_ids(packed)
         version = _unpack_ids(version) if isinstance(version, bytes) else version
         parts = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
-    except (struct.error, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        several = _read_several(row)
+    except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
-    return RecordedRollout(**{**row, "parts": parts, "token_ids": ids, "version": version})
+    plain = {name: value for name, value in row.items() if name not in ("spans", "turns", "failures")}
+    return RecordedRollout(**{**plain, "parts": parts, "token_ids": ids, "version": version, **several})
+
+
+def _read_several(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says of several turns.
+
+    Raises:
+        KeyError, TypeError, ValueError, struct.error: nothing that ``to_row`` writes.
+    """
+    own = None
+    if row["spans"] is not None:
+        spans = _unpack_ids(row["spans"])
+        if min(spans, default=0) < 0 or sum(spans) != row["num_tokens"]:
+            raise ValueError("the spans of its turns are not those of its tokens")
+        own = tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
+    failures = tuple(json.loads(row["failures"])) if row["failures"] is not None else ()
+    if not all(isinstance(failure, str) for failure in failures):
+        raise ValueError("a failure is no text")
+    turns = read_turns(json.loads(row["turns"])) if row["turns"] is not None else ()
+    return {"own": own, "turns": turns, "failures": failures}
 
 
 def prompt_text(example: Example) -> str:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
+from posttrain.engines.episodes import Stage, build_stage
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
@@ -119,7 +120,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
-    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template), folder)
+    grader, stage = _build_grader(recipe, tokenizer, folder)
     place = EnginePlace(loaded, folder, world)
     engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
@@ -131,7 +132,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         read = _reader(words, grader, tokenizer, context, streams)
         source = read(task, cache=folder)
     else:
-        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams)
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
         source.ahead = _build_ahead(recipe, source, model, folder, world)
     evaluator, notices = None, list[str]()
     if eval_tasks:
@@ -140,7 +141,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         asked = (eval_tasks, words.shape, recipe.eval.n)
         held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
         evaluating, notices = place.build_evaluating(words, engine)
-        sampler = Sampler(evaluating, tokenizer, grader, recipe.within(context), world=world)
+        sampler = Sampler(evaluating, tokenizer, grader, recipe.within(context), world=world, stage=stage)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     shards = _build_shards(recipe, forward, heads, world)
     named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
@@ -162,6 +163,13 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         guarantee=words.guarantee,
         notices=notices,
     )
+
+
+def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
+    """Who grades, and what answers between turns, under one template; ``folder``: of the run."""
+    template = build_template(recipe.prompt.template)
+    stage = build_stage(recipe, template, tokenizer)
+    return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
 
 
 def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
@@ -223,10 +231,11 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     loaded = _load_trained(recipe, task)
     policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
     context = context_length(loaded.model.config)
-    grader = build_grader(recipe.rewards, build_template(recipe.prompt.template))
+    grader, stage = _build_grader(recipe, loaded.tokenizer, None)
     engine = EnginePlace(loaded).build(words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
-    return build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread), loaded.model
+    source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
+    return source, loaded.model
 
 
 def _bind_objective(words: Words) -> Objective:
@@ -263,9 +272,16 @@ def _reader(
 
 
 def build_rollout_source(
-    words: Words, task: Task, grader: Grader, tokenizer: Any, engine: Engine, context_tokens: int, streams: Streams
+    words: Words,
+    task: Task,
+    grader: Grader,
+    tokenizer: Any,
+    engine: Engine,
+    context_tokens: int,
+    streams: Streams,
+    stage: Stage | None = None,
 ) -> RolloutSource:
-    """The source of a recipe with ``rollout``.
+    """The source of a recipe with ``rollout``; ``stage`` is what its completions of several turns are played with.
 
     Raises:
         UsageError: no prompt is left to sample from, or a part of the reward that there is not.
@@ -292,6 +308,7 @@ def build_rollout_source(
         credit=_build_credit(words),
         streams=streams,
         feedback=feedback,
+        stage=stage,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +16,23 @@ from posttrain.recipes.sections import KLInRewardSection
 from posttrain.types import Batch
 
 
-def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *given: Tensor) -> Any:
+def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *inputs: Tensor) -> Any:
     """What an advantage word returns, checked: one tensor of the expected shape, or a tuple of ``num_results``.
 
     Raises:
         RunFailure: the function raised.
         UsageError: it returned something else.
     """
-    found = registry.call("advantage", advantage, *given)
-    results = found if isinstance(found, tuple) else (found,)
+    returned = registry.call("advantage", advantage, *inputs)
+    results = returned if isinstance(returned, tuple) else (returned,)
     shapes = [registry.describe_result(x) for x in results]
-    if isinstance(found, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
+    if isinstance(returned, tuple) != (num_results > 1) or shapes != [f"shape {expected}"] * num_results:
         wanted = f"advantages and returns, both of shape {expected}" if num_results > 1 else "one number per completion"
         raise UsageError(
             f"advantage: the function returned {', '.join(shapes) or 'nothing'} for rewards of shape {expected}; "
             f"it must give {wanted}"
         )
-    return found
+    return returned
 
 
 @dataclass(slots=True)
@@ -59,31 +59,41 @@ class Credit:
         """Whether advantages follow only from a batch with its streams, not from the rewards alone."""
         return self.per_token or self.kl is not None
 
-    def from_rewards(self, rewards: Tensor) -> Tensor | None:
-        """``[N, G]`` advantages of ``float64 [N, G]`` rewards."""
+    def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
+        """``[G]`` advantages of the ``float64 [G]`` rewards of each group.
+
+        Groups of one size are computed together: all at once where none has lost a completion.
+        """
         if self.advantage is None:
             return None
-        found: Tensor = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
-        return found
+        advantages = list(groups)
+        for places in same_sizes(groups):
+            rewards = torch.stack([groups[n] for n in places])
+            rows = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
+            for n, row in zip(places, rows, strict=True):
+                advantages[n] = row
+        return advantages
 
     def from_batch(
-        self, batch: Batch, rewards: Tensor, truncated: Tensor, needs: Collection[str]
+        self, batch: Batch, groups: Sequence[Tensor], truncated: Tensor, needs: Collection[str]
     ) -> tuple[Tensor, dict[str, float]]:
         """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
 
-        rewards ``float64 [N, G]``, rows of the batch in that order; truncated ``bool [B]``. Reads the streams
-        ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
-        ``returns`` where that is in ``needs``.
+        groups: the rewards of each, ``float64 [G]``, rows of the batch in that order; truncated ``bool [B]``. Reads the
+        streams ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``,
+        and ``returns`` where that is in ``needs``.
         """
         assert self.advantage is not None
         penalty, metrics = self._penalty(batch)
+        rewards = torch.cat(list(groups))
         if not self.per_token:
-            adjusted = rewards - penalty.sum(dim=1).view_as(rewards)
-            found = call_advantage(self.advantage, tuple(rewards.shape), 1, adjusted)
-            advantages = torch.where(batch.mask, found.reshape(-1, 1), torch.zeros_like(penalty))
+            adjusted = rewards - penalty.sum(dim=1)
+            of_groups = self.from_groups(adjusted.split([len(group) for group in groups]))
+            assert of_groups is not None
+            advantages = torch.where(batch.mask, torch.cat(of_groups)[:, None], torch.zeros_like(penalty))
         else:
             unpaid = truncated & self.bootstrap
-            scores = torch.where(unpaid, 0.0, rewards.reshape(-1))
+            scores = torch.where(unpaid, 0.0, rewards)
             paid = pay_at_the_end(scores, batch.mask) - penalty
             values = torch.zeros_like(paid)
             final = torch.zeros_like(scores)
@@ -120,6 +130,14 @@ class Credit:
             except ValueError as error:  # a KL that is no number
                 raise RunFailure(f"kl_in_reward: {error}") from error
         return penalty, metrics
+
+
+def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
+    """The places of groups of the same size, by size as it first occurs."""
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(len(group), []).append(place)
+    return list(places.values())
 
 
 def pay_at_the_end(rewards: Tensor, mask: Tensor) -> Tensor:

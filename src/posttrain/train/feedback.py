@@ -28,7 +28,7 @@ class Feedback:
 
     def rewrite(self, groups: Sequence[Sequence[Rollout]], rows: Sequence[tuple[int, int]]) -> tuple[Batch, Tensor]:
         """The rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
-        samples, given = [], []
+        samples, has_feedback = [], []
         for index, (n, g) in enumerate(rows):
             rollout = groups[n][g]
             right = [r for i, r in enumerate(groups[n]) if i != g and r.reward > self.label_above]
@@ -37,11 +37,11 @@ class Feedback:
                 told = self._told(rollout, right[0].text)
                 if len(told) + len(rollout.completion.ids) <= self.context_tokens:
                     prompt = told
-            given.append(float(prompt != list(rollout.prompt_ids)))
+            has_feedback.append(float(prompt != list(rollout.prompt_ids)))
             answer = list(rollout.completion.ids)
-            mask = [False] * len(prompt) + [True] * len(answer)
+            mask = [False] * len(prompt) + list(rollout.completion.written)
             samples.append(Sample(prompt + answer, mask, group=index, prefix=len(prompt)))
-        return collate(samples), torch.tensor(given)
+        return collate(samples), torch.tensor(has_feedback)
 
     def _told(self, rollout: Rollout, solution: str) -> list[int]:
         messages = list(rollout.example.messages)

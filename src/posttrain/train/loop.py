@@ -21,7 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.forward.linear import products, use_products, usual_products
+from posttrain.models.forward.linear import has_products, products, use_products, usual_products
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -78,36 +78,37 @@ class Loop:
 
         The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
         """
-        found = self._newest_checkpoint()
-        if found is not None:
-            for reason in found.skipped:
+        checkpoint = self._newest_checkpoint()
+        if checkpoint is not None:
+            for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
-            check_origins(self.recipe, self.parts.origins, found.state)
-            use_products(found.state.get("products", products()))
-            restore_model(self.parts.model, found.path)
-            restore_heads(self.parts.heads, found.heads)
-            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], found.optimizer)
+            check_origins(self.recipe, self.parts.origins, checkpoint.state)
+            if has_products(kept := checkpoint.state.get("products")):  # else `--accept-changes` has said so
+                use_products(kept)
+            restore_model(self.parts.model, checkpoint.path)
+            restore_heads(self.parts.heads, checkpoint.heads)
+            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
                 self.parts.shards.scatter(self.parts.optimizer)
-            self.parts.source.restore(found.rollout_buffer, found.state.get("source", {}))
-            self.step = found.step
-            self.best = found.state.get("best")
-            self.evaluations = found.state.get("evaluations")
-            self.owes_evaluation = bool(found.state.get("owes_evaluation"))
-            self._compare_length(found.state.get("steps"))
-            self._compare_size(found.state.get("processes", 1))
+            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}))
+            self.step = checkpoint.step
+            self.best = checkpoint.state.get("best")
+            self.evaluations = checkpoint.state.get("evaluations")
+            self.owes_evaluation = bool(checkpoint.state.get("owes_evaluation"))
+            self._compare_length(checkpoint.state.get("steps"))
+            self._compare_size(checkpoint.state.get("processes", 1))
             self.source_state = self.parts.source.state()
             self._tidy()
-        keep = self.step if found is not None else -1  # without a checkpoint not even step 0's evaluation stays
+        keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep)
         self.rollouts.trim(keep)
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
-        found = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
-        step = self.world.tell(None if found is None else found.step, "step of the checkpoint")
+        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
+        step = self.world.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
         if self.world.is_main or step is None:
-            return found
+            return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
     def _compare_size(self, began: int) -> None:
@@ -347,7 +348,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    use_products(usual_products())
+    _use_same_products(world)
     with _attention(recipe):
         parts = prepare(recipe, files.folder, world)
     records = _records(recipe, files, trackers, world)
@@ -383,6 +384,21 @@ def train(
         except Exception as error:
             loop.rescue(error)
             raise
+
+
+def _use_same_products(world: World) -> None:
+    """All processes multiply by the library that is the usual one on the main process's machine.
+
+    Raises:
+        UsageError: one of them has not got it.
+    """
+    library = world.tell(usual_products(), "library of products")
+    if not has_products(library):
+        raise UsageError(
+            f"rank {world.rank}: this torch has no {library}, by which rank 0 multiplies; "
+            "install the same build of torch on all machines"
+        )
+    use_products(library)
 
 
 def _attention(recipe: Recipe) -> AbstractContextManager[None]:

@@ -294,9 +294,9 @@ def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight
     """The two factors of each adapted layer."""
     for weight in _targets(weights, adapter):
         assert weight.linear is not None
-        taken, given = weight.linear
-        yield Weight(f"{weight.name}.A", (adapter.rank, taken), weight.times)
-        yield Weight(f"{weight.name}.B", (given, adapter.rank), weight.times)
+        size_in, size_out = weight.linear
+        yield Weight(f"{weight.name}.A", (adapter.rank, size_in), weight.times)
+        yield Weight(f"{weight.name}.B", (size_out, adapter.rank), weight.times)
 
 
 def _targets(weights: list[Weight], adapter: AdapterSection) -> list[Weight]:

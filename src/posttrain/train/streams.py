@@ -181,13 +181,14 @@ def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
     tokens, lengths, prefixes = batch.tokens.tolist(), batch.lengths.tolist(), batch.prefix.tolist()
     prompts = [tuple(row[:n]) for row, n in zip(tokens, prefixes, strict=True)]
     answers = [row[p:n] for row, p, n in zip(tokens, prefixes, lengths, strict=True)]
+    masks = [row[p:n] for row, p, n in zip(batch.mask.tolist(), prefixes, lengths, strict=True)]
     samples = []
     for b, prompt in enumerate(prompts):
         others = (c % len(prompts) for c in range(b + 1, b + len(prompts)))
         fitting = (c for c in others if prompts[c] != prompt and len(prompt) + len(answers[c]) <= limit)
         other = next(fitting, None)
         if other is not None:
-            mask = [False] * len(prompt) + [True] * len(answers[other])
+            mask = [False] * len(prompt) + masks[other]
             samples.append(Sample([*prompt, *answers[other]], mask, group=b, prefix=len(prompt)))
     return collate(samples) if samples else None
 

@@ -3,8 +3,9 @@
 Every row of the batch writes its next key and value into the same column (``cursor``); a row's
 prompt is placed so that it *ends* at the cursor of the moment when it is admitted, and ``starts``
 remembers where. So a decode step writes one slice per layer instead of scattering, prompts of
-different lengths need no padding, and the mask changes only when the membership of the batch does.
-Positions (rotary or absolute) are the caller's and independent of the column.
+different lengths need no padding, and the mask changes only when the membership of the batch does,
+or where a column says nothing of a row and becomes a hole of it. Positions (rotary or absolute) are
+the caller's and independent of the column.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class SlotCache:
         self.values = [self._empty(num_slots, s.heads, s.value_dim) for s in self.shapes]
         self.key_rows: list[Tensor] = []
         self.value_rows: list[Tensor] = []
+        self.holes: np.ndarray | None = None  # [num_slots, capacity], once there has been one
         self._bias: Tensor | None = None
 
     @property
@@ -66,7 +68,7 @@ class SlotCache:
         return self.cursor + 1 - self.first
 
     def bias(self) -> Tensor | None:
-        """``[count, width]``: 0 where a row may look, -inf before its start; None when all may."""
+        """``[count, width]``: 0 where a row may look, -inf before its start and in its holes; None when all may."""
         return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
 
     def reserve(self, length: int) -> None:
@@ -88,6 +90,8 @@ class SlotCache:
         ends a round of placements with ``refresh``.
         """
         rows = slice(self.count, self.count + len(prompt_of_row))
+        if self.holes is not None:
+            self.holes[rows] = False
         if self.shared is not None:
             self.shared.admit(prefix, names, rows, prompt_of_row)
             self.starts[rows] = self.cursor
@@ -119,6 +123,8 @@ class SlotCache:
             window = tensor.narrow(self.axis, self.first, used)
             window[target] = window[source]
         self.starts[list(targets)] = self.starts[list(sources)]
+        if self.holes is not None:
+            self.holes[list(targets)] = self.holes[list(sources)]
         if self.shared is not None:
             self.shared.entry_of_row[list(targets)] = self.shared.entry_of_row[list(sources)]
 
@@ -137,11 +143,27 @@ class SlotCache:
         self.first = int(starts.min())
         self.key_rows = [k[:count] for k in self.keys]
         self.value_rows = [v[:count] for v in self.values]
-        if int(starts.max()) == self.first:
+        holes = None if self.holes is None or not self.holes[:count].any() else self.holes[:count]
+        if int(starts.max()) == self.first and holes is None:
             self._bias = None
             return
-        before = torch.arange(self.capacity, device=self.device) < torch.as_tensor(starts, device=self.device)[:, None]
-        self._bias = torch.zeros(before.shape, dtype=self.dtype, device=self.device).masked_fill_(before, -torch.inf)
+        hidden = torch.arange(self.capacity, device=self.device) < torch.as_tensor(starts, device=self.device)[:, None]
+        if holes is not None:
+            hidden |= torch.from_numpy(holes).to(self.device)
+        self._bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+
+    def hide(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Make holes of the last ``counts[i]`` columns before the cursor of row ``rows[i]``: it does not look there."""
+        if self.holes is None:
+            self.holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
+        row = np.repeat(np.array(rows), counts)
+        column = np.concatenate([np.arange(self.cursor - count, self.cursor) for count in counts])
+        self.holes[row, column] = True
+        if self._bias is None:
+            self._view_rows()
+        else:
+            index = (torch.from_numpy(row).to(self.device), torch.from_numpy(column).to(self.device))
+            self._bias[index] = -torch.inf
 
     def advance(self) -> None:
         """The column at the cursor is written; go to the next, making room where there is none."""
@@ -178,6 +200,11 @@ class SlotCache:
                 new = self._empty(old.shape[0], old.shape[1], old.shape[5 - self.axis])
                 new.narrow(self.axis, self.first + shift, used).copy_(old.narrow(self.axis, self.first, used))
                 tensors[i] = new
+        if self.holes is not None:
+            holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
+            kept = slice(self.first + shift, self.cursor + shift)
+            holes[:, kept] = self.holes[:, self.first : self.cursor]
+            self.holes = holes
         self.starts[: self.count] += shift
         self.first += shift
         self.cursor += shift

@@ -26,8 +26,10 @@ TOLERANCE, HALF_TOLERANCE = 5e-4, 0.2
 class CopiedEngine(NativeEngine):
     """See ``native``. ``source`` is the model that is trained; ``model`` the copy that samples."""
 
-    def __init__(self, source: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> None:
-        super().__init__(copy.deepcopy(source).requires_grad_(False), slots=slots, path=path)
+    def __init__(
+        self, source: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto", wait_steps: int = 0
+    ) -> None:
+        super().__init__(copy.deepcopy(source).requires_grad_(False), slots=slots, path=path, wait_steps=wait_steps)
         self.source = source
         self.version = -1  # not compared with anything yet
 

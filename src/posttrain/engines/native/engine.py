@@ -16,11 +16,13 @@ from typing import Any, Literal
 import torch
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.conversation import Conversation, Respondent, begin
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe
-from posttrain.engines.native.schedule import Row, Schedule, completion
+from posttrain.engines.native.schedule import Schedule, check_finite
+from posttrain.engines.native.turns import Turns
 from posttrain.errors import EngineMismatch, UsageError
 from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
@@ -37,6 +39,7 @@ def native(
     slots: int = 64,
     path: Literal["auto", "lean", "modules"] = "auto",
     weights: Literal["copy"] | None = None,
+    wait_steps: int = 0,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -44,24 +47,30 @@ def native(
     log-probabilities in fp32. ``path``: ``lean`` is the fast path of the Qwen3, Qwen2 and Llama
     families, ``modules`` serves every architecture, ``auto`` takes the lean one where its
     log-probabilities equal the model's. ``weights: copy`` samples with a copy of the model, which takes as much
-    memory again; it is filled before every rollout batch and compared with the model.
+    memory again; it is filled before every rollout batch and compared with the model. ``wait_steps``: of several turns,
+    how many tokens the other rows draw while a reply is made (by a slow tool, say), before one is waited for.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
+    if wait_steps < 0:
+        raise UsageError(f"rollout.engine.wait_steps: {wait_steps} steps; give 0 (wait at once) or more")
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
-        return CopiedEngine(model, slots=slots, path=path)
-    return NativeEngine(model, slots=slots, path=path)
+        return CopiedEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+    return NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
 
 
 class NativeEngine(Engine):
     """See ``native``. ``model`` is a transformers causal language model, or a peft one around it."""
 
-    def __init__(self, model: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto") -> None:
+    def __init__(
+        self, model: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto", wait_steps: int = 0
+    ) -> None:
         self.model = model
         self.slots = slots
         self.wanted = path
+        self.wait_steps = wait_steps
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
 
     @property
@@ -69,6 +78,14 @@ class NativeEngine(Engine):
         """The decoding path that serves the model as it is now (found out by a probe, once)."""
         with sampling_mode(self.model):
             return self._choose()[0]
+
+    @property
+    def context_tokens(self) -> int:
+        return context_length(self.model.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
@@ -82,19 +99,42 @@ class NativeEngine(Engine):
             RunFailure: the model's logits are not finite.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
-        context = sampling.within(context_length(self.model.config))
+        context = sampling.within(self.context_tokens)
         check_sampling(sampling)
-        check_prompts(prompts, context, int(self.model.get_input_embeddings().weight.shape[0]))
-        limits = [min(sampling.max_tokens, context - len(prompt)) for prompt in prompts]
-        groups = [[Row(i, key, limits[i]) for key in keys[i]] for i in range(len(prompts))]
-        rows = [row for group in groups for row in group]
-        if rows:
-            reach = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
-            with sampling_mode(self.model):
-                decoder = self._bind(reach)
-                with torch.inference_mode(decoder.name == "lean"):
-                    Schedule(decoder, prompts, rows, sampling, self.slots).run()
-        return [[completion(row, self.version) for row in group] for group in groups]
+        check_prompts(prompts, context, self.vocab_size)
+        groups = begin(prompts, keys, sampling.max_tokens, context)
+        self._sample(prompts, [row for group in groups for row in group], sampling)
+        return [[row.completion(self.version) for row in group] for group in groups]
+
+    def _converse(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
+    ) -> int:
+        check_prompts(prompts, self.context_tokens, self.vocab_size)
+        self._sample(prompts, rows, sampling, respondent)
+        return self.version
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        respondent: Respondent | None = None,
+    ) -> None:
+        """Bring every row to its end."""
+        if not rows:
+            return
+        reach = max(len(prompts[row.prompt]) + row.limit for row in rows)
+        with sampling_mode(self.model):
+            decoder = self._bind(reach)
+            with torch.inference_mode(decoder.name == "lean"):
+                work = (decoder, prompts, rows, sampling, self.slots)
+                if respondent is None:
+                    Schedule(*work).run()
+                else:
+                    answering = {"wait_steps": self.wait_steps, "vocab_size": self.vocab_size}
+                    Turns(*work, respondent=respondent, **answering).run()
+        for row in rows:
+            check_finite(row)
 
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""

@@ -98,9 +98,9 @@ class ModulesDecoder:
         full = bias[:, None, None, :]
         if self.window is None:
             return full
-        hidden = cache.width - self.window
         windowed = full
-        if hidden > 0:
-            windowed = full.clone()
-            windowed[..., :hidden] = -torch.inf
+        if cache.width > self.window:
+            # Counted over what a row may see, the newest first: a hole takes no place in the window.
+            places = (full == 0).flip(-1).cumsum(-1).flip(-1)
+            windowed = full.masked_fill(places > self.window, -torch.inf)
         return {"full_attention": full, "sliding_attention": windowed} if self.mixed else windowed

@@ -13,21 +13,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.engines.base import Sampling
+from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
-from posttrain.types import Completion
+from posttrain.types import Finish
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
 FIRST_COLUMNS = 256  # new tokens that the cache has room for before it first grows
@@ -36,18 +35,6 @@ LONGEST_BURST = 512
 ROWS_WORTH_SHARING = 2  # rows per prompt from which one common copy of its keys and values pays
 # Finished rows are dropped, and free slots filled, once they are this share of the batch.
 IDLE_SHARE = 1 / 16
-
-
-@dataclass(slots=True)
-class Row:
-    """One completion on its way."""
-
-    prompt: int
-    key: int
-    limit: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
 
 
 class Schedule:
@@ -63,7 +50,7 @@ class Schedule:
         self,
         decoder: Decoder,
         prompts: Sequence[Sequence[int]],
-        rows: Sequence[Row],
+        rows: Sequence[Conversation],
         sampling: Sampling,
         num_slots: int,
     ) -> None:
@@ -72,7 +59,8 @@ class Schedule:
         self.sampling = sampling
         self.waiting = deque(rows)
         self.num_slots = min(num_slots, len(rows))
-        self.batch: list[Row] = []
+        self.batch: list[Conversation] = []
+        # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
         limit = max(row.limit for row in rows)
@@ -119,6 +107,7 @@ class Schedule:
             logits = self.decoder.decode(tokens, counters[0], self.cache)
             uniform = None if draws is None else draws.gather(1, counters[1, :, None])
             tokens, probability = draw(logits, uniform, self.sampling)
+            tokens = self._next(tokens)
             ids.append(tokens)
             probabilities.append(probability)
             counters.add_(1)
@@ -128,20 +117,25 @@ class Schedule:
             return [ids[0].tolist()], [probabilities[0].log_().tolist()]
         return torch.stack(ids).tolist(), torch.stack(probabilities).log_().tolist()
 
+    def _next(self, drawn: Tensor) -> Tensor:
+        """What every row of the batch says and is fed next, ``int64 [R]``: what was drawn for it."""
+        return drawn
+
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
-        stop_ids = self.sampling.stop_ids
-        for r, row in enumerate(self.batch):
-            if row.finish is not None:
-                continue
-            for step_ids, step_logprobs in zip(ids, logprobs, strict=True):
-                row.ids.append(step_ids[r])
-                row.logprobs.append(step_logprobs[r])
-                if step_ids[r] in stop_ids:
-                    row.finish = "stop"
-                    break
-            if row.finish is None and len(row.ids) == row.limit:
-                row.finish = "length"
         self.remaining[: len(self.batch)] -= len(ids)
+        for r, row in enumerate(self.batch):
+            if row.finish is None:
+                row.finish = self._append(r, ids, logprobs)
+
+    def _append(self, r: int, ids: list[list[int]], logprobs: list[list[float]]) -> Finish | None:
+        """Put what the row in slot ``r`` drew behind its ids, up to its end; how it ended."""
+        row, stop_ids = self.batch[r], self.sampling.stop_ids
+        for step_ids, step_logprobs in zip(ids, logprobs, strict=True):
+            row.ids.append(step_ids[r])
+            row.logprobs.append(step_logprobs[r])
+            if step_ids[r] in stop_ids:
+                return "stop"
+        return "length" if self.remaining[r] <= 0 else None
 
     def _drop_finished(self) -> None:
         """Fill the places of finished rows with the batch's last rows, once it is worth it."""
@@ -157,16 +151,20 @@ class Schedule:
         targets = [r for r in finished if r < alive]
         sources = [r for r in range(alive, rows) if self.batch[r].finish is None]
         if targets:
-            self.cache.move(targets, sources)
-            self.tokens[targets] = self.tokens[sources]
-            self.counters[:, targets] = self.counters[:, sources]
-            if self.draws is not None:
-                self.draws[targets] = self.draws[sources]
-            self.remaining[targets] = self.remaining[sources]
-            for target, source in zip(targets, sources, strict=True):
-                self.batch[target] = self.batch[source]
+            self._move(targets, sources)
         del self.batch[alive:]
         self.cache.refresh(alive)
+
+    def _move(self, targets: list[int], sources: list[int]) -> None:
+        """Put the rows in slots ``sources`` into slots ``targets``."""
+        self.cache.move(targets, sources)
+        self.tokens[targets] = self.tokens[sources]
+        self.counters[:, targets] = self.counters[:, sources]
+        if self.draws is not None:
+            self.draws[targets] = self.draws[sources]
+        self.remaining[targets] = self.remaining[sources]
+        for target, source in zip(targets, sources, strict=True):
+            self.batch[target] = self.batch[source]
 
     def _admit(self) -> None:
         """Move waiting rows into free slots; prompts that are new are prefilled."""
@@ -199,9 +197,9 @@ class Schedule:
         prefix = self.decoder.prefill(filled)
         return Prefix(prefix.keys, prefix.values, [len(body) for body in bodies])
 
-    def _chunks(self, rows: list[Row]) -> list[list[Row]]:
+    def _chunks(self, rows: list[Conversation]) -> list[list[Conversation]]:
         """``rows`` cut between prompts so that one prefill pads to at most PREFILL_TOKENS."""
-        chunks: list[list[Row]] = []
+        chunks: list[list[Conversation]] = []
         seen: set[int] = set()
         longest = 0
         for row in rows:
@@ -214,7 +212,7 @@ class Schedule:
             chunks[-1].append(row)
         return chunks
 
-    def _enter(self, rows: list[Row], prefix: Prefix, index: dict[int, int]) -> None:
+    def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
         """Put ``rows`` into the slots after the batch."""
         if not rows:
             return
@@ -225,24 +223,26 @@ class Schedule:
         self.remaining[slots] = [row.limit for row in rows]
         lasts = [self.prompts[row.prompt][-1] for row in rows]
         positions = [len(self.prompts[row.prompt]) - 1 for row in rows]
-        device = self.decoder.device
-        self.tokens[slots] = torch.tensor(lasts, device=device)
-        self.counters[:, slots] = torch.tensor([positions, [0] * len(rows)], device=device)
+        self._seat(slots, lasts, positions)
         if self.draws is not None:
             table = uniforms([row.key for row in rows], self.draws.shape[1])
-            self.draws[slots] = torch.from_numpy(table).to(device)
+            self.draws[slots] = torch.from_numpy(table).to(self.decoder.device)
+
+    def _seat(self, slots: slice | list[int], tokens: list[int], positions: list[int]) -> None:
+        """Go on in these slots from ``tokens``, which are fed next, with the first of the slots' uniform numbers."""
+        device = self.decoder.device
+        self.tokens[slots] = torch.tensor(tokens, device=device)
+        self.counters[:, slots] = torch.tensor([positions, [0] * len(tokens)], device=device)
 
 
-def completion(row: Row, version: int) -> Completion:
-    """The finished row, drawn by the weights of ``version``.
+def check_finite(row: Conversation) -> None:
+    """Refuse what a model said whose weights have diverged.
 
     Raises:
         RunFailure: the model gave log-probabilities that are not finite.
     """
-    assert row.finish is not None, "the schedule runs until every row has finished"
     if not all(map(math.isfinite, row.logprobs)):
         raise RunFailure(
             f"the model's logits are not finite at token {len(row.ids)} of a completion of prompt {row.prompt}; "
             "its weights have diverged (lower train.lr, or go back to an earlier checkpoint)"
         )
-    return Completion(tuple(row.ids), tuple(row.logprobs), row.finish, version)

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, server_address
 from posttrain.engines.vllm.protocol import (
     MAX_TEMPERATURE,
@@ -40,7 +40,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
-UNLIMITED_CONTEXT = 2**31
 # Plain words, digits and a letter beyond ASCII: tokenizers that agree on it are hardly different ones.
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 

@@ -56,8 +56,8 @@ def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
         choice = answer["choices"][0]
         ids = (*prompt, *map(int, choice["token_ids"]))
         _check_ids(ids, vocab_size)
-        given = choice.get("prompt_logprobs") or []
-        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(given) if each}
+        of_prompt = choice.get("prompt_logprobs") or []
+        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
         for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
             places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -7,12 +7,11 @@ keywords]`` one ``["value", value]`` or ``["raised", type, text]``.
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from typing import Any
 
-from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, seed_if_drawn, send
+from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, seed_if_drawn, send, take_pipes
 
 SOLUTION = "solution.py"
 MAX_TEXT = 200
@@ -24,10 +23,7 @@ class Refused(Exception):
 
 def main() -> None:
     """Load the program and answer until nobody calls."""
-    calls, replies = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+    calls, replies = take_pipes()
     sys.path.remove("")
     try:
         module = load(SOLUTION)

@@ -31,6 +31,15 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def take_pipes() -> tuple[int, int]:
+    """Keep standard input and output as descriptors of ours, and let nothing else of this process read or write."""
+    reading, writing = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    return reading, writing
+
+
 class NoPlainData(TypeError):
     """A value that cannot be handed over."""
 

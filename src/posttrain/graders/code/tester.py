@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, seed_if_drawn, send
+from posttrain.graders.code.plain import NoPlainData, decode, encode, receive, seed_if_drawn, send, take_pipes
 
 TESTS = "tests.json"
 # Exit codes. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
@@ -97,10 +97,7 @@ def error_of(name: str, text: str) -> Exception:
 
 def main() -> None:
     """Run the tests and end with the verdict."""
-    replies, calls = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+    replies, calls = take_pipes()
     sys.path.remove("")
     code = BAD
     try:

@@ -9,10 +9,10 @@ began with (``train/loop.py``). The weights stay ordinary parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,19 +27,28 @@ ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.ba
 ONEDNN_LEAST = 1_200_000
 
 
-Products = Literal["onednn", "mkl"]
+Products = Literal["onednn", "mkl", "torch"]  # torch: its own, where it was built without MKL
 
 
 def usual_products() -> Products:
     """The faster library for products on this machine: a function of its kind of CPU alone."""
-    return choose_products(_cpu_vendor(), torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available())
+    there = [library for library in ("onednn", "mkl") if has_products(library)]
+    return choose_products(_cpu_vendor(), torch.backends.cpu.get_cpu_capability(), there)
 
 
-def choose_products(vendor: str | None, capability: str, has_mkl: bool) -> Products:
-    """As ``usual_products``, of a CPU with this ``vendor_id`` and torch's name for its widest vectors."""
-    if not has_mkl:
+def choose_products(vendor: str | None, capability: str, there: Collection[str]) -> Products:
+    """As ``usual_products``, of a CPU with this ``vendor_id``, torch's name for its widest vectors, these libraries."""
+    is_faster = vendor != "GenuineIntel" and capability.startswith("AVX512")
+    if "onednn" in there and (is_faster or "mkl" not in there):
         return "onednn"
-    return "onednn" if vendor != "GenuineIntel" and capability.startswith("AVX512") else "mkl"
+    return "mkl" if "mkl" in there else "torch"
+
+
+def has_products(library: object) -> TypeGuard[Products]:
+    """Whether this torch has the library; what a checkpoint says of it is a stranger's word."""
+    if library == "onednn":
+        return ONEDNN_LINEAR is not None
+    return library == ("mkl" if torch.backends.mkl.is_available() else "torch")
 
 
 def _cpu_vendor() -> str | None:
@@ -59,14 +68,15 @@ def products() -> Products:
 
 
 def use_products(library: Products) -> None:
-    """Let products in this process go to ``library``; where a torch has no oneDNN linear they go to torch's own."""
+    """Let products in this process go to ``library``, one that ``has_products``."""
+    assert has_products(library), f"this torch has no {library}"
     global _products
     _products = library
 
 
 def takes_onednn(weight: Tensor) -> bool:
     """Whether a product with this weight may go to oneDNN: fp32 on a CPU where that is the library."""
-    if ONEDNN_LINEAR is None or _products != "onednn":
+    if _products != "onednn":
         return False
     return weight.device.type == "cpu" and weight.dtype == torch.float32
 

@@ -103,7 +103,7 @@ def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, s
         chosen, lambda row: read_example(row, split, strip_thinking=strip_thinking), path or f"hub:{hub}"
     )
     if not collected.examples and path is not None and subset != "all":
-        raise DataError(path, f"no dialogue of the subset {subset!r} in it")
+        raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
 
 

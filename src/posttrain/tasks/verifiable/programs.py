@@ -117,7 +117,12 @@ def mbpp(
             examples.append(example)
     if not examples:
         ids = MBPP_SPLITS[split]
-        raise DataError(path or f"hub:{hub}", f"no row of the split {split} (task_id {ids[0]} to {ids[-1]}) in it")
+        passed = "".join(f"; {count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            path or f"hub:{hub}",
+            f"no row of the split {split} (task_id {ids[0]} to {ids[-1]}) in it{passed}; "
+            f"set task.split to another of {', '.join(MBPP_SPLITS)}, or give a file of MBPP",
+        )
     return Task("mbpp", split, examples, dict(dropped))
 
 

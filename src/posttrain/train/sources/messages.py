@@ -14,11 +14,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.train.sources.rollouts import Drawn, Groups, RolloutSource
 from posttrain.types import Completion, Rollout
 
 _HEADER = struct.Struct(">Q")
-_OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage")  # known where it is read, or made there
+# Known where it is read, or made there; of an episode the prompt is what its environment opened it with.
+_OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,12 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
         sampled: dict[str, Any] = {
             name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
         }
-        known = {name: x for name, x in row.items() if name != "completion"}
+        known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
         prompt = tuple(source.prompts[position[index]])
+        if "episode" in row:
+            episode = row["episode"]
+            prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
+            known["failures"] = tuple(episode["failures"])
         return Rollout(
             example=source.task.examples[index], prompt_ids=prompt, completion=Completion(**sampled), **known
         )
@@ -106,4 +112,8 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
 
 def _write_rollout(rollout: Rollout) -> dict[str, Any]:
     plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
-    return plain | {"completion": {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}}
+    plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
+    if rollout.turns or rollout.failures:
+        turns = write_turns(rollout.turns)
+        plain["episode"] = {"prompt_ids": rollout.prompt_ids, "turns": turns, "failures": rollout.failures}
+    return plain

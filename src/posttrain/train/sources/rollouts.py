@@ -18,15 +18,16 @@ from torch import Tensor
 
 from posttrain.algorithms.selection import Units, choose_units
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.episodes import Stage
 from posttrain.engines.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
-from posttrain.errors import UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.randomness import draw_indices, permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.credit import Credit
+from posttrain.train.credit import Credit, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
@@ -74,12 +75,13 @@ class RolloutSource:
         credit: Credit,
         streams: Streams,
         feedback: Feedback | None = None,
+        stage: Stage | None = None,
     ) -> None:
         assert recipe.rollout is not None
         self.options, self.seed = recipe.rollout, recipe.train.seed
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
-        self.task, self.grader, self.tokenizer, self.engine = task, grader, tokenizer, engine
+        self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
         self.credit, self.streams, self.feedback = credit, streams, feedback
@@ -99,6 +101,7 @@ class RolloutSource:
             top_p=self.options.top_p,
             stop_ids=stop_ids(tokenizer, grader.template),
             max_total_tokens=context_tokens,
+            max_turn_tokens=self.options.max_turn_tokens,
         )
         parts = [name for name, _, _ in grader.rewards]
         if self.options.uniform_by not in ("reward", *parts):
@@ -188,12 +191,12 @@ class RolloutSource:
             self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
-        sampled, chosen = drawn.sampled, drawn.chosen
+        sampled, chosen = drawn.sampled, self._played(drawn.chosen)
         scored = time.perf_counter()
-        rewards = torch.tensor([[r.reward for r in g] for g in chosen], dtype=torch.float64)
-        units = choose_units(self.select, rewards, self.rows_per_unit)
+        rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
+        units = self._choose(rewards)
         if not self.credit.needs_batch:
-            _record_advantages(chosen, self.credit.from_rewards(rewards))
+            _record_advantages(chosen, self.credit.from_groups(rewards))
         batch = self._batch_of(chosen, units) if units else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
@@ -207,7 +210,7 @@ class RolloutSource:
             "sync_seconds": syncing,
             "score_seconds": grading,
             "fill_seconds": time.perf_counter() - scored,
-            "generated_tokens": float(sum(len(r.completion.ids) for g in sampled for r in g)),
+            "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
         }
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
@@ -234,8 +237,6 @@ class RolloutSource:
         if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
             rest = [g for g in sampled if not self.fits(g)]
             chosen += rest[: options.prompts - len(chosen)]
-        for rollout in (r for group in sampled for r in group):
-            rollout.version = cycle
         generating = time.perf_counter() - started - grading
         return Drawn(sampled, chosen, accepted, cycle, {"generate_seconds": generating, "score_seconds": grading})
 
@@ -249,12 +250,46 @@ class RolloutSource:
 
     def fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        played = [r for r in group if not r.has_failed]
         if not self.options.drop_uniform_groups:
             return True
         part = self.options.uniform_by
-        seen = {r.reward if part == "reward" else r.parts[part] for r in group}
-        rewards = torch.tensor([[r.reward for r in group]], dtype=torch.float64)
-        return len(seen) > 1 and bool(choose_units(self.select, rewards, self.rows_per_unit))
+        seen = {r.reward if part == "reward" else r.parts[part] for r in played}
+        return len(seen) > 1 and bool(self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)]))
+
+    def _played(self, groups: Groups) -> Groups:
+        """The groups without the completions whose environment failed; one that has too few left is left out.
+
+        Too few: less than two of several, which nothing can be compared with.
+
+        Raises:
+            RunFailure: not one completion was played to its end.
+        """
+        kept = []
+        for group in groups:
+            played = [r for r in group if not r.has_failed]
+            if len(played) >= min(2, self.options.group):
+                kept.append(played)
+                continue
+            for rollout in played:
+                left_out = f"left out: {len(played)} of {len(group)} completions of its group were played to the end"
+                rollout.failures = (*rollout.failures, left_out)
+        failures = [r.failures[0] for group in groups for r in group if r.has_failed]
+        if failures and len(failures) == sum(map(len, groups)):
+            raise RunFailure(
+                f"environment: it failed in every completion, and again when they were played again "
+                f"(rollout.retries: {self.options.retries}). The first failure: {failures[0]}"
+            )
+        return kept
+
+    def _choose(self, rewards: Sequence[Tensor]) -> Units:
+        """What the selection chooses of groups with these rewards, in order of their prompts."""
+        units: Units = []
+        for places in same_sizes(rewards):
+            table = torch.stack([rewards[n] for n in places])
+            chosen = choose_units(self.select, table, self.rows_per_unit)
+            units += [tuple((places[n], g) for n, g in unit) for unit in chosen]
+        return sorted(units, key=lambda unit: unit[0][0])
 
     def _sample(self, cycle: int, step: int, attempt: int) -> tuple[Groups, float]:
         start, places = self.places(cycle, attempt)
@@ -267,7 +302,8 @@ class RolloutSource:
             step=step,
             prompt_indices=[self.kept[p] for p in places],
         )
-        sampler = Sampler(self.engine, self.tokenizer, self.grader, self.context_tokens, world=self.streams.world)
+        machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
+        sampler = Sampler(*machine, world=self.streams.world, stage=self.stage)
         groups, seconds = collect(sampler, request)
         for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
             for rollout in group:
@@ -285,14 +321,13 @@ class RolloutSource:
                 row_streams |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
                 sample = _sample_of(rollout, n)
                 if rollout.advantage is not None:
-                    before = [0.0] * len(rollout.prompt_ids)
-                    sample.streams["advantages"] = before + [rollout.advantage] * len(rollout.completion.ids)
+                    sample.streams["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
                 sample.streams |= {name: x for name, x in row_streams.items() if name in needs}
                 samples.append(sample)
         return collate(samples, rows_per_unit=self.rows_per_unit)
 
     def _fill_streams(
-        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Tensor
+        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor]
     ) -> dict[str, float]:
         teacher_batch = None
         if self.feedback is not None:
@@ -303,32 +338,33 @@ class RolloutSource:
         if not self.credit.needs_batch:
             return {}
         flat = [r for g in groups for r in g]
-        truncated = torch.tensor([r.completion.finish == "length" for r in flat])
+        truncated = torch.tensor([r.completion.finish in ("length", "out_of_turns") for r in flat])
         advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs)
         self.streams(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
-        means = (advantages.sum(dim=1) / counts).view_as(rewards)
+        means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
         _record_advantages(groups, means)
         return metrics
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
-    prompt, answer = list(rollout.prompt_ids), list(rollout.completion.ids)
+    """What the model wrote is trained on; what an environment said between is not."""
+    prompt, answer = list(rollout.prompt_ids), rollout.completion
     return Sample(
-        ids=prompt + answer,
-        mask=[False] * len(prompt) + [True] * len(answer),
+        ids=prompt + list(answer.ids),
+        mask=[False] * len(prompt) + list(answer.written),
         group=group,
         prefix=len(prompt),
-        streams={"sampler_logprobs": [0.0] * len(prompt) + list(rollout.completion.logprobs)},
+        streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
     )
 
 
-def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Tensor | None) -> None:
+def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
     """Write each completion's advantage (their mean over the tokens, where they differ) to its record."""
     if advantages is None:
         return
-    for group, row in zip(groups, advantages.tolist(), strict=True):
-        for rollout, value in zip(group, row, strict=True):
+    for group, row in zip(groups, advantages, strict=True):
+        for rollout, value in zip(group, row.tolist(), strict=True):
             rollout.advantage = value
 
 
@@ -337,13 +373,17 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
 
     ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
     so are ``num_tokens_right`` and ``num_tokens_wrong``, mean lengths of right and other answers among these.
-    ``grading_failures``: the share whose grading had to be stopped, if there are any.
+    ``grading_failures``: the share whose grading had to be stopped, if there are any. Lengths are of what the model
+    wrote. With an environment also ``num_turns``, ``num_calls`` and the share of calls that ``failed_calls``; what it
+    failed in counts in ``environment_failures`` alone, and what had to be played again in ``played_again``.
     """
+    everything = [r for group in groups for r in group]
+    groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
     rollouts = [r for group in groups for r in group]
-    lengths = [len(r.completion.ids) for r in rollouts]
+    lengths = [r.completion.num_own for r in rollouts]
     graded = [r for r in rollouts if r.outcome != "ungraded"]
-    right = [len(r.completion.ids) for r in graded if r.parts["correct"] == 1.0]
-    wrong = [len(r.completion.ids) for r in graded if r.parts["correct"] != 1.0]
+    right = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
+    wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
     facts = {
         "reward": statistics.fmean(r.reward for r in rollouts),
         **({"accuracy": len(right) / len(graded)} if graded else {}),
@@ -361,6 +401,20 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
         facts["num_tokens_right"] = statistics.fmean(right)
     if wrong:
         facts["num_tokens_wrong"] = statistics.fmean(wrong)
+    return facts | _describe_turns(rollouts, everything)
+
+
+def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
+    """Facts about turns and calls, where there are any."""
+    facts: dict[str, float] = {}
+    if any(r.turns for r in played):
+        calls = [call for r in played for turn in r.turns for call in turn.calls]
+        facts["num_turns"] = statistics.fmean(len(r.turns) for r in played)
+        facts["num_calls"] = len(calls) / len(played)
+        facts["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
+    if any(r.failures for r in everything):
+        facts["environment_failures"] = statistics.fmean(float(r.has_failed) for r in everything)
+        facts["played_again"] = statistics.fmean(float(bool(r.failures)) for r in everything)
     return facts
 
 
@@ -368,7 +422,7 @@ def _describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
     """Facts about what was chosen to be trained on."""
-    facts = {"selected": sum(len(unit) for unit in units) / sum(len(g) for g in groups)}
+    facts = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = [r.advantage for g in groups for r in g if r.advantage is not None]
     if advantages:
         spread = torch.tensor(advantages)

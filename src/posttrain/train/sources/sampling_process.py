@@ -14,6 +14,7 @@ import torch
 from posttrain import errors
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, RunFailure, UsageError
+from posttrain.models.forward.linear import products
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.sources.messages import Weights, receive, send, send_weights
 
@@ -94,7 +95,7 @@ class SamplingProcess:
             process.kill()
         assert process.stdin is not None
         settings = {"num_threads": torch.get_num_threads(), "trust_remote_code": trusts_remote_code()}
-        send(process.stdin, {"recipe": self.recipe.dump(), **settings})
+        send(process.stdin, {"recipe": self.recipe.dump(), "products": products(), **settings})
         assert "ready" in self._receive(process)
         return process
 

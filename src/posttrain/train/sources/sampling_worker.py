@@ -18,6 +18,7 @@ import torch
 
 from posttrain.consent import declare_code, declare_from_command_line
 from posttrain.errors import EngineMismatch, PosttrainError
+from posttrain.models.forward.linear import use_products
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.build import prepare_sampling
 from posttrain.train.sources.messages import receive, send, weight_sums, write_drawn
@@ -33,6 +34,7 @@ def main() -> None:
     if settings is None:
         return
     torch.set_num_threads(settings["num_threads"])
+    use_products(settings["products"])
     declare_code(settings["recipe"])  # the trainer has imported all of it, and its sys.path came along
     declare_from_command_line((), trust_remote_code=settings["trust_remote_code"])
     try:
@@ -53,8 +55,6 @@ def _answer(message: dict[str, Any], source: RolloutSource, model: Any, replies:
         return
     drawn = source.draw(message["step"], message["batch"], begins=lambda attempt: send(replies, {"begins": attempt}))
     drawn.version = message["version"]
-    for rollout in (r for group in drawn.sampled for r in group):
-        rollout.version = message["version"]
     send(replies, {"drawn": write_drawn(drawn)})
 
 

@@ -1,0 +1,303 @@
+"""Rollouts of several turns: prompts that an environment opens, turns that it answers, what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.conversation import Reply
+from posttrain.environments.calls import RESULT_TAGS, Form, Request, describe_tools, read_calls
+from posttrain.environments.contract import Session, Toolset, build_toolset
+from posttrain.environments.pool import Job, Pool
+from posttrain.environments.tools import Tool
+from posttrain.errors import UsageError
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import suggest
+from posttrain.render import Template, decode_response, encode_prompt
+from posttrain.render.replies import ReplyFrame, reply_frame
+from posttrain.types import Call, Completion, Example, Finish, Message, Turn
+from posttrain.world import ONE, World
+
+MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
+
+Place = tuple[int, int]  # (number of the prompt, number of the completion)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What completions of several turns are played with.
+
+    ``template`` shows the tools, in ``form``; ``frame`` is what stands around a reply. At most ``max_turns`` turns, of
+    at most ``max_turn_tokens``; each call has ``tool_seconds``. Where the environment fails the episode is played
+    again, ``retries`` times.
+    """
+
+    toolset: Toolset
+    template: Template
+    form: Form
+    frame: ReplyFrame
+    max_turns: int
+    tool_seconds: float
+    retries: int
+    max_turn_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What became of one completion; ``reward`` is what the environment pays, None where it says nothing."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    failures: tuple[str, ...] = ()
+
+
+def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
+    """The stage of a resolved recipe; None for one whose completions have one turn.
+
+    Raises:
+        UsageError: an environment or tool that cannot be used, or a chat template that rewrites history.
+    """
+    options = recipe.rollout
+    if options is None or (recipe.environment is None and not recipe.tools):
+        return None
+    toolset = build_toolset(recipe.environment, recipe.tools or ())
+    form: Form = "hermes" if template.chat and "<tool_call>" in (tokenizer.chat_template or "") else "tagged"
+    if options.show_tools:
+        template = _showing(template, toolset, form)
+    if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:
+        raise UsageError(f"rewards: {toolset.name!r} has no get_reward, which the reward environment asks; write one")
+    assert options.max_turns is not None, "resolved"
+    assert options.tool_seconds is not None, "resolved"
+    assert options.retries is not None, "resolved"
+    frame = reply_frame(tokenizer, template)
+    limits = (options.max_turns, options.tool_seconds, options.retries, options.max_turn_tokens)
+    return Stage(toolset, template, form, frame, *limits)
+
+
+def _showing(template: Template, toolset: Toolset, form: Form) -> Template:
+    """The template with a prompt that says which tools there are: by itself, in a chat, or in a system message."""
+    if form == "hermes":
+        variables = {**template.variables, "tools": toolset.schemas}
+
+        def natively(messages: Sequence[Message], tokenizer: Any) -> Any:
+            return template.prompt(messages, tokenizer, variables)
+
+        return replace(template, prompt=natively, variables=variables)
+    described = describe_tools(toolset.tools)
+
+    def described_first(messages: Sequence[Message], tokenizer: Any) -> Any:
+        first, *rest = messages
+        if first.role == "system":
+            return template.prompt([Message("system", f"{described}\n\n{first.content}"), *rest], tokenizer)
+        return template.prompt([Message("system", described), *messages], tokenizer)
+
+    return replace(template, prompt=described_first)
+
+
+def opened(example: Example, text: str) -> list[Message]:
+    """The messages of an example with an environment's opening behind the last one of the user."""
+    messages = list(example.messages)
+    if text.strip():
+        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+        if last is None:
+            return [*messages, Message("user", text)]
+        content = messages[last].content
+        messages[last] = Message("user", f"{content}\n\n{text}" if content.strip() else text)
+    return messages
+
+
+@dataclass(slots=True)
+class _Actor:
+    """A completion under way, with its session."""
+
+    session: Session
+    turns: list[Turn] = field(default_factory=list)
+    text: str = ""
+    last: int | None = None
+    requests: list[Request] = field(default_factory=list)
+    tool: Tool | None = None  # that of the first request, and its job, where it has begun
+    job: Job | None = None
+    finish: Finish | None = None
+
+
+class Cast:
+    """Answers the turns of many completions (``engines.conversation.Respondent``)."""
+
+    def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
+        self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
+
+    def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
+        """Read the calls of a turn, and begin the first of them."""
+        actor = self.actors[prompt, sample]
+        actor.text = decode_response(self.tokenizer, self.stage.template, turn)
+        actor.last = turn[-1] if len(turn) else None
+        actor.requests, actor.tool, actor.job, actor.finish = [], None, None, None
+        if finish == "stop":  # of a turn that was cut off nothing may be what was meant
+            actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
+        if actor.requests:
+            self._begin(actor, actor.requests[0])
+        else:
+            actor.finish = finish
+            actor.turns.append(Turn(actor.text))
+
+    def reply(self, prompt: int, sample: int) -> Reply:
+        """Wait for the calls, and say what came of them."""
+        actor = self.actors[prompt, sample]
+        if actor.finish is not None:
+            return Reply(finish=actor.finish)
+        calls: list[Call] = []
+        for number, request in enumerate(actor.requests):
+            if number:
+                self._begin(actor, request)
+            calls.append(self._call(actor, request))
+            actor.finish = self._end_of(actor)
+            if actor.finish is not None:
+                break
+        actor.turns.append(Turn(actor.text, tuple(calls)))
+        if actor.finish is None and len(actor.turns) >= self.stage.max_turns:
+            actor.finish = "out_of_turns"
+        if actor.finish is not None:
+            return Reply(finish=actor.finish)
+        frame, template = self.stage.frame, self.stage.template
+        results, tags = [call.result for call in calls], RESULT_TAGS[self.stage.form]
+        return Reply(tuple(frame.encode(self.tokenizer, template, results, tags, actor.last)))
+
+    def _begin(self, actor: _Actor, request: Request) -> None:
+        """Begin a call, where it is one."""
+        actor.tool, actor.job = self.stage.toolset.tools.get(request.tool), None
+        if actor.tool is None or request.wrong:
+            return
+        try:
+            arguments = actor.tool.read(request.arguments)
+        except ValueError:
+            return  # ``_call`` reads them again, and says what is wrong
+        actor.job = actor.session.call(actor.tool, arguments)
+
+    def _call(self, actor: _Actor, request: Request) -> Call:
+        if request.wrong:
+            return Call(request.tool, request.stated, request.wrong, "malformed")
+        if actor.tool is None:
+            tools = self.stage.toolset.tools
+            said = f"there is no tool {request.tool!r}.{suggest(request.tool, tools)} There are: {', '.join(tools)}"
+            return Call(request.tool, request.stated, said, "unknown")
+        if actor.job is not None:
+            return actor.session.answer(actor.tool, request.stated, actor.job)
+        if actor.session.failure:
+            return Call(request.tool, request.stated, actor.session.failure, "failed")
+        try:
+            actor.tool.read(request.arguments)
+        except ValueError as error:
+            return Call(request.tool, request.stated, str(error), "malformed")
+        raise AssertionError("a call that can be read has begun")
+
+    def _end_of(self, actor: _Actor) -> Finish | None:
+        """Whether the episode is over with the last call."""
+        if actor.session.failure:
+            return "environment_failed"
+        if actor.session.num_late >= MAX_LATE:
+            return "tool_failed"
+        return "ended" if actor.session.done else None
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The completions of some prompts, played; ``seeds`` are those of the prompts, shared by their completions.
+
+    Args:
+        room: tokens that a prompt may have.
+    """
+
+    stage: Stage
+    engine: Engine
+    tokenizer: Any
+    sampling: Sampling
+    room: int
+    world: World = ONE
+
+    def play(
+        self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> list[list[Episode]]:
+        """One episode per key, grouped by prompt.
+
+        Raises:
+            UsageError: an environment opens a group's episodes with different texts.
+        """
+        episodes: dict[Place, Episode] = {}
+        openings: dict[int, str] = {}
+        failures: dict[Place, list[str]] = {(i, g): [] for i, row in enumerate(keys) for g in range(len(row))}
+        pending = list(failures)
+        with Pool() as pool:
+            for attempt in range(self.stage.retries + 1):
+                if attempt and not self.world.agree(bool(pending), "episodes that are played again"):
+                    break
+                for place, episode in self._attempt(pool, pending, examples, keys, seeds, openings).items():
+                    failures[place] += episode.failures
+                    episodes[place] = replace(episode, failures=tuple(failures[place]))
+                pending = [place for place in pending if episodes[place].completion.finish == "environment_failed"]
+        return [[episodes[i, g] for g in range(len(row))] for i, row in enumerate(keys)]
+
+    def _attempt(
+        self,
+        pool: Pool,
+        places: Sequence[Place],
+        examples: Sequence[Example],
+        keys: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        openings: dict[int, str],
+    ) -> dict[Place, Episode]:
+        """Play the completions at these places once, from the beginning."""
+        sessions = {place: self.stage.toolset.open(pool, self.stage.tool_seconds) for place in places}
+        for (i, _), session in sessions.items():
+            session.begin(examples[i], seeds[i])
+        prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
+        going = [place for place in places if not sessions[place].failure]
+        rows = {i: [g for n, g in going if n == i] for i in dict.fromkeys(i for i, _ in going)}
+        actors, of_place = {}, {}
+        for n, (i, samples) in enumerate(rows.items()):
+            for k, g in enumerate(samples):
+                actors[n, k] = of_place[i, g] = _Actor(sessions[i, g])
+        said = self.engine.converse(
+            [prompts[i, samples[0]] for i, samples in rows.items()],
+            [[keys[i][g] for g in samples] for i, samples in rows.items()],
+            self.sampling,
+            Cast(self.stage, self.tokenizer, actors),
+        )
+        completions = {
+            (i, g): one
+            for (i, samples), row in zip(rows.items(), said, strict=True)
+            for g, one in zip(samples, row, strict=True)
+        }
+        nothing = Completion((), (), "environment_failed", self.engine.version, ())
+        return {
+            place: self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
+            for place, session in sessions.items()
+        }
+
+    def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
+        """The prompt with what the environment opens the episode with."""
+        text = session.opening()
+        if session.failure:
+            return encode_prompt(self.tokenizer, self.stage.template, example.messages)
+        if openings.setdefault(number, text) != text:
+            raise UsageError(
+                f"environment {self.stage.toolset.name!r}: reset returned different texts for the same row and seed "
+                f"(example {example.id!r}), and a group is compared on one prompt; let all that reset draws follow "
+                "from its seed"
+            )
+        ids = encode_prompt(self.tokenizer, self.stage.template, opened(example, text))
+        if len(ids) > self.room:
+            session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
+        return ids
+
+    def _result(self, prompt: Sequence[int], completion: Completion, session: Session, actor: _Actor | None) -> Episode:
+        reward = session.reward()
+        session.close()
+        turns = tuple(actor.turns) if actor is not None else ()
+        if session.failure:
+            completion = replace(completion, finish="environment_failed")
+        failures = (session.failure,) if session.failure else ()
+        return Episode(tuple(prompt), completion, turns, reward, failures)

@@ -1,0 +1,146 @@
+"""Several turns in one generation: what was read and written stays in the cache, and a row goes on where it was.
+
+A row that has ended its turn keeps its slot. The reply is fed through the ordinary decode steps, each of its ids in the
+place of the one that would have been drawn, so nothing is read twice and no second path computes it. Columns that are
+written while a row waits, or after its turn ended within one look, are holes of that row.
+
+A row goes on after a fixed number of steps, whenever its reply came: what stands in the batch together, and with it
+every bit of the result, is a function of the keys and the replies, not of the clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.engines.base import check_ids
+from posttrain.engines.conversation import Conversation, Respondent, turn_key
+from posttrain.engines.native.prefixes import Prefix
+from posttrain.engines.native.schedule import Schedule
+from posttrain.randomness import uniforms
+from posttrain.types import Finish
+
+
+class Turns(Schedule):
+    """One generation over one decoder in which ``respondent`` answers what ends with a stop id.
+
+    Args:
+        wait_steps: decode steps of the other rows after which one that ended its turn goes on; a reply that is not
+            there by then is waited for. If every row waits for its reply, all go on at once.
+        vocab_size: ids of a reply are below it.
+    """
+
+    def __init__(self, *args: Any, respondent: Respondent, wait_steps: int, vocab_size: int) -> None:
+        super().__init__(*args)
+        self.respondent = respondent
+        self.wait_steps = wait_steps
+        self.vocab_size = vocab_size
+        self.cut: list[Conversation] = []  # ended for want of room; their last reply is not said
+        # Per slot: what is said at each step of its turn (-1: what is drawn), ...
+        limit = max(row.limit for row in self.waiting)
+        self.said = torch.full((self.num_slots, limit), -1, dtype=torch.long, device=self.decoder.device)
+        # ... how much of the reply is still to be fed, and the steps until it goes on (-1: it does not wait).
+        self.unsaid = np.zeros(self.num_slots, dtype=np.int64)
+        self.waits = np.full(self.num_slots, -1, dtype=np.int64)
+
+    def run(self) -> None:
+        """Bring every row to its end.
+
+        Raises:
+            UsageError: a reply has an id outside the vocabulary; and whatever the respondent raises.
+        """
+        super().run()
+        for row in self.cut:
+            self.respondent.reply(row.prompt, row.sample)
+
+    def _next(self, drawn: Tensor) -> Tensor:
+        rows = len(drawn)
+        said = self.said[:rows].gather(1, self.counters[1, :rows, None])[:, 0]
+        return torch.where(said < 0, drawn, said)
+
+    def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
+        steps = len(ids)
+        self.remaining[: len(self.batch)] -= steps
+        idle = np.zeros(len(self.batch), dtype=np.int64)  # steps of this look in which a row had nothing to say
+        for r, row in enumerate(self.batch):
+            if row.finish is not None:
+                continue
+            if self.waits[r] >= 0:
+                self.waits[r] -= steps
+                idle[r] = steps
+                continue
+            replied = min(steps, int(self.unsaid[r]))
+            self.unsaid[r] -= replied
+            before = len(row.ids)
+            ended = self._append(r, ids[replied:], logprobs[replied:])
+            if ended is not None:
+                idle[r] = steps - replied - (len(row.ids) - before)
+                self._end_turn(r, ended)
+        self._go_on(idle)
+
+    def _end_turn(self, r: int, ended: Finish) -> None:
+        row = self.batch[r]
+        self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
+        if ended == "length":
+            row.finish = ended
+            self.cut.append(row)
+        else:
+            self.waits[r] = self.wait_steps
+
+    def _go_on(self, idle: np.ndarray) -> None:
+        """Hide what was written for rows that wait, and say the replies that are due."""
+        going = [r for r, row in enumerate(self.batch) if row.finish is None]
+        waiting = [r for r in going if self.waits[r] >= 0]
+        if not waiting:
+            return
+        hidden = [r for r in waiting if idle[r]]
+        if hidden:
+            self.cache.hide(hidden, idle[hidden].tolist())
+        # A turn's last id is fed when its row goes on; until then it stands in, in columns that are hidden.
+        rows = [self.batch[r] for r in waiting]
+        positions = [len(self.prompts[row.prompt]) + len(row.ids) - 1 for row in rows]
+        self._seat(waiting, [row.ids[-1] for row in rows], positions)
+        due = waiting if len(waiting) == len(going) else [r for r in waiting if self.waits[r] <= 0]
+        for r in waiting:
+            # From a turn's last id on, as far as the row's positions go.
+            self.remaining[r] = min(max(1, self.waits[r]), self.batch[r].room(None) + 1)
+        for r in due:
+            self._reply(r)
+
+    def _reply(self, r: int) -> None:
+        """Say the reply to the row in slot ``r``, which goes on behind it or is at its end."""
+        row = self.batch[r]
+        reply = self.respondent.reply(row.prompt, row.sample)
+        if reply.ids:
+            check_ids(
+                f"the reply to turn {row.num_turns} of a completion of prompt {row.prompt}", reply.ids, self.vocab_size
+            )
+        row.add_reply(reply)
+        self.waits[r] = -1
+        if row.finish is not None:
+            return
+        count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
+        self.unsaid[r] = count
+        self.remaining[r] = count + room
+        self.said[r].fill_(-1)
+        self.said[r, :count] = torch.tensor(reply.ids, dtype=torch.long)
+        if self.draws is not None:
+            numbers = uniforms([turn_key(row.key, row.num_turns)], room)[0]
+            self.draws[r, count : count + room] = torch.from_numpy(numbers)
+
+    def _move(self, targets: list[int], sources: list[int]) -> None:
+        super()._move(targets, sources)
+        self.said[targets] = self.said[sources]
+        for per_slot in (self.unsaid, self.waits):
+            per_slot[targets] = per_slot[sources]
+
+    def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
+        slots = slice(len(self.batch), len(self.batch) + len(rows))
+        super()._enter(rows, prefix, index)
+        self.remaining[slots] = [row.room(self.sampling.max_turn_tokens) for row in rows]
+        self.said[slots] = -1
+        self.unsaid[slots] = 0
+        self.waits[slots] = -1

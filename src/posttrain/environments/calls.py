@@ -1,0 +1,98 @@
+"""Calls of tools as a model writes them, read from the text of one of its turns.
+
+Two forms. ``hermes``: the models' own where the chat template shows it, JSON between ``<tool_call>`` and
+``</tool_call>``. ``tagged``: ``<tool>name: arguments</tool>``, for models without one; the arguments are those of the
+tool as a JSON object, or the bare text of its only one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from posttrain.environments.tools import Tool
+
+Form = Literal["hermes", "tagged"]
+MAX_CALLS = 16  # of one turn
+_TAGS: dict[Form, tuple[str, str]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "tagged": ("<tool>", "</tool>"),
+}
+RESULT_TAGS: dict[Form, tuple[str, str]] = {
+    "hermes": ("<tool_response>\n", "\n</tool_response>"),
+    "tagged": ("<result>", "</result>"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call as it was written. ``wrong`` says what makes it no call; then there are no arguments."""
+
+    tool: str
+    stated: str
+    arguments: Mapping[str, Any] | str = ""
+    wrong: str = ""
+
+
+def read_calls(text: str, form: Form) -> list[Request]:
+    """The calls in a turn, in order; the one beyond ``MAX_CALLS`` is refused and those behind it are not read.
+
+    In the form ``hermes`` what was thought (up to the last ``</think>``) calls nothing.
+    """
+    requests: list[Request] = []
+    for content, closed in _between(text.rpartition("</think>")[2] if form == "hermes" else text, *_TAGS[form]):
+        if len(requests) == MAX_CALLS:
+            return [
+                *requests,
+                Request("", "", wrong=f"one turn calls at most {MAX_CALLS} tools; call again in the next"),
+            ]
+        if not closed:
+            requests.append(Request("", content.strip(), wrong=f"the call does not end with {_TAGS[form][1]}"))
+        else:
+            requests.append(_read_json(content.strip()) if form == "hermes" else _read_tagged(content.strip()))
+    return requests
+
+
+def describe_tools(tools: Mapping[str, Tool]) -> str:
+    """What a model without tools of its own is told: how they are called, and which there are."""
+    lines = [
+        "You can use tools. To call one, write <tool>name: arguments</tool> and end your turn; its result follows "
+        "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one.",
+    ]
+    for tool in tools.values():
+        lines.append(f"- {tool.name}: {' '.join(tool.description.split())} It takes: {tool.usage}.")
+    return "\n".join(lines)
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, bool]]:
+    """What stands between each pair of tags, and whether it was closed; an opening tag inside begins anew."""
+    at = text.find(opening)
+    while at >= 0:
+        start = at + len(opening)
+        end, again = text.find(closing, start), text.find(opening, start)
+        if end < 0 or 0 <= again < end:
+            yield text[start : again if again >= 0 else None], False
+            at = again
+        else:
+            yield text[start:end], True
+            at = text.find(opening, end + len(closing))
+
+
+def _read_json(content: str) -> Request:
+    try:
+        call = json.loads(content)
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if isinstance(arguments, str):  # some models write the object as a text
+            arguments = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        return Request("", content, wrong=f"the call is no JSON ({error})")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return Request("", content, wrong='a call is {"name": "...", "arguments": {...}}')
+    return Request(call["name"], json.dumps(arguments, ensure_ascii=False), arguments)
+
+
+def _read_tagged(content: str) -> Request:
+    name, _, arguments = content.partition(":")
+    return Request(name.strip(), arguments.strip(), arguments.strip())

@@ -1,0 +1,215 @@
+"""What an environment is: a class whose ``reset`` begins an episode and whose public methods are tools.
+
+The contract is that of TRL's ``environment_factory``, so that a class written for it runs as it is:
+
+- It is made without arguments, once for each completion. (Keyword-only parameters with types are its options.)
+- ``reset(**row) -> str | None`` begins an episode. It is given the example's fields that it asks for (``id``,
+  ``prompt``, ``answer``, those of ``meta``, and ``seed``, the same for all completions of a group). The text that it
+  returns follows the prompt's last user message.
+- Every other public method is a tool: its parameters have types, it has a docstring, what it returns is read by the
+  model. What it raises is read by the model, too, and recorded.
+- ``get_reward() -> float`` (optional) is what the reward ``environment`` pays, asked once, at the end.
+- An attribute ``done`` (optional) that has become true ends the episode.
+- ``close()`` (optional) gives back what it holds.
+
+Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset`` or ``get_reward``, or is needed again
+while a call of it hangs, is broken: that is no reward of 0, the episode is played again from the same seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from posttrain import registry
+from posttrain.environments.pool import Job, Pool
+from posttrain.environments.tools import Tool, make_tool, result_text
+from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.sections import Word
+from posttrain.types import Call, CallOutcome, Example
+
+NO_TOOLS = ("reset", "get_reward", "close")
+
+
+class EnvironmentFailed(Exception):
+    """Raised by an environment that is itself at fault (its server is down): the episode is played again."""
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """What a recipe gives its model to act with: an environment, made anew for each completion, and tools.
+
+    ``name`` is what messages call it; ``make`` is None where there are only tools.
+    """
+
+    name: str
+    make: Callable[[], Any] | None
+    tools: Mapping[str, Tool]
+    gives_reward: bool
+
+    def open(self, pool: Pool, seconds: float) -> Session:
+        """For one completion; each of its calls runs in the pool, for at most so many seconds."""
+        return Session(self, pool, seconds)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+
+def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> Toolset:
+    """The environment and the tools that a recipe names, checked: one environment is made for that.
+
+    Raises:
+        UsageError: no such environment; a class without reset; a tool without types or docstring; two of one name.
+        UnallowedCode: code that nobody allowed.
+    """
+    tools: dict[str, Tool] = {}
+    make, gives_reward, name = None, False, "tools"
+    if environment is not None:
+        name = environment.name
+        entry = registry.find("environment", name, "environment")
+        make = entry.bind(environment.options, "environment")
+        place = f"environment {name!r}"
+        probe = registry.call("environment", make)
+        kind = type(probe)
+        if not callable(getattr(kind, "reset", None)):
+            raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
+        gives_reward = callable(getattr(kind, "get_reward", None))
+        for method_name in _tool_names(kind):
+            tools[method_name] = make_tool(getattr(kind, method_name), place, method=True)
+        if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
+            registry.call("environment", probe.close)
+    for index, path in enumerate(functions):
+        where = f"tools.{index}"
+        if ":" not in path:
+            raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
+        tool = make_tool(registry.import_word("tool", path, where).function, f"{where}: {path}")
+        if tool.name in tools:
+            raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
+        tools[tool.name] = tool
+    if not tools:
+        raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
+    return Toolset(name, make, tools, gives_reward)
+
+
+def _tool_names(kind: type) -> list[str]:
+    """The public methods that are tools, in the order in which they are written, a base's first."""
+    seen: dict[str, None] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        for name, member in vars(base).items():
+            if not name.startswith("_") and name not in NO_TOOLS and inspect.isfunction(member):
+                seen[name] = None
+    return [name for name in seen if inspect.isfunction(getattr(kind, name, None))]
+
+
+class Session:
+    """One episode: an environment of its own, the calls that are made of it, and why it is broken, if it is."""
+
+    def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
+        self.toolset, self.pool, self.seconds = toolset, pool, seconds
+        self.environment: Any = None
+        self.failure = ""
+        self.num_late = 0
+        self._late: Job | None = None  # a call of the environment that has not come back
+        self._job: Job | None = None
+
+    def begin(self, example: Example, seed: int) -> None:
+        """Make the environment and reset it, in the background; ``opening`` waits for that."""
+        make = self.toolset.make
+        if make is None:
+            return
+
+        def reset() -> Any:
+            self.environment = make()
+            return self.environment.reset(**row_for(self.environment.reset, example, seed))
+
+        self._job = self.pool.submit(reset, self.seconds)
+
+    def opening(self) -> str:
+        """The text that reset returned, maybe empty; ``failure`` says why there is none."""
+        if self._job is None:
+            return ""
+        text = self._outcome(self._job, "reset")
+        if text is not None and not isinstance(text, str) and not self.failure:
+            self.failure = f"reset returned {type(text).__name__}, which is no text"
+        return text if isinstance(text, str) else ""
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:
+        """Begin a call; None where the environment is broken by now, as ``failure`` says."""
+        if not tool.method:
+            return self.pool.submit(lambda: tool.function(**arguments), self.seconds)
+        if not self._is_free(f"tool {tool.name!r}"):
+            return None
+        method = getattr(self.environment, tool.name)
+        return self.pool.submit(lambda: method(**arguments), self.seconds)
+
+    def answer(self, tool: Tool, stated: str, job: Job) -> Call:
+        """What came of a call; waits for it. ``failure`` is set where it shows that the environment is broken."""
+        self.pool.wait(job)
+        outcome: CallOutcome = "ok"
+        if not job.done:
+            outcome, text = "timeout", f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
+            self.num_late += 1
+            self._late = job if tool.method else self._late
+        elif isinstance(job.error, EnvironmentFailed):
+            outcome, text = "failed", str(job.error)
+            self.failure = f"tool {tool.name!r}: {job.error}"
+        elif job.error is not None:
+            outcome, text = "failed", f"{type(job.error).__name__}: {job.error}"
+        else:
+            text = result_text(job.result)
+        return Call(tool.name, stated, result_text(text), outcome)
+
+    @property
+    def done(self) -> bool:
+        """Whether the environment says that the episode is over."""
+        return bool(getattr(self.environment, "done", False))
+
+    def reward(self) -> float | None:
+        """What get_reward says; None without one, or where the environment is broken, as ``failure`` then says."""
+        if not self.toolset.gives_reward or self.failure or not self._is_free("get_reward"):
+            return None
+        value = self._outcome(self.pool.submit(self.environment.get_reward, self.seconds), "get_reward")
+        if self.failure:
+            return None
+        if not isinstance(value, Real) or not math.isfinite(float(value)):
+            self.failure = f"get_reward returned {value!r:.80}, which is no finite number"
+            return None
+        return float(value)
+
+    def close(self) -> None:
+        """Let the environment give back what it holds; nobody waits for it."""
+        if callable(getattr(self.environment, "close", None)):
+            self.pool.submit(self.environment.close, self.seconds)
+
+    def _is_free(self, what: str) -> bool:
+        if self._late is not None and not self.pool.has_come_back(self._late):
+            self.failure = f"{what} is needed while a call that took longer than {self.seconds:g} seconds still runs"
+        return not self.failure
+
+    def _outcome(self, job: Job, what: str) -> Any:
+        self.pool.wait(job)
+        if not job.done:
+            self.failure = f"{what} took longer than {self.seconds:g} seconds (rollout.tool_seconds)"
+        elif job.error is not None:
+            self.failure = f"{what} raised {type(job.error).__name__}: {job.error}"
+        return job.result
+
+
+def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str, Any]:
+    """Of an example's fields and the seed, those that a ``reset`` asks for; all, if it takes any."""
+    fields = {
+        **{name: value for name, value in example.meta.items() if name.isidentifier()},
+        "id": example.id,
+        "prompt": [{"role": message.role, "content": message.content} for message in example.messages],
+        "answer": example.answer,
+        "seed": seed,
+    }
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return fields
+    return {parameter.name: fields[parameter.name] for parameter in parameters if parameter.name in fields}

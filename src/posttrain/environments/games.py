@@ -1,0 +1,141 @@
+"""Games in turns of which the best play is known."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from posttrain.errors import UsageError
+from posttrain.randomness import generator
+from posttrain.registry import register
+
+
+class TextGame:
+    """A game of turns: what is drawn follows from the seed, moves are tools, ``score`` is paid at its end.
+
+    A game of your own sets itself up in ``_begin`` and returns what is said then; its moves are public methods with
+    types and docstrings that call ``_end`` when it is over.
+    """
+
+    def __init__(self) -> None:
+        self.done, self.score = False, 0.0
+
+    def reset(self, *, seed: int) -> str:
+        """A new game."""
+        self.done, self.score = False, 0.0
+        return self._begin(generator(seed, "game"))
+
+    def get_reward(self) -> float:
+        """The score; 0 of a game that was not played to its end."""
+        return self.score if self.done else 0.0
+
+    def _begin(self, random: np.random.Generator) -> str:
+        raise NotImplementedError
+
+    def _end(self, score: float, said: str) -> str:
+        self.done, self.score = True, score
+        return said
+
+
+@register("environment")
+def number_guess(
+    *,
+    low: Annotated[int, Field(ge=0)] = 1,
+    high: Annotated[int, Field(ge=1)] = 20,
+    guesses: Annotated[int, Field(ge=1)] | None = None,
+) -> NumberGuess:
+    """A number is to be found; each guess is answered with ``higher``, ``lower`` or ``right``. Pays 1 if it is found.
+
+    With k guesses among n numbers, halving finds ``min(n, 2^k − 1)`` of them, and nothing finds more.
+
+    Args:
+        low, high: the number is one of these or between them, each as likely.
+        guesses: how many there are; by default as many as halving needs.
+
+    Raises:
+        UsageError: ``low`` is not below ``high``.
+    """
+    if low >= high:
+        raise UsageError(f"environment number_guess: low ({low}) must be below high ({high})")
+    return NumberGuess(low, high, (high - low + 1).bit_length() if guesses is None else guesses)
+
+
+class NumberGuess(TextGame):
+    """See ``number_guess``."""
+
+    def __init__(self, low: int, high: int, guesses: int) -> None:
+        super().__init__()
+        self.low, self.high, self.guesses = low, high, guesses
+        self.number, self.left = low, guesses
+
+    def _begin(self, random: np.random.Generator) -> str:
+        self.number, self.left = int(random.integers(self.low, self.high + 1)), self.guesses
+        return f"Find a number from {self.low} to {self.high} with {self.guesses} guesses."
+
+    def guess(self, number: int) -> str:
+        """Guesses the number; says whether it is higher, lower or right.
+
+        Args:
+            number: the guess.
+        """
+        if self.done:
+            raise ValueError("the game is over")
+        self.left -= 1
+        if number == self.number:
+            return self._end(1.0, "right")
+        said = "higher" if number < self.number else "lower"
+        return said if self.left else self._end(0.0, f"{said}; it was {self.number}")
+
+
+@register("environment")
+def nim(*, max_heap: Annotated[int, Field(ge=5, le=1000)] = 21, take: Annotated[int, Field(ge=1, le=9)] = 3) -> Nim:
+    """A heap of stones, from which two players take 1 to ``take`` in turn; who takes the last wins. Pays 1 for that.
+
+    The model begins, from a heap that can be won (no multiple of ``take + 1``); the opponent plays as well as can be.
+    Whoever leaves a multiple of ``take + 1`` each time wins always, and one other move loses.
+
+    Args:
+        max_heap: stones at most; more than ``take``.
+        take: stones at a time, at most.
+
+    Raises:
+        UsageError: the first move would always win.
+    """
+    if max_heap <= take + 1:
+        raise UsageError(f"environment nim: max_heap ({max_heap}) must be more than take + 1 ({take + 1})")
+    return Nim(max_heap, take)
+
+
+class Nim(TextGame):
+    """See ``nim``."""
+
+    def __init__(self, max_heap: int, take: int) -> None:
+        super().__init__()
+        self.max_heap, self.most = max_heap, take
+        self.heap = max_heap
+
+    def _begin(self, random: np.random.Generator) -> str:
+        winnable = [heap for heap in range(self.most + 2, self.max_heap + 1) if heap % (self.most + 1)]
+        self.heap = int(random.choice(winnable))
+        return f"{self.heap} stones. Take 1 to {self.most}; who takes the last wins."
+
+    def take(self, stones: int) -> str:
+        """Takes stones from the heap; says what the other player takes, and how many are left.
+
+        Args:
+            stones: how many.
+        """
+        if self.done:
+            raise ValueError("the game is over")
+        if not 1 <= stones <= min(self.most, self.heap):
+            raise ValueError(f"take 1 to {min(self.most, self.heap)}")
+        self.heap -= stones
+        if self.heap == 0:
+            return self._end(1.0, "you win")
+        theirs = self.heap % (self.most + 1) or 1  # any move loses from a multiple
+        self.heap -= theirs
+        return (
+            self._end(0.0, f"I take {theirs} and win") if self.heap == 0 else f"I take {theirs}, {self.heap} are left"
+        )

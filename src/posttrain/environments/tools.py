@@ -1,0 +1,180 @@
+"""Tools: functions that a model may call. The signature is the schema, the docstring the description."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+
+from posttrain.errors import UsageError
+
+MAX_RESULT_CHARS = 16_384
+_ARGUMENTS = re.compile(r"^Args:\s*$", re.MULTILINE)
+_SECTION = re.compile(r"^\w[\w ]*:\s*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {1,8}(\w+)(?: \([^)]*\))?: *(.+)$", re.MULTILINE)
+
+
+class _Arguments(BaseModel):
+    """The arguments of a call; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    ``schema`` describes it as OpenAI's and the chat templates' ``tools`` do. ``method``: it is looked up in the
+    environment of the completion that calls it, under its name; otherwise ``function`` itself is called.
+    """
+
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+    method: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.arguments.model_fields)
+
+    def read(self, stated: Mapping[str, Any] | str) -> dict[str, Any]:
+        """The arguments of a call, of the types that the function asks for.
+
+        Args:
+            stated: by name, or the text of the only one.
+
+        Raises:
+            ValueError: they do not fit; the message says what is wrong.
+        """
+        if isinstance(stated, str):
+            stated = self._by_name(stated)
+        try:
+            checked = self.arguments.model_validate(dict(stated))
+        except ValidationError as error:
+            wrong = "; ".join(_explain(item) for item in error.errors())
+            raise ValueError(f"{self.name}: {wrong}. It takes: {self.usage}") from None
+        return {name: getattr(checked, name) for name in self.parameters}
+
+    @property
+    def usage(self) -> str:
+        """Its parameters with their types, as a reader would write them."""
+        properties = self.schema["function"]["parameters"].get("properties", {})
+        return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties.items()) or "nothing"
+
+    def _by_name(self, text: str) -> Mapping[str, Any]:
+        if text.startswith("{"):
+            try:
+                named = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{self.name}: its arguments are no JSON ({error})") from None
+            if isinstance(named, dict):
+                return named
+        if not text and not self.parameters:
+            return {}
+        if len(self.parameters) != 1:
+            names = ", ".join(f'"{name}": ...' for name in self.parameters)
+            raise ValueError(f"{self.name}: give its arguments as {{{names}}}")
+        (name,) = self.parameters
+        if self.arguments.model_fields[name].annotation is str:
+            return {name: text}
+        try:
+            return {name: json.loads(text)}
+        except (ValueError, RecursionError):
+            return {name: text}
+
+
+def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
+    """A tool from its signature and docstring; ``place`` begins messages. A ``method`` has ``self`` first.
+
+    Raises:
+        UsageError: a parameter without a type, or of one that JSON has no value for; no docstring.
+    """
+    name = function.__name__
+    place = f"{place}, tool {name!r}"
+    doc = inspect.getdoc(function) or ""
+    if not doc.strip():
+        raise UsageError(f"{place}: it has no docstring, and the model is told what it says; write what the tool does")
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UsageError(f"{place}: its types cannot be read ({error}); import them in that module") from None
+    parameters = list(signature.parameters.values())[1 if method else 0 :]
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+            raise UsageError(f"{place}: {parameter} cannot be given by name; name each parameter")
+        if parameter.annotation is inspect.Parameter.empty:
+            raise UsageError(
+                f"{place}: parameter {parameter.name!r} has no type; annotate it, as in {parameter.name}: int"
+            )
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[parameter.name] = (parameter.annotation, default)
+    try:
+        arguments = create_model(name, __base__=_Arguments, **fields)
+        schema = arguments.model_json_schema()
+    except (PydanticUserError, NameError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{place}: its types cannot be described to a model ({reason}); use plain ones") from None
+    description, stated = _read_docstring(doc)
+    function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, stated)}
+    return Tool(name, description, arguments, {"type": "function", "function": function_schema}, function, method)
+
+
+def result_text(result: Any) -> str:
+    """What a tool returned, as the model reads it: text as it is, anything else as JSON or as Python prints it."""
+    if isinstance(result, str):
+        text = result
+    else:
+        try:
+            text = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            text = str(result)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]} ... (cut off)"
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """(what the tool does, each argument's description) of a docstring in Google's form."""
+    start = _ARGUMENTS.search(doc)
+    before = doc[: start.start()] if start else doc
+    heading = _SECTION.search(before)
+    described = {}
+    if start:
+        rest = doc[start.end() :]
+        end = _SECTION.search(rest)
+        described = dict(_ARGUMENT.findall(rest[: end.start()] if end else rest))
+    return before[: heading.start() if heading else None].strip(), described
+
+
+def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON schema of the arguments, with their descriptions and without pydantic's titles."""
+    plain = {key: value for key, value in schema.items() if key not in ("title", "description", "additionalProperties")}
+    properties = {}
+    for name, one in schema.get("properties", {}).items():
+        kept = {key: value for key, value in one.items() if key != "title"}
+        properties[name] = kept | ({"description": described[name]} if name in described else {})
+    return plain | {"properties": properties}
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    if "anyOf" in schema:
+        return " or ".join(_type_of(one) for one in schema["anyOf"])
+    return str(schema.get("type", "anything"))
+
+
+def _explain(item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"]) or "the arguments"
+    if item["type"] == "extra_forbidden":
+        return f"there is no argument {name!r}"
+    if item["type"] == "missing":
+        return f"the argument {name!r} is missing"
+    return f"{name}: {item['msg']}"

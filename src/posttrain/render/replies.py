@@ -1,0 +1,142 @@
+"""What is said to a model between its turns, as ids behind those that it wrote.
+
+Nothing that was said is encoded again. In a chat the frame around a reply is the difference between the tokenizer's
+template with and without the turn, found once with placeholders; a template that writes earlier turns otherwise once
+another follows (one that drops what was thought, say) is refused, for what a model would then read is not what it was
+trained on. A template without turn markers has a frame of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.render.encoding import Piece, encode_pieces
+from posttrain.render.template import Template
+from posttrain.render.turns import mark, render_history, turn_end
+
+# What a model may write: a plain text, and one with thinking before it.
+_PROBES = ("{}", "<think>\n{}\n</think>\n\n{}")
+
+
+@dataclass(frozen=True)
+class ReplyFrame:
+    """What stands before, between and behind the results of a turn (trusted).
+
+    ``end``: the id that ends a turn, with which ``before`` begins; a model that has written it is not made to write it
+    again. ``strips``: the template strips contents. ``wrapped``: it marks results as such by itself.
+    """
+
+    before: str
+    between: str
+    after: str
+    end: int | None
+    strips: bool
+    wrapped: bool
+
+    def encode(
+        self, tokenizer: Any, template: Template, results: Sequence[str], tags: tuple[str, str], last: int | None
+    ) -> list[int]:
+        """The ids of a reply behind a turn whose last id is ``last``; no text of a result becomes a special token.
+
+        Args:
+            tags: what marks a result where the template does not.
+        """
+        opening, closing = ("", "") if self.wrapped else tags
+        pieces = [Piece(self.before, trusted=True)]
+        for number, result in enumerate(results):
+            if number:
+                pieces.append(Piece(self.between, trusted=True))
+            said = result.strip() if self.strips else result
+            pieces.append(Piece(opening, trusted=True))
+            pieces += [Piece(template.quote(said), trusted=False), Piece(closing, trusted=True)]
+        ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)])
+        return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
+
+
+def reply_frame(tokenizer: Any, template: Template) -> ReplyFrame:
+    """The frame of a template with a tokenizer.
+
+    Raises:
+        UsageError: the chat template rewrites history; the message shows where.
+    """
+    if not template.chat:
+        before, after = template.frame
+        return ReplyFrame(before, "\n", after, None, strips=False, wrapped=False)
+    refusals = []
+    for role in ("tool", "user"):
+        try:
+            return _by_difference(tokenizer, template.variables, role)
+        except UsageError as error:
+            refusals.append(str(error))
+    raise UsageError(refusals[-1] if "rewrites" in refusals[-1] or len(refusals) == 1 else refusals[0])
+
+
+def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> ReplyFrame:
+    """The frame for replies in a role; equal for every turn, whatever was said in it."""
+    heard = [mark(10), mark(11)]
+    tails = set()
+    for probe in _PROBES:
+        said = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
+        history = [("user", mark(20))]
+        before = render_history(tokenizer, history, variables, prompt=True)
+        for turn, reply in zip(said, heard, strict=True):
+            history += [("assistant", turn), (role, reply)]
+            after = render_history(tokenizer, history, variables, prompt=True)
+            if not after.startswith(before + turn):
+                raise UsageError(_rewrites(before + turn, after))
+            tail = after[len(before + turn) :]
+            opening, shown, closing = tail.partition(reply)
+            if not shown or reply in closing:
+                raise UsageError(f"the tokenizer's chat template does not show a message of the role {role!r} once")
+            tails.add((opening, closing))
+            before = after
+    if len(tails) > 1:
+        raise UsageError(_rewrites(*sorted("".join(tail) for tail in tails)[:2]))
+    ((opening, closing),) = tails
+    padded = [("user", mark(20)), ("assistant", mark(0)), (role, f" {heard[0]} ")]
+    strips = f" {heard[0]} " not in render_history(tokenizer, padded, variables, prompt=True)
+    between = _between(tokenizer, variables, role, heard, (opening, closing))
+    return ReplyFrame(opening, between, closing, turn_end(tokenizer), strips, wrapped=role == "tool")
+
+
+def _between(
+    tokenizer: Any, variables: Mapping[str, Any], role: str, heard: Sequence[str], around: tuple[str, str]
+) -> str:
+    """What the template writes between two results of a turn; a new line, if it takes only one message."""
+    history = [("user", mark(20)), ("assistant", mark(0)), (role, heard[0]), (role, heard[1])]
+    try:
+        both = render_history(tokenizer, history, variables, prompt=True)
+    except UsageError:
+        return "\n"
+    _, first, rest = both.partition(around[0] + heard[0])
+    between, second, closing = rest.partition(heard[1])
+    return between if first and second and closing == around[1] else "\n"
+
+
+def _rewrites(expected: str, written: str) -> str:
+    """The message about a template that changes what was said before, with the difference."""
+    shown = difflib.unified_diff(
+        _shown(expected).splitlines(),
+        _shown(written[: len(expected) + 80]).splitlines(),
+        "said",
+        "rendered",
+        n=1,
+        lineterm="",
+    )
+    return (
+        "the tokenizer's chat template rewrites history: once a turn follows, what was said before is rendered "
+        "otherwise, so a model would be trained on texts that it never reads again. Give the tokenizer a template that "
+        "keeps it, or choose a prompt.template that needs none (r1_zero, plain, boxed). The difference:\n"
+        + "\n".join(list(shown)[:16])
+    )
+
+
+def _shown(text: str) -> str:
+    """Placeholders as a reader would write them."""
+    for number in range(32):
+        text = text.replace(mark(number), f"TEXT{number}")
+    return text

@@ -1,0 +1,42 @@
+"""Prompts that say nothing but that it begins: what is asked then is an environment's affair."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.option_types import Seed
+from posttrain.registry import register
+from posttrain.tasks.base import ExamplesOnDemand, Task
+from posttrain.types import Example, Message
+
+
+@register("task", held_out="validation")
+def episodes(
+    *,
+    prompt: str = "Let's play.",
+    split: Literal["train", "validation", "test"] = "train",
+    size: Annotated[int, Field(ge=1)] = 1024,
+    seed: Seed = 0,
+) -> Task:
+    """The same words for every episode of an ``environment``, which opens each with a text that follows from its seed.
+
+    There is no answer to grade: what an episode is worth says the reward ``environment``.
+
+    Args:
+        prompt: what the user says before the environment does.
+        split: episodes of another name, and so of other seeds.
+        size: how many there are; the environment is seeded anew each time that one is played.
+        seed: names other episodes.
+    """
+    return Task("episodes", split, _Episodes(prompt, split, size, seed))
+
+
+class _Episodes(ExamplesOnDemand):
+    def __init__(self, prompt: str, split: str, size: int, seed: int) -> None:
+        super().__init__(size)
+        self.prompt, self.name = prompt, f"episodes/{split}/{seed}"
+
+    def make(self, item: int) -> Example:
+        return Example(f"{self.name}/{item}", (Message("user", self.prompt),))

@@ -1,0 +1,477 @@
+"""Several turns: the native engine keeps what it read, and says what an engine says that reads everything again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import build_tiny_random
+from engines.respondents import Scripted, wordy
+from posttrain import registry
+from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
+from posttrain.engines.native import schedule
+from posttrain.engines.native.cache import SlotCache
+from posttrain.engines.native.copied import CopiedEngine
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.lean import LeanDecoder
+from posttrain.engines.native.turns import Turns
+from posttrain.errors import RunFailure, UsageError
+from posttrain.randomness import derive_key, uniforms
+from posttrain.types import Completion
+
+VOCAB = 300
+STOPS = frozenset(range(40))  # a turn is some 8 tokens long
+LENGTHS = (5, 1, 12, 3)
+SAMPLING = Sampling(max_tokens=40, stop_ids=STOPS)
+SCRIPT = wordy(range(40, VOCAB))
+# The lean path copies the prompt of a lone row, and shares that of several.
+PATHS = [("qwen3", "lean", 1), ("qwen3", "lean", 3), ("gpt2", "modules", 2)]
+
+
+@pytest.fixture(autouse=True)
+def the_products_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lean path takes its plain products, and shares prompts, in fp64 too."""
+    bind = LeanDecoder.bind
+
+    def bind_plainly(model: Any, max_positions: int) -> LeanDecoder | None:
+        decoder = bind(model, max_positions)
+        if decoder is not None:
+            decoder.transposed = decoder.can_share = True
+        return decoder
+
+    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_plainly))
+
+
+def exact(architecture: str, **config: Any) -> Any:
+    """A model in fp64: in fp32 one token of 100,000 falls otherwise where two ways to compute round differently."""
+    return build_tiny_random(architecture, **config).double()
+
+
+def make_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[list[int]]:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(40, VOCAB, n).tolist() for n in lengths]
+
+
+def make_keys(count: int, group: int, seed: int = 0) -> list[list[int]]:
+    return [[derive_key(seed, "test", i, j) for j in range(group)] for i in range(count)]
+
+
+def said(completions: list[list[Completion]]) -> list[list[tuple[Any, ...]]]:
+    return [[(c.ids, c.own, c.finish) for c in group] for group in completions]
+
+
+def by_reading_again(
+    engine: Engine, prompts: list[list[int]], keys: list[list[int]], sampling: Sampling, respondent: Scripted
+) -> list[list[Completion]]:
+    """``Engine.converse`` with a generation of ``engine`` for every turn."""
+    groups = begin(prompts, keys, sampling.max_tokens, sampling.within(engine.context_tokens))
+    rows = [row for group in groups for row in group]
+    version = converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
+    return [[row.completion(version) for row in group] for group in groups]
+
+
+def worst_difference(model: Any, prompts: Any, completions: Any, temperature: float = 1.0) -> float:
+    """Recorded log-probabilities against one forward pass over each whole rollout; 0 is recorded for replies."""
+    worst = 0.0
+    for prompt, group in zip(prompts, completions, strict=True):
+        for c in group:
+            tokens = torch.tensor([[*prompt, *c.ids]])
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits[0].float() / temperature
+            picked = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+            own = torch.tensor(c.own)
+            expected = torch.where(own, picked, torch.zeros(()))
+            assert len(c.logprobs) == len(c.ids) == len(c.own)
+            worst = max(worst, float((expected - torch.tensor(c.logprobs)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
+def test_it_says_what_an_engine_says_that_reads_everything_again(
+    architecture: str, path: Any, group: int, temperature: float
+) -> None:
+    model = exact(architecture)
+    prompts, keys = make_prompts(), make_keys(len(LENGTHS), group)
+    often = frozenset(range(0, VOCAB, 3))  # what is likeliest soon repeats itself
+    sampling = replace(SAMPLING, temperature=temperature, stop_ids=STOPS if temperature else often)
+    expected = by_reading_again(NativeEngine(model, path=path), prompts, keys, sampling, Scripted(SCRIPT))
+    for slots, wait_steps in ((64, 0), (5, 0), (5, 7)):
+        engine = NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+        completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
+        assert engine.path == path
+        assert said(completions) == said(expected)
+    assert {c.finish for g in expected for c in g} >= {"out_of_turns"}
+    assert {sum(c.own) < len(c.ids) for g in expected for c in g} == {True, False}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(("architecture", "path", "group"), [*PATHS, ("qwen3", "modules", 2)])
+def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(
+    architecture: str, path: Any, group: int, temperature: float
+) -> None:
+    model, prompts, keys = build_tiny_random(architecture), make_prompts(), make_keys(len(LENGTHS), group)
+    sampling = replace(SAMPLING, temperature=temperature)
+    for slots, wait_steps in ((64, 0), (5, 7)):
+        engine = NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+        completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
+        assert worst_difference(model, prompts, completions, temperature or 1.0) <= 1e-5
+
+
+def test_a_turn_draws_with_the_uniform_numbers_of_its_key(tiny_random: Any) -> None:
+    model, prompt = tiny_random("qwen3"), make_prompts()[0]
+    respondent = Scripted(lambda *_: Reply((50, 60)))
+    ((c,),) = NativeEngine(model).converse([prompt], [[77]], SAMPLING, respondent)
+    turn = place = -1
+    for i, (token, own) in enumerate(zip(c.ids, c.own, strict=True)):
+        if not own:
+            continue
+        begins = i == 0 or not c.own[i - 1]
+        turn, place = (turn + 1, 0) if begins else (turn, place + 1)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *c.ids[:i]]])).logits[0, -1].double()
+        u = uniforms([turn_key(77, turn)], 60)[0, place]
+        assert int((logits.softmax(-1).cumsum(-1) > u).int().argmax()) == token
+    assert turn >= 2
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_a_sliding_window_does_not_count_holes(tiny_random: Any, architecture: str) -> None:
+    model = tiny_random(architecture, sliding_window=6)
+    prompts, keys = make_prompts(), make_keys(len(LENGTHS), 2)
+    engine = NativeEngine(model, slots=4, wait_steps=5)
+    completions = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
+    assert engine.path == "modules"
+    assert worst_difference(model, prompts, completions) <= 1e-5
+
+
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
+def test_a_cache_that_grows_and_shifts_keeps_its_holes(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int
+) -> None:
+    model = exact(architecture)
+    prompts, keys = make_prompts((5, 30, 3)), make_keys(3, group)
+    sampling, script = Sampling(max_tokens=50, stop_ids=frozenset(range(12))), wordy(range(40, VOCAB), 9, 6)
+    roomy = NativeEngine(model, path=path).converse(prompts, keys, sampling, Scripted(script))
+    monkeypatch.setattr(schedule, "FIRST_COLUMNS", 1)
+    tight = NativeEngine(model, slots=2, path=path, wait_steps=4).converse(prompts, keys, sampling, Scripted(script))
+    assert said(tight) == said(roomy)
+    assert worst_difference(model, prompts, tight) <= 1e-5
+
+
+@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
+@pytest.mark.parametrize("wait_steps", [0, 20])
+def test_looking_every_few_steps_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int, wait_steps: int
+) -> None:
+    """As on a GPU: what a row drew past the end of a turn is a hole."""
+    model = exact(architecture, max_position_embeddings=48)
+    prompts, keys = make_prompts(), make_keys(len(LENGTHS), group)
+    sampling, script = replace(SAMPLING, max_tokens=40, max_turn_tokens=25), wordy(range(40, VOCAB), 6, 5)
+    each = NativeEngine(model, slots=6, path=path).converse(prompts, keys, sampling, Scripted(script))
+    nearest = Turns._burst
+    bursts = []
+
+    def burst(self: Turns) -> int:
+        bursts.append(max(nearest(self), min(8, int(self.remaining[: len(self.batch)].min()))))
+        return bursts[-1]
+
+    monkeypatch.setattr(Turns, "_burst", burst)
+    engine = NativeEngine(model, slots=6, path=path, wait_steps=wait_steps)
+    seldom = engine.converse(prompts, keys, sampling, Scripted(script))
+    assert said(seldom) == said(each)
+    assert worst_difference(model, prompts, seldom) <= 1e-5
+    assert max(bursts) == 8
+    assert {c.finish for g in each for c in g} >= {"length", "out_of_turns"}
+
+
+def test_without_stop_ids_there_is_one_turn(tiny_random: Any) -> None:
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
+    engine, sampling, respondent = NativeEngine(model, slots=4), Sampling(max_tokens=20), Scripted(SCRIPT)
+    completions = engine.converse(prompts, keys, sampling, respondent)
+    plain = engine.generate(prompts, keys, sampling)
+    assert [[(c.ids, c.logprobs, c.finish) for c in g] for g in completions] == [
+        [(c.ids, c.logprobs, c.finish) for c in g] for g in plain
+    ]
+    assert {c.own for g in completions for c in g} == {(True,) * 20}
+    assert {c.own for g in plain for c in g} == {None}
+    assert set(map(tuple, respondent.finishes.values())) == {("length",)}
+    assert set(respondent.replies) == set(respondent.turns)
+
+
+@pytest.mark.parametrize("path", ["lean", "modules"])
+def test_one_turn_that_is_answered_by_the_end_is_a_generation_bit_for_bit(tiny_random: Any, path: Any) -> None:
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
+    engine = NativeEngine(model, slots=4, path=path)
+    plain = engine.generate(prompts, keys, SAMPLING)
+    ended = engine.converse(prompts, keys, SAMPLING, Scripted(lambda *_: Reply(finish="ended")))
+    assert [[(c.ids, c.logprobs) for c in g] for g in ended] == [[(c.ids, c.logprobs) for c in g] for g in plain]
+    assert {c.finish for g in ended for c in g} == {"ended"}
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.integers(1, 9), min_size=1, max_size=3),
+        "group": st.integers(1, 3),
+        "slots": st.integers(1, 7),
+        "wait_steps": st.integers(0, 6),
+        "max_tokens": st.integers(1, 30),
+        "max_turn_tokens": st.none() | st.integers(1, 12),
+        "longest": st.integers(0, 8),
+        "turns": st.integers(1, 6),
+        "seed": st.integers(0, 999),
+    }
+)
+MODEL = exact("qwen3")
+
+
+@settings(max_examples=25)
+@given(case=CASES)
+def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
+    prompts = make_prompts(case["lengths"], case["seed"])
+    keys = make_keys(len(prompts), case["group"], case["seed"])
+    sampling = replace(SAMPLING, max_tokens=case["max_tokens"], max_turn_tokens=case["max_turn_tokens"])
+    script = wordy(range(40, VOCAB), case["longest"], case["turns"])
+    engine = NativeEngine(MODEL, slots=case["slots"], wait_steps=case["wait_steps"])
+    respondent, again = Scripted(script), Scripted(script)
+    completions = engine.converse(prompts, keys, sampling, respondent)
+    for i, group in enumerate(completions):
+        for g, c in enumerate(group):
+            assert (c.ids, c.own) == respondent.transcript(i, g)
+            assert len(c.ids) <= case["max_tokens"]
+            assert all(len(turn) <= (case["max_turn_tokens"] or 99) for turn in respondent.turns[i, g])
+            assert all((p == 0.0) == (not own) for p, own in zip(c.logprobs, c.own, strict=True))
+            assert c.num_own == sum(map(len, respondent.turns[i, g]))
+    assert said(completions) == said(by_reading_again(engine, prompts, keys, sampling, again))
+    assert (respondent.turns, respondent.replies) == (again.turns, again.replies)
+    assert respondent.finishes == again.finishes
+
+
+@pytest.mark.parametrize("wait_steps", [0, 4])
+def test_how_long_replies_take_changes_no_bit(tiny_random: Any, wait_steps: int) -> None:
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
+    engine = NativeEngine(model, slots=6, wait_steps=wait_steps)
+    at_once = Scripted(SCRIPT)
+    expected = engine.converse(prompts, keys, SAMPLING, at_once)
+    for seconds in (lambda n: 0.02 * (n % 3), lambda n: 0.05 if n == 1 else 0.0):
+        slow = Scripted(SCRIPT, seconds)
+        assert engine.converse(prompts, keys, SAMPLING, slow) == expected
+        assert slow.order == at_once.order
+
+
+def test_rows_that_wait_let_the_others_go_on(tiny_random: Any) -> None:
+    """With ``wait_steps`` others are heard before a reply is taken; without, each is taken at once."""
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 4)
+
+    class Watched(Scripted):
+        def __init__(self) -> None:
+            super().__init__(SCRIPT)
+            self.most = 0
+
+        def reply(self, prompt: int, sample: int) -> Reply:
+            self.most = max(self.most, len(self.made))
+            return super().reply(prompt, sample)
+
+    most = []
+    for wait_steps in (0, 6, 1000):
+        watched = Watched()
+        NativeEngine(model, wait_steps=wait_steps).converse(prompts, keys, SAMPLING, watched)
+        most.append(watched.most)
+    assert most[0] < most[1] < most[2]
+    assert most[2] >= 12  # of 16 rows all that have not ended otherwise
+
+
+@pytest.mark.parametrize("when", ["hear", "reply", "script"])
+@pytest.mark.parametrize("wait_steps", [0, 4])
+def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(
+    tiny_random: Any, when: str, wait_steps: int
+) -> None:
+    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
+    model.train()
+    engine = NativeEngine(model, slots=4, wait_steps=wait_steps)
+    expected = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
+
+    class Failing(Scripted):
+        def fail(self, name: str, turns: int) -> None:
+            if when == name and turns >= 2:
+                raise RunFailure(f"no more from {name}")
+
+        def hear(self, prompt: int, sample: int, *turn: Any) -> None:
+            self.fail("hear", len(self.turns.get((prompt, sample), ())))
+            super().hear(prompt, sample, *turn)
+
+        def reply(self, prompt: int, sample: int) -> Reply:
+            self.fail("reply", len(self.turns[prompt, sample]))
+            return super().reply(prompt, sample)
+
+    def script(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
+        if when == "script" and turn == 1:
+            raise RunFailure("no more from script")
+        return SCRIPT(prompt, sample, turn, ids)
+
+    with pytest.raises(RunFailure, match=f"no more from {when}"):
+        engine.converse(prompts, keys, SAMPLING, Failing(script))
+    assert model.training
+    assert engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT)) == expected
+
+
+def test_an_engine_that_is_asked_while_it_converses() -> None:
+    """A respondent may be a model, even this one."""
+    model, prompts, keys = exact("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
+    engine = NativeEngine(model, slots=4, wait_steps=2)
+
+    class Asking(Scripted):
+        def reply(self, prompt: int, sample: int) -> Reply:
+            if len(self.turns[prompt, sample]) == 3:
+                return Reply(finish="ended")
+            asked = [*prompts[prompt], *self.turns[prompt, sample][-1]]
+            ((c,),) = engine.generate([asked], [[sample]], Sampling(max_tokens=4, temperature=0.0))
+            super().reply(prompt, sample)
+            return Reply(c.ids)
+
+    respondent = Asking(SCRIPT)
+    completions = engine.converse(prompts, keys, SAMPLING, respondent)
+    assert said(completions) == said(by_reading_again(engine, prompts, keys, SAMPLING, Asking(SCRIPT)))
+    assert worst_difference(model, prompts, completions) <= 1e-5
+
+
+def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts, keys = tiny_random("qwen3"), make_prompts((6, 4, 9)), make_keys(3, 5)
+    engine = NativeEngine(model, slots=64)
+    assert engine.path == "lean"
+    read: list[list[int]] = []
+    prefill, decode = LeanDecoder.prefill, LeanDecoder.decode
+    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, p: read.extend(map(list, p)) or prefill(self, p))
+    fed: list[int] = []
+    monkeypatch.setattr(LeanDecoder, "decode", lambda self, t, *rest: fed.append(len(t)) or decode(self, t, *rest))
+    completions = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
+    assert sorted(read) == sorted(prompt[:-1] for prompt in prompts)
+    # A step for the last id of each prompt and for every id but the last; finished rows stay for a step or two.
+    needed = sum(len(c.ids) for g in completions for c in g)
+    assert needed <= sum(fed) <= 1.1 * needed
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3])
+def test_limits(wait_steps: int) -> None:
+    """Of turns, of all turns, and of the context; a reply that leaves no room is not said."""
+    model = exact("qwen3", max_position_embeddings=50)
+    engine = NativeEngine(model, wait_steps=wait_steps)
+    prompts, keys = make_prompts((4, 40)), make_keys(2, 4)
+
+    def converse(reply: Reply, **limits: int) -> list[list[Completion]]:
+        respondent = Scripted(lambda *_: reply)
+        completions = engine.converse(prompts, keys, replace(SAMPLING, **limits), respondent)
+        again = by_reading_again(engine, prompts, keys, replace(SAMPLING, **limits), Scripted(lambda *_: reply))
+        assert said(completions) == said(again)
+        for i, group in enumerate(completions):
+            for g, c in enumerate(group):
+                assert (c.ids, c.own) == respondent.transcript(i, g)
+        return completions
+
+    for c in (c for g in converse(Reply((50, 51, 52)), max_tokens=1000) for c in g):
+        assert c.finish == "length"
+    full = converse(Reply((50,)), max_tokens=1000)
+    assert {len(c.ids) for c in full[0] if c.own[-1] and c.ids[-1] not in STOPS} == {46}
+    assert {len(c.ids) for c in full[1] if c.ids[-1] not in STOPS} <= {10}
+    short = converse(Reply((50,)), max_tokens=1000, max_turn_tokens=3)
+    assert {c.finish for g in short for c in g} == {"length"}
+    assert all(not set(c.ids[-3:]) & STOPS or c.ids[-1] in STOPS for g in short for c in g)
+    never = converse(Reply(tuple(range(40, 87))), max_tokens=46)
+    assert all(all(c.own) and c.finish == "length" for g in never for c in g)
+    prompts = prompts[:1] * 2
+    together = converse(Reply((50,)), max_tokens=1000, max_total_tokens=20)
+    assert max(len(c.ids) for g in together for c in g) == 16
+
+
+def test_a_reply_that_the_model_does_not_know_is_refused(tiny_random: Any) -> None:
+    engine = NativeEngine(tiny_random("qwen3"))
+    for ids, message in (((9, VOCAB), "300 but the model's vocabulary has 300 entries"), ((9, -1), "-1; ids are 0")):
+        respondent = Scripted(lambda *_, ids=ids: Reply(ids))
+        with pytest.raises(UsageError, match=f"the reply to turn 1 of a completion of prompt 0 has token id {message}"):
+            engine.converse([[50]], [[3]], SAMPLING, respondent)
+
+
+def test_what_cannot_be_sampled_is_refused(tiny_random: Any) -> None:
+    engine = NativeEngine(tiny_random("qwen3"))
+    asked = ([[50]], [[1]])
+    engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
+    for bad, message in ((([[]], [[1]]), "prompt 0 is empty"), (([[VOCAB]], [[1]]), "prompt 0 has token id 300")):
+        with pytest.raises(UsageError, match=message):
+            engine.converse(*bad, SAMPLING, Scripted(SCRIPT))
+    with pytest.raises(UsageError, match=r"sampling\.max_turn_tokens is 0; it must be 1 or more, or none"):
+        engine.converse(*asked, replace(SAMPLING, max_turn_tokens=0), Scripted(SCRIPT))
+    assert engine.converse([], [], SAMPLING, Scripted(SCRIPT)) == []
+    assert engine.converse([[50]], [[]], SAMPLING, Scripted(SCRIPT)) == [[]]
+    with torch.no_grad():
+        engine.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RunFailure, match="logits are not finite"):
+        engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
+
+
+def test_the_words_in_a_recipe_and_a_copy(tiny_random: Any) -> None:
+    model = tiny_random("qwen3")
+    prompts, keys = make_prompts(), make_keys(len(LENGTHS), 2)
+    words = registry.find("engine", "native")
+    copied = words.bind({"weights": "copy", "wait_steps": 3})(model, None)
+    assert isinstance(copied, CopiedEngine)
+    assert (copied.wait_steps, words.bind({"wait_steps": 5})(model, None).wait_steps) == (3, 5)
+    copied.sync(7)
+    expected = NativeEngine(model, wait_steps=3).converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
+    completions = copied.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
+    assert said(completions) == said(expected)
+    assert {c.version for g in completions for c in g} == {7}
+    with pytest.raises(UsageError, match="wait_steps: -1 steps; give 0"):
+        words.bind({"wait_steps": -1})(model, None)
+
+
+def test_a_conversation_keeps_one_book() -> None:
+    row = Conversation(0, 0, key=5, limit=6)
+    row.add_turn([1, 2], [-0.5, -0.25])
+    row.add_reply(Reply((9, 9)))
+    assert row.room(None) == 2
+    assert row.room(1) == 1
+    row.ids += [3]
+    row.logprobs += [-1.0]
+    assert row.end_turn() == [3]
+    row.add_reply(Reply((9,)))
+    assert row.completion(2) == Completion(
+        (1, 2, 9, 9, 3), (-0.5, -0.25, 0.0, 0.0, -1.0), "length", 2, (True, True, False, False, True)
+    )
+
+
+def test_holes_of_the_cache() -> None:
+    """No hole, no mask; a hole hides its column from its row alone, wherever the row or the column goes."""
+    from posttrain.engines.native.prefixes import LayerShape, Prefix
+
+    cache = SlotCache([LayerShape(1, 2, 2, torch.float32)], 3, 16, device=torch.device("cpu"))
+    empty = Prefix([torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1, 2)], [0])
+    cache.reserve(0)
+    cache.place(empty, [0], [0, 0, 0])
+    cache.refresh(3)
+    for _ in range(4):
+        cache.advance()
+    assert cache.bias() is None
+    cache.hide([1, 2], [1, 2])
+    seen = lambda: (cache.bias() == 0).int().tolist()  # noqa: E731
+    assert seen() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [1, 1, 0, 0, 1]]
+    cache.move([0], [2])
+    cache.refresh(2)
+    assert seen() == [[1, 1, 0, 0, 1], [1, 1, 1, 0, 1]]
+    cache.reserve(9)  # columns are shifted to make room on the left
+    assert (cache.first, cache.cursor) == (5, 9)
+    assert seen() == [[1, 1, 0, 0, 1], [1, 1, 1, 0, 1]]
+    cache.place(empty, [0], [0])
+    cache.refresh(3)
+    assert [row[-1:] for row in seen()] == [[1], [1], [1]]
+    assert seen()[2] == [0, 0, 0, 0, 1]  # a newcomer has no holes, but begins here
+    for _ in range(20):
+        cache.advance()
+    assert seen()[0] == [1, 1, 0, 0, *[1] * 21]

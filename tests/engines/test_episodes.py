@@ -1,0 +1,280 @@
+"""Episodes: who wrote each token, how a completion ends, what is played again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain import registry
+from posttrain.consent import declare_code
+from posttrain.engines import episodes as played
+from posttrain.engines.base import Sampling
+from posttrain.engines.episodes import Episodes, build_stage
+from posttrain.engines.native.engine import native
+from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
+from posttrain.engines.scripted import ScriptedEngine
+from posttrain.environments.calls import RESULT_TAGS, Request
+from posttrain.environments.contract import EnvironmentFailed
+from posttrain.errors import UsageError
+from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import validate_recipe
+from posttrain.render import encode_prompt, stop_ids
+from posttrain.types import Example, Message
+
+TEMPLATES = ["r1_zero", "chat", "dialogue", "plain", "boxed"]
+CALL, ANSWER = " <tool>calculator: 20 + 22</tool>", " </think> <answer> 42 </answer>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    Flaky.attempts.clear()
+
+
+class Flaky:
+    """Fails until it was made often enough: how often says the row. It keeps which seeds it was given."""
+
+    attempts: ClassVar[dict[str, list[int]]] = {}
+
+    def reset(self, id: str, seed: int, level: int) -> str:
+        self.tries = Flaky.attempts.setdefault(id, [])
+        self.tries.append(seed)
+        self.level = level
+        return "Begin."
+
+    def use(self) -> str:
+        """Uses it."""
+        if len(self.tries) <= self.level:
+            raise EnvironmentFailed(f"try {len(self.tries)}")
+        return "used"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class NoNumber(Flaky):
+    def get_reward(self) -> float:
+        return float("nan")
+
+
+def recipe(template: str = "r1_zero", environment: Any = "calculator", **rollout: Any) -> Any:
+    declare_code(["test_episodes:Flaky", "test_episodes:NoNumber"])
+    rollout = {"max_turns": 4, "show_tools": False} | rollout
+    return validate_recipe(
+        {
+            "task": "stories",
+            "prompt": {"template": template},
+            "environment": environment,
+            "rewards": ["tool_calls"],
+            "rollout": rollout,
+            "objective": "grpo",
+        }
+    ).resolve()
+
+
+def example(number: int = 1, **meta: Any) -> Example:
+    return Example(f"sum/{number}", (Message("user", "What is 20 plus 22?"),), answer="42", meta=meta)
+
+
+def script(tokenizer: Any, *turns: str) -> ScriptedEngine:
+    """Says one text in each turn, in order; the prompts that it was asked with are in ``calls``."""
+    end = tokenizer.eos_token_id
+    ids = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in turns]
+
+    def say(prompt: tuple[int, ...], key: int) -> list[int]:
+        return ids[min(prompt.count(end), len(ids) - 1)]
+
+    return ScriptedEngine(say, logprob=-0.5)
+
+
+def rollouts(tokenizer: Any, engine: Any, made: Any, examples: list[Example], group: int = 1, max_tokens: int = 400):
+    from posttrain.render.template import build_template
+
+    template = build_template(made.prompt.template)
+    stage = build_stage(made, template, tokenizer)
+    grader = build_grader(made.rewards, stage.template)
+    sampler = Sampler(engine, tokenizer, grader, 1000, stage=stage)
+    prompts = [encode_prompt(tokenizer, stage.template, one.messages) for one in examples]
+    request = RolloutRequest(examples, prompts, sampler.sampling(max_tokens, 1.0), (3, "rollout 0", 1), group)
+    return collect(sampler, request)[0]
+
+
+def test_a_calculation_in_two_turns(tokenizer: Any) -> None:
+    engine = script(tokenizer, CALL, ANSWER)
+    [[one]] = rollouts(tokenizer, engine, recipe(), [example()])
+    assert [turn.text for turn in one.turns] == ["<think>" + CALL, "<think>" + ANSWER]
+    (call,) = one.turns[0].calls
+    assert (call.tool, call.stated, call.result, call.outcome) == ("calculator", "20 + 22", "42", "ok")
+    assert (one.text, one.parts["correct"], one.parts["tool_calls"]) == ("<think>" + ANSWER, 1.0, 1.0)
+    first, second = ([*tokenizer.encode(text), tokenizer.eos_token_id] for text in (CALL, ANSWER))
+    said = tokenizer.encode("\nUser: <result>42</result>\nAssistant: <think>")
+    assert one.completion.ids == (*first, *said, *second)
+    assert one.completion.own == (True,) * len(first) + (False,) * len(said) + (True,) * len(second)
+    assert one.completion.logprobs == tuple(-0.5 if own else 0.0 for own in one.completion.own)
+    assert one.completion.num_own == len(first) + len(second)
+    assert one.completion.finish == "stop"
+
+
+FINISHES = {
+    "stop": ([CALL, ANSWER], {}, 400),
+    "out_of_turns": ([CALL], {"max_turns": 3}, 400),
+    "length": ([CALL], {}, 40),
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+def test_how_a_completion_ends(tokenizer: Any, finish: str) -> None:
+    turns, options, limit = FINISHES[finish]
+    [[one]] = rollouts(tokenizer, script(tokenizer, *turns), recipe(**options), [example()], max_tokens=limit)
+    assert one.completion.finish == finish
+    assert len(one.completion.ids) <= limit
+    assert one.completion.own[-1], "what was told last would be read by nobody"
+    if finish == "out_of_turns":
+        assert [call.result for turn in one.turns for call in turn.calls] == ["42"] * 3
+
+
+def test_a_turn_that_is_too_long_ends_it(tokenizer: Any) -> None:
+    made = recipe(max_turn_tokens=5)
+    [[one]] = rollouts(tokenizer, script(tokenizer, CALL, ANSWER), made, [example()])
+    assert (one.completion.finish, one.completion.num_own, len(one.turns)) == ("length", 5, 1)
+
+
+def test_a_game_ends_when_it_is_over(tokenizer: Any) -> None:
+    guesses = [f" <tool>guess: {n}</tool>" for n in (4, 2, 6, 1, 3, 5, 7)]
+    made = recipe(environment={"name": "number_guess", "high": 7, "guesses": 7}, max_turns=8)
+    made.rewards[0].name = "environment"
+    groups = rollouts(tokenizer, script(tokenizer, *guesses), made, [example(n) for n in range(6)], group=2)
+    for group in groups:
+        assert group[0].prompt_ids == group[1].prompt_ids
+        assert "Find a number from 1 to 7 with 7 guesses." in tokenizer.decode(group[0].prompt_ids)
+        assert group[0].turns == group[1].turns, "a group has one seed"
+        assert {(r.completion.finish, r.reward) for r in group} == {("ended", 1.0)}
+        assert group[0].turns[-1].calls[0].result == "right"
+    assert len({len(group[0].turns) for group in groups}) > 1, "prompts have seeds of their own"
+
+
+def test_what_is_wrong_with_a_call_is_answered(tokenizer: Any) -> None:
+    turns = [" <tool>calculater: 1</tool>", " <tool>calculator: 1 / 0</tool>", ' <tool>calculator: {"x": 1}</tool>']
+    made = recipe(max_turns=3)
+    [[one]] = rollouts(tokenizer, script(tokenizer, *turns), made, [example()])
+    calls = [call for turn in one.turns for call in turn.calls]
+    assert [call.outcome for call in calls] == ["unknown", "failed", "malformed"]
+    assert calls[0].result == "there is no tool 'calculater'. Did you mean 'calculator'? There are: calculator"
+    assert calls[1].result == "ValueError: division by zero"
+    assert "there is no argument 'x'" in calls[2].result
+
+
+@pytest.mark.parametrize(("level", "finish"), [(0, "stop"), (2, "stop"), (3, "environment_failed")])
+def test_a_failed_episode_is_played_again_from_the_same_seed(tokenizer: Any, level: int, finish: str) -> None:
+    engine = script(tokenizer, " <tool>use</tool>", ANSWER)
+    [[one]] = rollouts(tokenizer, engine, recipe(environment="test_episodes:Flaky"), [example(level=level)])
+    assert one.completion.finish == finish
+    assert one.has_failed == (finish == "environment_failed")
+    assert one.failures == tuple(f"tool 'use': try {n}" for n in range(1, level + 1))
+    seeds = Flaky.attempts["sum/1"]
+    assert len(seeds) == min(level + 1, 3)
+    assert len(set(seeds)) == 1
+    keys = {row[0] for _, rows, _ in engine.calls for row in rows}
+    assert len(keys) == (1 if level == 3 else 2), "the same numbers are drawn again"
+
+
+def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(tokenizer: Any) -> None:
+    [[one]] = rollouts(
+        tokenizer,
+        script(tokenizer, ANSWER),
+        recipe(environment="test_episodes:NoNumber", retries=0),
+        [example(level=0)],
+    )
+    assert one.has_failed
+    assert one.failures == ("get_reward returned nan, which is no finite number",)
+
+
+def test_openings_of_a_group_are_equal_or_refused(tokenizer: Any) -> None:
+    declare_code("example_environments:Drawing")
+    made = recipe(environment="example_environments:Drawing")
+    with pytest.raises(UsageError, match="reset returned different texts for the same row and seed"):
+        rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()], group=2)
+
+
+def test_a_reward_of_an_environment_that_pays_nothing_is_refused(tokenizer: Any) -> None:
+    made = recipe()
+    made.rewards[0].name = "environment"
+    with pytest.raises(UsageError, match="'calculator' has no get_reward, which the reward environment asks"):
+        rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()])
+
+
+def runs_of(own: tuple[bool, ...], ids: tuple[int, ...]) -> list[tuple[bool, tuple[int, ...]]]:
+    pairs = groupby(zip(own, ids, strict=True), key=lambda pair: pair[0])
+    return [(is_own, tuple(i for _, i in some)) for is_own, some in pairs]
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(TEMPLATES),
+    turns=st.lists(st.lists(st.integers(9, 767), min_size=1, max_size=6), min_size=1, max_size=4),
+    results=st.lists(st.text(max_size=12), min_size=4, max_size=4),
+    ends_chat=st.booleans(),
+)
+def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_chat) -> None:
+    """Of any ids and results: what was sampled stays as it was, and what was told is the frame around the result."""
+    made = recipe(name, max_turns=len(turns))
+    template = registry.find("template", name).bind({})()
+    stage = build_stage(made, template, tokenizer)
+    end = max(stop_ids(tokenizer, template)) if ends_chat else tokenizer.eos_token_id
+    said = [[*turn, end] for turn in turns]
+    heard: list[tuple[int, ...]] = []
+
+    def say(prompt: tuple[int, ...], key: int) -> list[int]:
+        heard.append(prompt)
+        return said[len(heard) - 1]
+
+    sampling = Sampling(2000, stop_ids=stop_ids(tokenizer, template))
+    numbers = iter(range(100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(played, "read_calls", lambda text, form: [Request("say", "", "")])
+        tool = replace(stage.toolset.tools["calculator"], name="say", method=False)
+        told = replace(tool, function=lambda **_: results[next(numbers)])
+        object.__setattr__(told, "arguments", type("None_", (told.arguments.__base__,), {}))
+        stage = replace(stage, toolset=replace(stage.toolset, tools={"say": told}))
+        episodes = Episodes(stage, ScriptedEngine(say), tokenizer, sampling, 1000)
+        [[one]] = episodes.play([example()], [[7]], [1])
+    runs = runs_of(one.completion.own, one.completion.ids)
+    assert [ids for is_own, ids in runs if is_own] == [tuple(turn) for turn in said]
+    told_ids = [ids for is_own, ids in runs if not is_own]
+    frame = [stage.frame.encode(tokenizer, stage.template, [r], RESULT_TAGS["tagged"], end) for r in results]
+    assert told_ids == [tuple(ids) for ids in frame[: len(turns) - 1]]
+    for number, prompt in enumerate(heard):
+        before = [x for k in range(number) for x in (*said[k], *frame[k])]
+        assert prompt == (*one.prompt, *before), "a turn is sampled behind all that was said, as it was"
+
+
+def test_logprobs_of_all_turns_are_those_of_one_pass(tokenizer: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TINY).eval()
+    stage = build_stage(recipe(max_turns=6), registry.find("template", "r1_zero").bind({})(), tokenizer)
+    stops = frozenset(range(0, 768, 5))
+    sampling = Sampling(160, temperature=1.3, stop_ids=stops)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(played, "read_calls", lambda text, form: [Request("calculator", "1 + 1", "1 + 1")])
+        episodes = Episodes(stage, native(model, tokenizer), tokenizer, sampling, 1000)
+        groups = episodes.play([example(1), example(2)], [[11, 12], [13, 14]], [1, 2])
+    assert sum(len(one.turns) for group in groups for one in group) > 8
+    for one in (one for group in groups for one in group):
+        ids = torch.tensor([[*one.prompt, *one.completion.ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(one.prompt) - 1 : -1].float() / 1.3
+        whole = logits.log_softmax(-1)[range(len(one.completion.ids)), list(one.completion.ids)]
+        own = torch.tensor(one.completion.own)
+        sampled = torch.tensor(one.completion.logprobs)
+        assert float((whole - sampled)[own].abs().max()) < 1e-5
+        assert float(sampled[~own].abs().max() if (~own).any() else 0.0) == 0.0

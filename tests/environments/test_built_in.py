@@ -1,0 +1,143 @@
+"""The environments that ship: exact sums, programs in sandboxes, search, games with their best play."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from posttrain import registry
+from posttrain.environments.games import Nim, NumberGuess
+from posttrain.errors import DataError, UsageError
+
+
+def make(name: str, **options):
+    return registry.find("environment", name).bind(options)()
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(12 + 7) * 3", "57"),
+        ("-2 ** 2", "-4"),
+        ("1 / 3", "1/3"),
+        ("7 / 8", "0.875"),
+        ("-1 / 40", "-0.025"),
+        ("0.1 + 0.2", "0.3"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("2 ** -2", "0.25"),
+        ("99999999999999 + 1", "100000000000000"),
+    ],
+)
+def test_sums_are_exact(expression: str, result: str) -> None:
+    assert make("calculator").calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("9 ** 9 ** 9", "more than 30 digits"),
+        ("2 ** 100000000", "more than 30 digits"),
+        ("1" * 31, "more than 30 digits"),
+        ("1 / 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("2 ** 0.5", "an exponent is a whole number"),
+        ("__import__('os')", "only numbers"),
+        ("a + 1", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1 +", "this is no sum"),
+        ("(" * 150, "this is no sum"),
+        ("1 << 3", "only \\+ - "),
+        ("1" * 201, "at most 200 characters"),
+    ],
+)
+def test_what_is_no_sum_is_refused(expression: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make("calculator").calculator(expression)
+
+
+def test_programs_run_and_what_they_print_comes_back() -> None:
+    python = make("python", level="process", seconds=5, max_output_chars=400)
+    assert python.python("print(6 * 7)") == "42"
+    assert python.python("print(sorted({'b', 'a'}))\nopen('x', 'w').write('1')") == "['a', 'b']"
+    complaint = python.python("print(open('x').read())")  # begins anew
+    assert complaint.endswith("No such file or directory: 'x'")
+    assert complaint == python.python("print(open('x').read())")
+    assert python.python("import os; print(os.getcwd(), __file__)") == "/box /box/program.py"
+    assert python.python("x = 1") == "(nothing was printed)"
+    assert python.python("print('y' * 1000)") == "y" * 400 + " ... (cut off)"
+
+
+def test_search_ranks_by_bm25(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The cat sat.\n\nA dog barked at the cat and the cat ran.")
+    (tmp_path / "b.md").write_text("Dogs and cats.")
+    (tmp_path / "c.bin").write_bytes(b"cat cat cat")
+    found = make("search", path=str(tmp_path), passage_chars=100, results=2)
+    assert found.search("dog") == "[a.txt] The cat sat.\nA dog barked at the cat and the cat ran."
+    assert found.search("zebra") == "nothing fits"
+    # two passages of 13 and 3 words; n("cat") = 1 of N = 2
+    idf, f, norm = math.log(1 + 1.5 / 1.5), 3, 1.2 * (0.25 + 0.75 * 13 / 8)
+    index = found._index
+    assert [index.lengths, index.containing["cat"]] == [[13, 3], 1]
+    assert found._idf("cat") * f * 2.2 / (f + norm) == pytest.approx(idf * 3 * 2.2 / (3 + 1.2 * (0.25 + 9.75 / 8)))
+    with pytest.raises(DataError, match="no such folder"):
+        make("search", path=str(tmp_path / "none"))
+
+
+def halve(game: NumberGuess) -> float:
+    low, high = game.low, game.high
+    while not game.done:
+        guess = (low + high) // 2
+        said = game.guess(guess)
+        low, high = (guess + 1, high) if said.startswith("higher") else (low, guess - 1)
+    return game.get_reward()
+
+
+@pytest.mark.parametrize(("high", "guesses", "best"), [(20, None, 1.0), (7, 2, 3 / 7), (7, 3, 1.0), (100, 5, 0.31)])
+def test_halving_is_the_best_play(high: int, guesses: int | None, best: float) -> None:
+    game = make("number_guess", high=high, guesses=guesses)
+    rewards = []
+    for number in range(1, high + 1):
+        game.reset(seed=0)
+        game.number = number
+        rewards.append(halve(game))
+    assert sum(rewards) / high == pytest.approx(best)
+
+
+def test_a_seed_is_a_game() -> None:
+    one, other = make("number_guess"), make("number_guess")
+    numbers = []
+    for seed in range(200):
+        assert one.reset(seed=seed) == other.reset(seed=seed) == "Find a number from 1 to 20 with 5 guesses."
+        assert one.number == other.number
+        numbers.append(one.number)
+    assert set(numbers) == set(range(1, 21))
+    assert one.get_reward() == 0.0
+    with pytest.raises(UsageError, match=r"low \(5\) must be below high \(5\)"):
+        make("number_guess", low=5, high=5)
+
+
+def play_nim(game: Nim, slip_at: int | None = None) -> float:
+    move = 0
+    while not game.done:
+        stones = game.heap % (game.most + 1)
+        if move == slip_at:
+            stones = 1 if stones != 1 else 2
+        game.take(min(max(1, stones), game.heap))
+        move += 1
+    return game.get_reward()
+
+
+def test_nim_is_won_by_the_best_play_and_lost_by_one_slip() -> None:
+    game = make("nim", max_heap=21)
+    for seed in range(50):
+        game.reset(seed=seed)
+        assert play_nim(game) == 1.0
+        game.reset(seed=seed)
+        assert play_nim(game, slip_at=0) == 0.0
+    with pytest.raises(ValueError, match="the game is over"):
+        game.take(1)
+    game.reset(seed=1)
+    with pytest.raises(ValueError, match="take 1 to 3"):
+        game.take(4)

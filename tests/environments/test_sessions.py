@@ -1,0 +1,161 @@
+"""The contract: episodes, calls, time-outs, failures; results do not depend on which call finishes first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import example_environments as mine
+from posttrain.consent import declare_code
+from posttrain.environments.contract import Session, build_toolset, row_for
+from posttrain.environments.pool import Pool
+from posttrain.errors import RecipeError, UnallowedCode, UnknownWord, UsageError
+from posttrain.recipes.sections import Word
+from posttrain.types import Example, Message
+
+EXAMPLE = Example("row/1", (Message("user", "Question?"),), answer="7", meta={"level": 3, "not a name": 1})
+LONG, SHORT = 60.0, 0.05
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    mine.RELEASED.clear()
+    with Pool() as opened:
+        yield opened
+    mine.RELEASED.set()
+
+
+def toolset(name: str, *tools: str):
+    declare_code([f"example_environments:{one}" for one in (name, *tools)])
+    return build_toolset(Word(name=f"example_environments:{name}"), [f"example_environments:{one}" for one in tools])
+
+
+def begun(opened: Session) -> Session:
+    opened.begin(EXAMPLE, 98)
+    opened.opening()
+    return opened
+
+
+def use(session: Session, name: str, stated="", arguments=None):
+    tool = session.toolset.tools[name]
+    job = session.call(tool, tool.read(arguments if arguments is not None else stated))
+    assert job is not None
+    return session.answer(tool, stated, job)
+
+
+def test_a_class_written_for_trl_runs_as_it_is(pool: Pool) -> None:
+    built = toolset("Echo")
+    assert list(built.tools) == ["echo", "fail"]
+    session = built.open(pool, LONG)
+    session.begin(EXAMPLE, 98)
+    assert session.opening() == "Echo 1."
+    row = session.environment.row
+    assert (row["seed"], row["answer"], row["level"], row["id"]) == (98, "7", 3, "row/1")
+    assert row["prompt"] == [{"role": "user", "content": "Question?"}]
+    assert use(session, "echo", "{}", {"message": "ab", "times": 2}).result == "abab"
+    failed = use(session, "fail", "no luck")
+    assert (failed.result, failed.outcome) == ("ValueError: no luck", "failed")
+    assert (session.reward(), session.failure, session.done) == (4.0, "", False)
+
+
+def test_reset_is_given_what_it_asks_for() -> None:
+    assert row_for(mine.Broken().reset, EXAMPLE, 5) == {"seed": 5}
+    assert row_for(mine.Hanging().reset, EXAMPLE, 5) == {}
+
+
+def test_async_methods_share_a_loop(pool: Pool) -> None:
+    session = begun(toolset("Waiting").open(pool, LONG))
+    assert use(session, "wait", "0.001").result == "True"
+    assert session.failure == ""
+
+
+def test_tools_without_state(pool: Pool) -> None:
+    session = begun(toolset("Echo", "add").open(pool, LONG))
+    assert use(session, "add", "{}", {"a": 2, "b": 3}).result == "5"
+    with pytest.raises(RecipeError, match=r"tools\.0: .*named as module:function; got 'add'"):
+        build_toolset(None, ["add"])
+    declare_code("example_environments:add")
+    with pytest.raises(RecipeError, match=r"tools\.1: there is a tool named 'add' already"):
+        build_toolset(None, ["example_environments:add"] * 2)
+
+
+def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_needed_again(pool: Pool) -> None:
+    session = begun(toolset("Hanging").open(pool, LONG))
+    session.seconds = SHORT
+    call = use(session, "hang")
+    assert (call.outcome, call.result) == ("timeout", "hang took longer than 0.05 seconds and was given up")
+    assert session.failure == ""
+    assert session.call(session.toolset.tools["answer"], {}) is None
+    assert session.failure == "tool 'answer' is needed while a call that took longer than 0.05 seconds still runs"
+
+
+def test_a_reset_that_hangs_is_a_failure_of_the_environment(pool: Pool) -> None:
+    session = toolset("HangsInReset").open(pool, SHORT)
+    session.begin(EXAMPLE, 1)
+    assert session.opening() == ""
+    assert session.failure == "reset took longer than 0.05 seconds (rollout.tool_seconds)"
+
+
+def test_the_pool_is_not_blocked_by_what_hangs() -> None:
+    stop = threading.Event()
+    with Pool(num_threads=2) as small:
+        hanging = [small.submit(lambda: stop.wait(60), SHORT) for _ in range(6)]
+        quick = [small.submit(lambda n=n: n * n, LONG) for n in range(20)]
+        assert [small.wait(job).result for job in reversed(quick)] == [n * n for n in reversed(range(20))]
+        assert all(small.wait(job).late for job in hanging)
+        assert not any(small.has_come_back(job) for job in hanging)
+        stop.set()
+
+
+def test_at_most_so_many_run_at_a_time() -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+    gate = threading.Event()
+
+    def work() -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            if running[0] == 3:
+                gate.set()
+        gate.wait(60)
+        with lock:
+            running[0] -= 1
+
+    with Pool(num_threads=3) as small:
+        jobs = [small.submit(work, LONG) for _ in range(12)]
+        for job in jobs:
+            small.wait(job)
+    assert most == [3]
+
+
+def test_an_environment_that_says_so_is_broken(pool: Pool) -> None:
+    session = begun(toolset("Broken").open(pool, LONG))
+    assert use(session, "use").outcome == "failed"
+    assert session.failure == "tool 'use': the server is down"
+    assert session.reward() is None
+
+
+def test_what_cannot_be_used_is_refused_at_the_start() -> None:
+    for name, says in (
+        ("Untyped", r"environment 'example_environments:Untyped', tool 'guess': parameter 'number' has no type"),
+        ("Undescribed", r"tool 'guess': it has no docstring"),
+        ("NoReset", r"it has no method reset"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            toolset(name)
+    with pytest.raises(UnknownWord, match=r"there is no environment named 'calculater'\. Did you mean 'calculator'\?"):
+        build_toolset(Word(name="calculater"))
+    with pytest.raises(RecipeError, match=r"environment 'number_guess' has no key 'hihg'\. Did you mean 'high'\?"):
+        build_toolset(Word(name="number_guess", hihg=5))
+    toolset("Echo")
+    with pytest.raises(RecipeError, match=r"has no key 'size'"):
+        build_toolset(Word(name="example_environments:Echo", size=1))
+
+
+def test_a_stored_recipe_imports_no_environment() -> None:
+    with pytest.raises(UnallowedCode, match=r"'unheard:Of' is Python code that a stored recipe names"):
+        build_toolset(Word(name="unheard:Of"))
+    with pytest.raises(UnallowedCode, match=r"tools\.0: tool 'unheard:of' is Python code"):
+        build_toolset(None, ["unheard:of"])
