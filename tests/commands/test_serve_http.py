@@ -16,6 +16,9 @@ import torch
 from serving import Served, free_port, serving
 
 from posttrain.cli import main
+from posttrain.engines.judging.asking import RemoteJudge
+from posttrain.engines.judging.opinions import Opinions
+from posttrain.engines.judging.questions import rate
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.engines.vllm.command import served_names
 from posttrain.randomness import derive_key
@@ -295,6 +298,18 @@ def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> 
         client.chat.completions.create(**asked, presence_penalty=1)
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.chat.completions.create(**(asked | {"model": "other"}))
+
+
+def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
+    """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
+    opinions = Opinions(RemoteJudge(served.url, structured=False, max_tokens=12, retries=0))
+    (told,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
+    assert (told.value, told.failure) == (None, "crash")
+    assert "the reply is no JSON: '<think>" in told.reason
+    line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
+    assert (told.tokens_in, told.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
+    (told,) = RemoteJudge(served.url, max_tokens=12).judge([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
+    assert "set judge.structured to false" in told.reason
 
 
 def test_a_key_is_asked_for_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-import threading
+import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm, Reply, Reset
+from fake_judge import TEXTS, Answer, FakeJudge, by_length, quoted, said
+from fake_vllm import Reply, Reset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,60 +24,13 @@ from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.engines.vllm import http
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
+from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import plain
+from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
 from posttrain.types import Completion, Example, Message
-
-TEXTS = re.compile(r"<(text-[0-9a-f]{16}) ([a-z-]+)>\n(.*?)\n</\1>", re.DOTALL)
-Answer = Callable[[dict[str, Any], int], Any]
-
-
-def said(value: Any, key: str = "score") -> str:
-    return json.dumps({"reasoning": "because", key: value})
-
-
-class FakeJudge(FakeVllm):
-    """A chat endpoint whose reply is a function of the request and of how often it has come."""
-
-    def __init__(self, reply: Answer, **options: Any) -> None:
-        super().__init__(lambda body: Completion((), (), "stop"), **options)
-        self.reply, self.asked = reply, 0
-        self.seen: dict[str, int] = {}
-        self.chats: list[dict[str, Any]] = []
-        self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
-        self.posts["/v1/chat/completions"] = self.chat
-
-    def chat(self, body: dict[str, Any]) -> Any:
-        with self.lock:
-            self.chats.append(body)
-            self.busy += 1
-            self.most_busy = max(self.most_busy, self.busy)
-            name = json.dumps(body)
-            self.seen[name] = count = self.seen.get(name, 0) + 1
-        try:
-            reply = self.reply(body, count)
-        finally:
-            with self.lock:
-                self.busy -= 1
-        if isinstance(reply, str):
-            message = {"role": "assistant", "content": reply}
-            return {"choices": [{"message": message}], "usage": {"prompt_tokens": 100, "completion_tokens": 7}}
-        return reply
-
-
-def quoted(body: dict[str, Any]) -> dict[str, str]:
-    """The texts that a request quotes, by name."""
-    return {name: text for _, name, text in TEXTS.findall(body["messages"][1]["content"])}
-
-
-def by_length(body: dict[str, Any], count: int) -> str:
-    """Scores an answer by its length; of two prefers the longer."""
-    texts = quoted(body)
-    if "answer" in texts:
-        return said(min(10, len(texts["answer"])))
-    first, second = len(texts["first-answer"]), len(texts["second-answer"])
-    return said("first" if first > second else "second" if second > first else "tie", "winner")
 
 
 @pytest.fixture(autouse=True)
@@ -444,3 +396,66 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     assert main(["evaluate", "mine", "--n", "2", "--max-tokens", "4"]) == 0, "its judge is gone by now"
     assert main(["train", "mine.yaml", "--run", "other", "--quiet", *options]) == 2
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
+
+
+# Two models
+
+
+def test_two_models_are_set_against_one_another_by_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, template in (("one", "r1_zero"), ("two", "plain")):
+        run = Path("runs") / name
+        shutil.copytree(TINY, run / "checkpoints" / "step-000010")
+        seal(run / "checkpoints" / "step-000010", 10)
+        (run / "recipe.yaml").write_text(load_recipe("tiny/sft", [("prompt.template", template)]).to_yaml())
+    contest = ["evaluate", "one", "--against", "two", "--task", "stories", "--n", "6", "--max-tokens", "12"]
+    contest += ["--judge", "judge.yaml"]
+    with FakeJudge(by_length) as server:
+        Path("judge.yaml").write_text(f"url: {server.url}\nrubric: Which is longer?\n")
+        assert main([*contest, "--out", "told"]) == 0
+        table = capsys.readouterr().out
+    results = json.loads(Path("told/results.json").read_text())["results"]
+    items = [json.loads(line) for line in Path("told/items.jsonl").read_text().splitlines()]
+    lengths = [(len(item["a"][0]["text"]), len(item["b"][0]["text"])) for item in items]
+    assert [item["win_rate"] for item in items] == [0.5 + 0.5 * ((a > b) - (a < b)) for a, b in lengths]
+    assert len({a - b for a, b in lengths}) > 1, "the answers differ"
+    assert (results["judge_first"], results["judge_consistent"], results["judge_longer"]) == (0.5, 1.0, 1.0)
+    assert (results["unscored"], results["judge_failed"]) == (0.0, 0.0)
+    assert results["judge_tokens_in"] == 100 * len(server.chats)
+    assert len(server.chats) == len({json.dumps(body) for body in server.chats}) <= 12
+    assert len(Path("runs/one", CACHE).read_text().splitlines()) == len(server.chats), (
+        "kept by the run that is measured"
+    )
+    assert "whoever stood first wins" in table
+    assert "Which is longer?" in server.chats[0]["messages"][1]["content"]
+    assert main([*contest, "--out", "again"]) == 2
+    assert f"{server.url}: no judge answers there" in capsys.readouterr().err
+    Path("judge.yaml").write_text("rubrik: x\n")
+    assert main([*contest, "--out", "again"]) == 2
+    assert "Did you mean 'rubric'?" in capsys.readouterr().err
+
+
+def test_a_judge_that_fails_too_often_ends_a_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FakeJudge(lambda body, count: "\x1b[2Jboth") as server:
+        Path("judge.yaml").write_text(f"{{url: '{server.url}', retries: 0}}")
+        contest = ["evaluate", "tiny", "--against", "tiny", "--task", "stories", "--n", "3", "--max-tokens", "4"]
+        assert main([*contest, "--judge", "judge.yaml", "--out", "told"]) == 1
+    told = capsys.readouterr().err
+    assert "answers were not judged" in told
+    assert "\x1b" not in told
+
+
+def test_a_model_that_is_loaded_here_judges() -> None:
+    """``tiny`` cannot: what it says is no JSON, and is told as that."""
+    _opinions.cache_clear()
+    word = RewardWord(name="judge", weight=1.0, model="tiny", template="plain", max_tokens=12)
+    grader = build_grader([word], plain())
+    with pytest.raises(RunFailure, match=r"judge tiny: 2 of 2 answers were not judged.*the reply is no JSON"):
+        grader.grade([attempt("a"), attempt("b")])
+    with pytest.raises(RunFailure, match=r"no room in the judge's context of 1024 tokens"):
+        grader.grade([attempt("so long " * 2000)])
