@@ -71,7 +71,7 @@ $(CORE): $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(DEV): $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track,interpret]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tasks,quantize,track,interpret,serve]'
 	@touch $(CORE) $@
 
 $(VLLM_VENV)/installed:

@@ -61,6 +61,9 @@ DOORS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("tasks/verifiable/reasoning_gym",),
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
+    "starlette": ("commands/serve/",),
+    "uvicorn": ("commands/serve/",),
+    "fastapi": ("commands/chat/",),  # what gradio is mounted on
     "matplotlib": ("reports/charts/",),
     "jinja2": ("reports/page.py", "render/turns.py"),  # turns: its errors, in chat templates
     "markupsafe": (),  # nobody calls a text safe: templates escape

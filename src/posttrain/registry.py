@@ -58,6 +58,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "is_number",
         "posttrain.rewards.length": "overlong",
         "posttrain.graders.scored": "task_score",
+        "posttrain.engines.judging.reward": "judge",
         "posttrain.reward_models.reward": "reward_model",
     },
     "grader": {

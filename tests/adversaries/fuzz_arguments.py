@@ -275,7 +275,7 @@ def place_cases(random: Random) -> list[Case]:
             cases.append(Case("run name", (*words, "mine.yaml", f"--run={name}", "--quiet"), shown, files))
     for words, parser in parsers():
         options = {o for action in parser._actions for o in action.option_strings}
-        if "--runs-dir" not in options or words[0] in ("serve-command", "chat", "studio"):
+        if "--runs-dir" not in options or words[0] in ("serve", "serve-command", "chat", "studio"):
             continue
         given, files = fill(words, parser)
         if words[0] == "demo" or words in (("runs", "manage"), ("study",)):
@@ -473,6 +473,9 @@ def named_run_cases(random: Random) -> list[Case]:
         (("runs", "--sort", "²"), ("--sort", "²")),
         (("runs", "prune", "--all", "--keep", "²", "--yes"), ("--keep",)),
         (("runs", "prune", "--all", "--keep", "nonsense", "--yes"), ("--keep",)),
+        (("serve", "nowhere/at/all"), ("nowhere",)),
+        (("serve", "tiny", "--host", "0.0.0.0"), ("--api-key",)),
+        (("serve", "tiny", "--api-key", "short"), ("--api-key",)),
         (("serve-command", "nowhere/at/all"), ("nowhere",)),
         (("generate", "tiny", "x", "--steer", "²:1"), ("--steer",)),
         (("generate", "tiny", "x", "--steer", "1:nan"), ("--steer",)),

@@ -43,6 +43,7 @@ READERS = {
     "train": ["train", "tiny/sft", "--model.name", "runs/a"],
     "teacher": ["train", "distillation/on-policy-distillation", "--model.name", "tiny", "--teacher.name", "runs/a"],
     "chat": ["chat", "runs/a"],
+    "serve": ["serve", "runs/a", "--port", "8713"],
     "serve-command": ["serve-command", "runs/a/checkpoints/step-000002"],
     "data": ["data", "show", "stories", "--n", "2", "--model", "runs/a"],
 }

@@ -69,6 +69,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     ],
     "chat": [["evil", *SHORT]],
     "studio": [["evil"]],
+    "serve": [["evil"]],
     "serve-command": [["evil"]],
     "quantize": [["evil", "--bits", "8"]],
     "recipes": [["show", "runs/evil/recipe.yaml"]],
@@ -149,7 +150,7 @@ def run(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tex
 
 
 async def serve_nobody(*given: Any) -> None:
-    """In place of the studio's server: the page is built, and nobody comes."""
+    """In place of a server: what it would serve is built, and nobody comes."""
 
 
 def test_every_command_is_attacked() -> None:
@@ -168,10 +169,11 @@ def test_opening_a_strangers_run_runs_nothing_of_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     marker = lay_out(place, changes)
-    if command == "studio":
-        pytest.importorskip("gradio")
+    if command in ("studio", "serve"):
+        pytest.importorskip("gradio" if command == "studio" else "starlette")
         monkeypatch.setattr(socket, "create_server", lambda *_, **__: nullcontext())
-        monkeypatch.setattr("posttrain.commands.chat.studio._serve", serve_nobody)
+        for module in ("chat.studio", "serve.doorway"):
+            monkeypatch.setattr(f"posttrain.commands.{module}.serve", serve_nobody)
     code = run(command, arguments, monkeypatch)
     assert code in (0, 1, 2), capsys.readouterr().err
     assert not marker.exists(), f"{command} {' '.join(arguments)} ran the code of a stranger"

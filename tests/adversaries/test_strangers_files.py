@@ -214,6 +214,7 @@ def test_no_file_asks_for_the_python_of_a_model(
         ("runs resume", ["evil"]),
         ("generate", ["evil", "Hi", "--max-tokens", "4"]),
         ("evaluate", ["evil", "--n", "2", "--out", "out"]),
+        ("serve", ["evil", "--port", "8714"]),
         ("serve-command", ["evil"]),
         ("data", ["show", "stories", "--model", "model", "--n", "2"]),
         ("activations", ["evil", "--layer", "1", "--out", "acts", "--yes"]),

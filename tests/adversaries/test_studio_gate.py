@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import http.client
 import json
 import re
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.chat import studio_gate
-from posttrain.commands.chat.studio_gate import Gate, choose_token, is_loopback, show_address
+from posttrain.commands.chat.studio_gate import Gate
+from posttrain.commands.serve.doorway import choose_token, is_loopback, show_address
 from posttrain.errors import UsageError
 
 PORT = 7860
@@ -201,7 +202,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         compared.append((a, b))
         return a == b
 
-    monkeypatch.setattr(studio_gate.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     gate = Gate(page, "0.0.0.0", PORT, TOKEN)
     ask(gate, query=f"token={TOKEN}")
     status(gate, ("host", HERE), ("cookie", f"{gate.cookie}=x; {gate.cookie}=y"))

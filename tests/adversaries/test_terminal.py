@@ -38,6 +38,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],
+    ("serve",): ["no/such/model"],
     ("serve-command",): ["tiny"],
     ("quantize",): ["tiny", "--bits", "7"],
     ("studio",): ["no/such/model"],
@@ -175,7 +176,15 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
         for action in (["tag"], ["note"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
-        for command in (["generate"], ["evaluate"], ["serve-command"], ["studio"], ["sae", "features"], ["quantize"]):
+        for command in (
+            ["generate"],
+            ["evaluate"],
+            ["serve-command"],
+            ["serve", "--host", ""],
+            ["studio"],
+            ["sae", "features"],
+            ["quantize"],
+        ):
             show([*command, name])
         show(["train", "honest.yaml", "--run", name])
         show(["activations", "tiny", "--layer", "2", "--rollouts", name])

@@ -26,6 +26,9 @@ GIVEN: dict[str, Any] = {
     "grader": "numeric",
     "example": None,
     "meta": {"level": 3},
+    "turns": (),
+    "environment_reward": None,
+    "folder": None,
 }
 
 
@@ -41,7 +44,7 @@ def test_a_function_with_open_keywords_gets_everything() -> None:
     def score(num_tokens: int, **rest: Any) -> float:
         return num_tokens + 10 * len(rest)
 
-    assert call_reward(score, GIVEN) == 97.0
+    assert call_reward(score, GIVEN) == 127.0
 
 
 def test_registered_rewards_and_their_options() -> None:

@@ -163,7 +163,7 @@ def grader_for(source: ModelSource, template: Word | None) -> Grader:
     own = source.recipe is not None and word.name == source.template.name
     rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
     known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
-    plain = [reward for reward, traits in known if traits is not None and "model_option" not in traits]
+    plain = [reward for reward, traits in known if traits is not None and not traits.get("asks_a_model")]
     return build_grader(plain, build_template(word, "template"))
 
 

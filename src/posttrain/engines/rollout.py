@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode
 from posttrain.errors import UsageError
-from posttrain.graders.grading import Verdict
+from posttrain.graders.grading import Measured, Verdict
 from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
@@ -53,12 +54,13 @@ class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
     Two facts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where
-    an example has an answer) and the template's format.
+    an example has an answer) and the template's format. ``folder``: the run's own, for rewards that keep something.
     """
 
     template: Template
     rewards: tuple[tuple[str, float, BoundReward], ...]
     format_part: str
+    folder: Path | None = None
 
     def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
         """Every part of every attempt unweighted, and the weighted sums, in order.
@@ -79,6 +81,7 @@ class Grader:
                 "grader": attempt.example.grader,
                 "meta": attempt.example.meta,
                 "example": attempt.example,
+                "folder": self.folder,
                 "turns": attempt.turns,
                 "environment_reward": attempt.environment_reward,
             }
@@ -98,20 +101,27 @@ class Grader:
 def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
     facts: dict[str, float] = {}
-    outcome, total = "ungraded", 0.0
+    outcome, total, failure = "ungraded", 0.0, ""
     for name, weight, reward in parts:
         value = reward if isinstance(reward, float) else reward.value
         values[name] = value
         total += weight * value
         if not isinstance(reward, float):
             facts |= reward.facts
+        if isinstance(reward, Measured) and reward.failure is not None:
+            failure = reward.failure
         if isinstance(reward, Verdict) and name == "correct":
             outcome, extracted = reward.outcome, reward.extracted if reward.extracted is not None else extracted
-    return Grade(facts | values, check_size(total, f"the weighted sum of the rewards is {total:g}"), extracted, outcome)
+    total = check_size(total, f"the weighted sum of the rewards is {total:g}")
+    if outcome == "ungraded" and failure:  # whether an answer is right is not for a judge to change
+        outcome = failure
+    return Grade(facts | values, total, extracted, outcome)
 
 
-def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
+def build_grader(words: Sequence[RewardWord], template: Template, folder: Path | None = None) -> Grader:
     """Bind the rewards of a recipe; a name that stands twice gets a number behind it.
+
+    ``folder``: of the run, for what a reward keeps.
 
     Raises:
         UsageError: a reward that cannot be computed from what there is, before anything is sampled.
@@ -131,7 +141,7 @@ def build_grader(words: Sequence[RewardWord], template: Template) -> Grader:
     for name in ("correct", format_part):
         if all(n != name for n, _, _ in bound):
             bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
-    return Grader(template, tuple(bound), format_part)
+    return Grader(template, tuple(bound), format_part, folder)
 
 
 @dataclass(frozen=True)

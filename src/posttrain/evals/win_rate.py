@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from posttrain.engines.judging.contests import PairJudge
 from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
@@ -34,7 +35,8 @@ SIMILAR_LENGTH = 0.1
 
 TOKENS_PER_MICRO = 1 << 14
 
-Judge = Callable[[Sequence[Rollout]], Sequence[float | None]]
+# What scores answers, or compares two of them.
+Judge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
 
     ``win_rate``, with its parts ``wins``, ``ties``, ``losses``. ``characters_a``, ``characters_b``: mean lengths.
     Judges like long answers, therefore also ``win_rate_similar``: over meetings of answers whose lengths differ by
-    at most 10 % of the longer, in the ``n_similar`` items that have some.
+    at most 10 % of the longer, in the ``n_similar`` items that have some. A judge that compares adds what
+    it is drawn by (``PairJudge.meet``).
 
     Raises:
         ValueError: no item.
@@ -94,15 +97,12 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     if not contests:
         raise ValueError("no item that both models answered")
     win_rate = WinRate()
-    answers = [rollout for contest in contests for rollout in (*contest.a, *contest.b)]
-    scores = iter(judge(answers))
+    scores, worth, facts = _judged(contests, judge)
     similar: list[float] = []
     unscored = 0
-    for contest in contests:
-        of_a, of_b = ([next(scores) for _ in side] for side in (contest.a, contest.b))
+    for contest, (of_a, of_b), outcomes in zip(contests, scores, worth, strict=True):
         unscored += sum(score is None for score in (*of_a, *of_b))
-        meetings = [(i, j) for i in range(len(of_a)) for j in range(len(of_b))]
-        outcomes = pair_wins([_number(of_a[i]) for i, _ in meetings], [_number(of_b[j]) for _, j in meetings])
+        meetings = _meetings(contest)
         lengths = [[len(rollout.text) for rollout in side] for side in (contest.a, contest.b)]
         alike = [w for w, (i, j) in zip(outcomes, meetings, strict=True) if _similar(lengths[0][i], lengths[1][j])]
         item = _item(contest, of_a, of_b, outcomes) | {"num_similar": len(alike)}
@@ -111,7 +111,9 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
             item["win_rate_similar"] = similar[-1]
         win_rate.items.append(item)
     draws = max(1, min(len(contest.a) for contest in contests), min(len(contest.b) for contest in contests))
-    win_rate.results = {"n": float(len(contests)), "unscored": unscored / len(answers)}
+    num_answers = sum(len(contest.a) + len(contest.b) for contest in contests)
+    compares = isinstance(judge, PairJudge)
+    win_rate.results = {"n": float(len(contests)), "unscored": 0.0 if compares else unscored / num_answers} | facts
     win_rate.results |= _share("win_rate", [item["win_rate"] for item in win_rate.items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
         win_rate.results[name] = statistics.fmean(item[name] for item in win_rate.items)
@@ -119,6 +121,34 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     if similar:
         win_rate.results |= _share("win_rate_similar", similar, draws)
     return win_rate
+
+
+Scores = tuple[list[float | None], list[float | None]]
+
+
+def _meetings(contest: Contest) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(len(contest.a)) for j in range(len(contest.b))]
+
+
+def _judged(contests: Sequence[Contest], judge: Judge) -> tuple[list[Scores], list[list[float]], dict[str, float]]:
+    """For each contest the scores of its answers and the worth of A's in each meeting; facts about the judge."""
+    if isinstance(judge, PairJudge):
+        asked = [
+            (prompt_text(contest.a[i].example), contest.a[i].text, contest.b[j].text)
+            for contest in contests
+            for i, j in _meetings(contest)
+        ]
+        told, facts = judge.meet(asked)
+        worth = iter(told)
+        scores: list[Scores] = [([None] * len(contest.a), [None] * len(contest.b)) for contest in contests]
+        return scores, [[next(worth) for _ in _meetings(contest)] for contest in contests], facts
+    numbers = iter(judge([rollout for contest in contests for rollout in (*contest.a, *contest.b)]))
+    scores = [([next(numbers) for _ in contest.a], [next(numbers) for _ in contest.b]) for contest in contests]
+    outcomes = [
+        pair_wins([_number(of_a[i]) for i, _ in met], [_number(of_b[j]) for _, j in met])
+        for (of_a, of_b), met in zip(scores, map(_meetings, contests), strict=True)
+    ]
+    return scores, outcomes, {}
 
 
 def _item(
@@ -129,9 +159,9 @@ def _item(
         "id": example.id,
         "index": contest.index,
         "win_rate": statistics.fmean(outcomes),
-        "wins": outcomes.count(1.0) / len(outcomes),
+        "wins": sum(worth > 0.5 for worth in outcomes) / len(outcomes),
         "ties": outcomes.count(0.5) / len(outcomes),
-        "losses": outcomes.count(0.0) / len(outcomes),
+        "losses": sum(worth < 0.5 for worth in outcomes) / len(outcomes),
         "characters_a": statistics.fmean(len(rollout.text) for rollout in contest.a),
         "characters_b": statistics.fmean(len(rollout.text) for rollout in contest.b),
         "a": [_answer(rollout, score) for rollout, score in zip(contest.a, of_a, strict=True)],
@@ -195,7 +225,7 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 class ContestPlan:
     """Two models whose words were checked: the task that was read, a template for each, the folder for the files.
 
-    ``judges``: names of reward models, of which the first says who wins; none: the task's grader.
+    ``judges``: reward models, and files of judges, of which the first says who wins; none: the task's grader.
     """
 
     a: ModelSource
@@ -238,7 +268,7 @@ def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> Contes
         UsageError: words, options or combinations that cannot be.
     """
     if len(set(judges)) < len(judges):
-        raise UsageError("--judge: the same reward model is named twice")
+        raise UsageError("--judge: the same judge is named twice")
     for name, words in (("task", asked.tasks), ("template", asked.templates)):
         if len(words) > 1:
             raise UsageError(f"--{name}: one at a time with --against")
@@ -323,7 +353,7 @@ def graded(contests: Sequence[Contest], task: Task) -> tuple[list[Contest], list
     if not kept:
         raise UsageError(
             f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
-            "reward model"
+            "reward model, or --judge FILE.yaml, which names a language model (docs/judges.md)"
         )
     left = len(contests) - len(kept)
     return kept, [f"{left} items have no gold answer; they are left out"] if left else []

@@ -55,10 +55,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A reward that is a number, with further numbers by name that are recorded beside it (as ``Verdict.facts``)."""
+    """A reward that is a number, with further numbers by name that are recorded beside it (as ``Verdict.facts``).
+
+    ``failure``: the answer could not be measured, and the value stands in for that; it is recorded as the outcome
+    of an answer that nothing else grades.
+    """
 
     value: float
     facts: Mapping[str, float] = field(default_factory=dict)
+    failure: Literal["timeout", "crash"] | None = None
 
 
 def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, Any] | None = None) -> list[Verdict]:

@@ -175,7 +175,7 @@ class Recipe(Content):
             self.head = HeadSection()
         if self.eval.drift_prompts is None:
             known = [(word.name, f"rewards.{i}") for i, word in enumerate(self.rewards) if is_declared(word.name)]
-            judged = any("model_option" in registry.find("reward", *word).traits for word in known)
+            judged = any(registry.find("reward", *word).traits.get("asks_a_model") for word in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
             self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
         if self.rollout is not None and (self.environment is not None or self.tools):

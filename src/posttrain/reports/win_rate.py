@@ -12,6 +12,14 @@ from posttrain.reports.evaluation import first_items, quoted, settings_list
 Results = Mapping[str, float]
 
 
+DRAWN_BY = (
+    ("whoever stood first wins (50% without a bias)", "judge_first"),
+    ("both orders say the same", "judge_consistent"),
+    ("the longer answer wins", "judge_longer"),
+    ("not judged", "judge_failed"),
+)
+
+
 def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
     """What came out, line by line; lines without a number are left out. ``others``: of further judges, by name."""
     shares = (
@@ -23,6 +31,9 @@ def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[s
     lines = [[label, show_share(results, key), show_interval(results, key)] for label, key in shares if key in results]
     parts = [show_share(results, key) for key in ("wins", "ties", "losses")]
     lines.insert(1, ["better / equally good / worse", " / ".join(parts), NOTHING])
+    for label, key in DRAWN_BY:
+        if key in results:
+            lines.append([label, show_share(results, key), NOTHING])
     for judge, told in others.items():
         lines.append([f"{a} wins, by {judge}", show_share(told, "win_rate"), show_interval(told, "win_rate")])
     for label, side in ((a, "a"), (b, "b")):

@@ -48,7 +48,7 @@ def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", bits
         held_out_scale(run, combine, bits)
 
 
-@register("reward", batched=True, model_option="run", prepare=prepare)
+@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
 def reward_model(
     example: Sequence[Example],
     text: Sequence[str],

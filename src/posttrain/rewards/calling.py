@@ -33,6 +33,7 @@ AVAILABLE: dict[str, str] = {
     "grader": "the name of the task's own grader (str)",
     "example": "the example itself (Example)",
     "meta": "the example's further facts (mapping)",
+    "folder": "the run's own folder, for what is kept (Path, or None outside of a run)",
     "turns": "with an environment, the turns with their calls (sequence of Turn)",
     "environment_reward": "what the environment's get_reward says (float or None)",
 }

@@ -120,7 +120,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     policy = Forward(model, scoring_temperature(recipe, words.needs))
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
-    grader, stage = _build_grader(recipe, tokenizer)
+    grader, stage = _build_grader(recipe, tokenizer, folder)
     place = EnginePlace(loaded, folder, world)
     engine = place.build(words.engine, words.engine_options, "rollout.engine")
     context = context_length(model.config)
@@ -165,15 +165,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     )
 
 
-def _build_grader(recipe: Recipe, tokenizer: Any) -> tuple[Grader, Stage | None]:
-    """Who grades, and what answers between turns, under one template."""
+def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
+    """Who grades, and what answers between turns, under one template; ``folder``: of the run."""
     template = build_template(recipe.prompt.template)
     if recipe.environment is None and not recipe.tools:
         return build_grader(recipe.rewards, template), None
     from posttrain.engines.episodes import build_stage
 
     stage = build_stage(recipe, template, tokenizer)
-    return build_grader(recipe.rewards, template if stage is None else stage.template), stage
+    return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
 
 
 def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
@@ -235,7 +235,7 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     loaded = _load_trained(recipe, task)
     policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
     context = context_length(loaded.model.config)
-    grader, stage = _build_grader(recipe, loaded.tokenizer)
+    grader, stage = _build_grader(recipe, loaded.tokenizer, None)
     engine = EnginePlace(loaded).build(words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,11 @@ from typing import Any
 
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.chat.studio_gate import Gate, choose_token, is_loopback, show_address
+from posttrain.commands.chat.studio_gate import Gate
 from posttrain.commands.chat.studio_html import COLOURINGS, draw_conversation, draw_note, draw_problem, stylesheet
 from posttrain.commands.chat.studio_records import TRAINING, Archive, Offers, check_offered, draw_found_features
 from posttrain.commands.interpret.steering import read_steering
+from posttrain.commands.serve.doorway import choose_token, is_loopback, open_door, serve, show_address
 from posttrain.engines.models import open_model
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
 from posttrain.reward_models.scoring import open_reward_model
@@ -42,7 +42,7 @@ def run_studio(arguments: argparse.Namespace) -> int:
             f"--host {host!r}: others than this machine could read every run; add --token, or leave --host out"
         )
     gradio = _import_gradio()
-    with _open_door(host, arguments.port) as door:  # before models are loaded, which may take long
+    with open_door(host, arguments.port) as door:  # before models are loaded, which may take long
         page = build_studio(arguments.models, arguments.runs_dir, arguments.sae)
         link = show_address(host, arguments.port) + ("" if token is None else f"?token={token}")
 
@@ -53,39 +53,8 @@ def run_studio(arguments: argparse.Namespace) -> int:
                 webbrowser.open(link)
 
         with suppress(KeyboardInterrupt):
-            asyncio.run(_serve(Gate(mount(gradio, page), host, arguments.port, token), door, announce))
+            asyncio.run(serve(Gate(mount(gradio, page), host, arguments.port, token), door, announce))
     return 0
-
-
-def _open_door(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
-
-    Raises:
-        UsageError: it is taken, not ours to take, or no address of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = error.strerror.partition(" (while")[0] if isinstance(error, OSError) and error.strerror else error
-        where = f"--host {host}, port {port}"
-        raise UsageError(f"{where}: cannot be served ({reason}); give others with --host and --port") from error
-
-
-async def _serve(gate: Gate, door: socket.socket, announce: Callable[[], None]) -> None:
-    import uvicorn
-
-    # No proxy is asked who the visitor is, and no line of a log holds the token.
-    config = uvicorn.Config(
-        gate, log_level="warning", access_log=False, proxy_headers=False, ws="none", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[door]))
-    while not (server.started or serving.done()):
-        await asyncio.sleep(0.01)
-    if server.started:
-        announce()
-    await serving
 
 
 def _import_gradio() -> Any:

@@ -101,8 +101,8 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--judge",
         type=names,
-        metavar="RUN,RUN",
-        help="the reward model that says who wins (with --against); more are told beside it",
+        metavar="RUN,FILE",
+        help="who says who wins (with --against): a reward model's run, or the YAML file of a judge; more beside it",
     )
 
 

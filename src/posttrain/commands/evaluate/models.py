@@ -13,6 +13,7 @@ from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
+from posttrain.engines.judging.contests import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label
@@ -211,7 +212,7 @@ def run_against(arguments: argparse.Namespace) -> int:
     # Answers are drawn, unless asked otherwise: a KL is between distributions.
     judges = arguments.judge or []
     plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
-    opened = {name: _open_judge(name, arguments) for name in judges}
+    opened = {name: _open_judge(name, arguments, plan.a.run) for name in judges}
     console = open_console()
     with choose_evaluation_progress(console, arguments.quiet) as progress:
         win_rate, notes = run_contest(plan, opened, progress)
@@ -225,7 +226,10 @@ def run_against(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_judge(name: str, arguments: argparse.Namespace) -> Judge:
+def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -> Judge:
+    """A reward model's run, or a file that names a language model, whose opinions are kept in ``folder``."""
+    if name.endswith(SUFFIXES):
+        return read_pair_judge(name, folder)
     model = open_reward_model(find_source(name, arguments.runs_dir), device=arguments.device)
     return lambda rollouts: model.score(
         [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]

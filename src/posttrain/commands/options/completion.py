@@ -42,7 +42,7 @@ _PACKAGE = Path(__file__).parents[2]
 _PLAIN = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9._/-]*"
 )  # a folder with another name is no run, and might be more to a shell
-_OF_RUNS = ("evaluate", "generate", "chat", "studio", "quantize", "serve-command", "activations")
+_OF_RUNS = ("evaluate", "generate", "chat", "studio", "quantize", "serve", "serve-command", "activations")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

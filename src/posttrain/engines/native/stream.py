@@ -5,7 +5,7 @@ The tokens are those that the native engine draws for the same key, one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class StreamedToken:
 
 def stream(
     model: Any, prompt: Sequence[int], key: int, sampling: Sampling, *, num_likely: int = 0
-) -> Iterator[StreamedToken]:
+) -> Generator[StreamedToken, None, None]:
     """Draw one completion of ``prompt``; each token is given as soon as it is there.
 
     Closing the iterator ends the work. ``finish`` is ``stop`` at a stop token, else ``length``, and tells of the
@@ -60,7 +60,7 @@ def stream(
 
 def _decode(
     model: Any, ids: torch.Tensor, limit: int, numbers: torch.Tensor | None, sampling: Sampling, num_likely: int
-) -> Iterator[StreamedToken]:
+) -> Generator[StreamedToken, None, None]:
     cache = DynamicCache()
     for step in range(limit):
         with sampling_mode(model):  # entered anew for each token: in between, the model belongs to others

@@ -44,27 +44,31 @@ class Refused(Exception):
         self.status = status
 
 
-def server_address(url: str) -> tuple[str, str, int | None, str]:
+def server_address(
+    url: str, where: str = "engine.url", variable: str = "VLLM_API_KEY"
+) -> tuple[str, str, int | None, str]:
     """(scheme, host, port, path prefix) of a server's URL; an ending ``/v1`` is dropped.
+
+    ``where`` is the key that it stands under, ``variable`` where a key for the server belongs, for messages.
 
     Raises:
         UsageError: not an http or https URL.
     """
     if "@" in url or hide_secrets(url) != url:  # looked for first: a message about the port would show a password
         raise UsageError(
-            f"engine.url: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
-            "it; write it like http://127.0.0.1:8000, and put a key into the environment variable VLLM_API_KEY"
+            f"{where}: {shorten(hide_secrets(url))}: a name, password or key in a URL would be written down with "
+            f"it; write it like http://127.0.0.1:8000, and put a key into the environment variable {variable}"
         )
     try:
         parts = urlsplit(url.strip())
         scheme, host, port = parts.scheme, parts.hostname or "", parts.port
     except ValueError as error:
-        raise _no_url(url, f" ({error})") from None
+        raise _no_url(url, where, variable, f" ({error})") from None
     is_address = ":" in host and parts.netloc.rpartition("@")[2].startswith("[")
     if scheme not in ("http", "https") or not (is_address or _HOST.fullmatch(host)) or port == 0:
-        raise _no_url(url)
+        raise _no_url(url, where, variable)
     if parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
-        raise _no_url(url)
+        raise _no_url(url, where, variable)
     return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
@@ -81,10 +85,10 @@ def checked_url(url: str) -> str:
 ServerUrl = Annotated[str, AfterValidator(checked_url)]
 
 
-def _no_url(url: str, reason: str = "") -> UsageError:
+def _no_url(url: str, where: str, variable: str, reason: str = "") -> UsageError:
     return UsageError(
-        f"engine.url: {shorten(hide_secrets(url))} is no server's URL{reason}; write it like http://127.0.0.1:8000 "
-        "(a key belongs into the environment variable VLLM_API_KEY)"
+        f"{where}: {shorten(hide_secrets(url))} is no server's URL{reason}; write it like http://127.0.0.1:8000 "
+        f"(a key belongs into the environment variable {variable})"
     )
 
 

@@ -1,0 +1,220 @@
+"""What clients say to ``posttrain serve``: the requests of OpenAI and of vLLM, as plain data.
+
+An option that would change an answer and that this server does not have is refused by its name, unless it is given the
+value at which it changes nothing; a key that is not known is refused with a suggestion.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.option_types import AnySize, Options, Tokens, check_plain
+from posttrain.registry import suggest
+from posttrain.types import Message
+
+MOST_ANSWERS = 256  # of one request, over all its prompts
+Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS)]
+TokenIds = list[int]
+# What this server does not do, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "use_beam_search": (None, False),
+    "skip_special_tokens": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "bad_words": (None, []),
+    "extra_args": (None, {}),
+    "add_generation_prompt": (None, True),
+}
+# What concerns someone else: accounts, queues, the memory of a server.
+UNREAD = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "cache_salt",
+    "priority",
+    "request_id",
+    "parallel_tool_calls",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "flat_logprobs",
+)
+
+
+class BadRequest(UsageError):
+    """A request that cannot be answered. ``param``: its key; ``code`` and ``status``: for programs."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str = "invalid_request", status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+class Text(Options):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Turn(Options):
+    """A message; ``developer`` is what OpenAI calls the system."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Text]
+    name: str | None = None
+
+    def message(self) -> Message:
+        """The same as a message of ours."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+class StreamOptions(Options):
+    """``include_usage``: the last event counts the tokens."""
+
+    include_usage: bool = False
+
+
+class Drawing(Options):
+    """How tokens are drawn: what every endpoint shares. ``top_k`` 0 or −1: all tokens."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    n: Answers = 1
+    seed: Annotated[int | None, Field(ge=0), AnySize()] = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in texts:
+            raise BadRequest("stop: an empty text would end every answer at once", "stop")
+        return texts
+
+
+class Asking(Drawing):
+    """What the two endpoints of OpenAI share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class ChatRequest(Asking):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Turn]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionRequest(Asking):
+    """``POST /v1/completions``: text or token ids to continue, one or several."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class SamplingParams(Drawing):
+    """How ``/inference/v1/generate`` is told to draw."""
+
+    max_tokens: Tokens | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class GenerateRequest(Options):
+    """``POST /inference/v1/generate``: token ids in, token ids out."""
+
+    token_ids: TokenIds
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    stream: bool = False
+
+
+class TokenizeRequest(Options):
+    """``POST /tokenize``: a text as it is, or a conversation as this server's template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Turn] | None = None
+    add_special_tokens: bool = True
+
+
+Request = TypeVar("Request", bound=Options)
+
+
+def read_request(kind: type[Request], body: Any) -> Request:
+    """The request in the JSON of a body.
+
+    Raises:
+        BadRequest: a key that is not known, or a value that this server cannot take.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is JSON, but {type(body).__name__} and not an object")
+    try:
+        check_plain(body)
+    except (PydanticCustomError, RecursionError) as error:
+        raise BadRequest(f"the body holds what is no plain text or number ({error})") from None
+    own = kind.model_fields
+    for key, value in body.items():
+        if key in own or key in UNREAD:
+            continue
+        if key not in NEUTRAL:
+            hint = suggest(key, [*own, *NEUTRAL])
+            raise BadRequest(f"{key}: there is no such key here.{hint} Known: {', '.join(own)}", key, "unknown_key")
+        if value not in NEUTRAL[key]:
+            neutral = " or ".join(repr(one) for one in NEUTRAL[key][1:]) or "null"
+            raise BadRequest(
+                f"{key}: this server does not do that; leave it out, or give {neutral}", key, "not_offered"
+            )
+    try:
+        return kind.model_validate({key: value for key, value in body.items() if key in own})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
+
+
+def error_body(error: PosttrainError) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, the error as OpenAI writes it)."""
+    status, param, code = 500, None, None
+    if isinstance(error, BadRequest):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, UsageError):
+        status, code = 400, "invalid_request"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}

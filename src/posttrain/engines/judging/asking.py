@@ -1,0 +1,233 @@
+"""Who judges: a model behind any server that knows OpenAI's chat endpoint, or one that is loaded here."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from posttrain.engines.judging.questions import Question, Unusable
+from posttrain.engines.rollout import Sampler
+from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered, server_address
+from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
+from posttrain.errors import UsageError
+from posttrain.render import encode_prompt
+from posttrain.types import Message
+
+KEY_VARIABLE = "JUDGE_API_KEY"
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_API_KEY")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Refusals that concern whoever asks and not what was asked.
+_OF_THE_ASKER = frozenset({401, 403, 404, 405})
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What came of a question: what the answer is worth, or the ``failure`` and its reason.
+
+    ``tokens_in``, ``tokens_out``: what all attempts cost. ``is_cached``: nobody was asked, it was known.
+    """
+
+    value: float | None
+    failure: Literal["timeout", "crash"] | None = None
+    reason: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    is_cached: bool = False
+
+
+class Judge(ABC):
+    """Answers questions; ``name`` says who it is, wherever opinions are kept."""
+
+    name: str
+
+    @abstractmethod
+    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
+        """An opinion on each question, in order; one that could not be had says why."""
+
+    def check(self) -> None:  # noqa: B027
+        """Find out whether it can be asked at all.
+
+        Raises:
+            UsageError: it cannot.
+        """
+
+
+@dataclass(frozen=True)
+class RemoteJudge(Judge):
+    """A model behind a server.
+
+    Args:
+        model: its name there; None: the only one that the server has.
+        structured: the schema of the reply goes along (``response_format``), for servers that hold a model to it.
+        temperature: None leaves it to the server.
+        key_variable: the environment variable with the server's key, if it wants one.
+        concurrency: questions under way at a time. retries: how often one is asked again, with growing pauses, where
+            there was no answer, a busy server, or a reply that cannot be used.
+    """
+
+    url: str
+    model: str | None = None
+    structured: bool = True
+    temperature: float | None = 0.0
+    max_tokens: int = 1024
+    key_variable: str = KEY_VARIABLE
+    concurrency: int = 8
+    retries: int = 4
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        server_address(self.url, "judge.url", self.key_variable)
+        if not _VARIABLE.fullmatch(self.key_variable):
+            raise UsageError(
+                f"judge.key_variable: {self.key_variable!r}: the name of an environment variable like {KEY_VARIABLE}, "
+                "which ends with _API_KEY, so that no recipe can send away another secret"
+            )
+        place = urlsplit(self.url)
+        if self._key() and place.scheme != "https" and place.hostname not in _LOOPBACK:
+            raise UsageError(
+                f"judge.url: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
+            )
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Where it is, and which model."""
+        return f"{self.url} {self.model or ''}".strip()
+
+    def _key(self) -> str | None:
+        return os.environ.get(self.key_variable)
+
+    def _open(self) -> HttpServer:
+        return HttpServer(self.url, timeout_seconds=self.timeout_seconds, retries=self.retries, token=self._key())
+
+    def check(self) -> None:
+        """Find out whether the server answers, and has the model.
+
+        Raises:
+            UsageError: nobody answers there, the key is refused, or which model is meant is not known.
+        """
+        with self._open() as server:
+            self._model_there(server, retries=0)
+
+    def _model_there(self, server: HttpServer, retries: int | None = None) -> str:
+        try:
+            known = [served.name for served in server.call("GET", "/v1/models", read=read_models, retries=retries)]
+        except Unanswered as error:
+            raise UsageError(
+                f"{self.url}: no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
+                "give the place of one with judge.url"
+            ) from None
+        except Refused as error:
+            if error.status in (404, 405) and self.model:
+                return self.model  # it tells no names
+            raise self._refusal(error) from None
+        except Unreadable as error:
+            raise UsageError(f"{self.url}: this is no server of models: {error}") from None
+        if self.model is None and len(known) != 1:
+            raise UsageError(f"{self.url}: judge.model is needed; the server has: {', '.join(known) or 'none'}")
+        return self.model or known[0]
+
+    def _refusal(self, error: Refused) -> UsageError:
+        hint = f"; put its key into the environment variable {self.key_variable}" if error.status in (401, 403) else ""
+        return UsageError(f"{self.url}: the judge refuses to answer (HTTP {error.status}: {error}){hint}")
+
+    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
+        """See ``Judge``.
+
+        Raises:
+            UsageError: the server refuses whoever asks, or nobody answers at all.
+        """
+        with self._open() as server:
+            model = self.model or self._model_there(server)
+            with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
+                return list(pool.map(lambda question: self._ask(server, model, question), questions))
+
+    def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
+        spent = [0, 0]
+
+        def read(answer: Any) -> float:
+            try:
+                text = answer["choices"][0]["message"]["content"]
+                told = answer.get("usage") or {}
+                spent[0] += int(told.get("prompt_tokens") or 0)
+                spent[1] += int(told.get("completion_tokens") or 0)
+                return question.read(str(text or ""))
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise Interrupted(f"an answer without a text ({type(error).__name__})") from None
+            except Unusable as error:
+                raise Interrupted(str(error)) from None
+
+        try:
+            value = server.call("POST", "/v1/chat/completions", self._body(model, question), read=read)
+        except Unanswered as error:
+            failure: Literal["timeout", "crash"] = "timeout" if "no answer within" in str(error) else "crash"
+            return Opinion(None, failure, str(error), spent[0], spent[1])
+        except Refused as error:
+            if error.status in _OF_THE_ASKER:
+                raise self._refusal(error) from None
+            hint = " (set judge.structured to false)" if "response_format" in str(error) else ""
+            return Opinion(None, "crash", f"HTTP {error.status}: {error}{hint}", spent[0], spent[1])
+        return Opinion(value, None, "", spent[0], spent[1])
+
+    def _body(self, model: str, question: Question) -> dict[str, Any]:
+        turns = [{"role": "system", "content": question.system}, {"role": "user", "content": question.text}]
+        body: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": self.max_tokens}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.structured:
+            form = {"name": "judgement", "strict": True, "schema": dict(question.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        return body
+
+
+@dataclass(frozen=True)
+class LocalJudge(Judge):
+    """A model that is loaded here, asked greedily; ``open_sampler`` loads it when it is first needed."""
+
+    model: str
+    open_sampler: Callable[[], Sampler]
+    max_tokens: int = 1024
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Which model."""
+        return self.model
+
+    def check(self) -> None:
+        """Load it.
+
+        Raises:
+            UsageError: there is no such model.
+        """
+        self.open_sampler()
+
+    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
+        """See ``Judge``; a question that has no room in the model's context has no opinion."""
+        sampler = self.open_sampler()
+        template = sampler.grader.template
+        prompts = [
+            encode_prompt(sampler.tokenizer, template, [Message("system", q.system), Message("user", q.text)])
+            for q in questions
+        ]
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < sampler.context_tokens]
+        room = f"it has no room in the judge's context of {sampler.context_tokens} tokens"
+        opinions = [Opinion(None, "crash", room)] * len(prompts)
+        if fitting:
+            sampling = sampler.sampling(self.max_tokens, temperature=0.0)
+            sampled = sampler.engine.generate([prompts[i] for i in fitting], [[0]] * len(fitting), sampling)
+            for i, (completion,) in zip(fitting, sampled, strict=True):
+                text = sampler.tokenizer.decode(completion.ids, skip_special_tokens=True)
+                opinions[i] = _read(questions[i], text, len(prompts[i]), len(completion.ids))
+        return opinions
+
+
+def _read(question: Question, text: str, tokens_in: int, tokens_out: int) -> Opinion:
+    try:
+        return Opinion(question.read(text), None, "", tokens_in, tokens_out)
+    except Unusable as error:
+        return Opinion(None, "crash", str(error), tokens_in, tokens_out)

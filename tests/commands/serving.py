@@ -1,0 +1,70 @@
+"""A real `posttrain serve` on a free port, for tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers: its port, its process and the lines that it printed at first."""
+
+    port: int
+    process: subprocess.Popen[str]
+    first_line: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """(status, JSON) of an answer; a ``bytes`` body is sent as it is."""
+        status, content = self.fetch(path, body, **headers)
+        return status, json.loads(content)
+
+    def fetch(self, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        """(status, content) of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request("GET" if content is None else "POST", path, content, headers)
+        answer = connection.getresponse()
+        read = answer.read()
+        connection.close()
+        return answer.status, read
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, all but the last, which says that it is done."""
+        status, content = self.fetch(path, body | {"stream": True})
+        assert status == 200, content
+        events = content.decode().removesuffix("\n\n").split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Served]:
+    """Serve while the context is open."""
+    port = free_port()
+    command = [sys.executable, "-m", "posttrain.cli", "serve", *arguments, "--port", str(port)]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert f"127.0.0.1:{port}/v1" in line, line + process.stdout.read()
+            yield Served(port, process, line)
+        finally:
+            process.terminate()

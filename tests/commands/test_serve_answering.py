@@ -1,0 +1,232 @@
+"""What stands behind the endpoints of `posttrain serve`: batches, streams, ends of answers, and the doorway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.commands.serve.answering import Answerer, Order
+from posttrain.commands.serve.speech import Speech
+from posttrain.engines.models import OpenedModel, open_model
+from posttrain.errors import RunFailure
+from posttrain.runs.models import find_source
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+
+from posttrain.commands.serve.application import ApiDoor
+
+PORT = 8000
+
+
+@pytest.fixture(scope="module")
+def opened() -> OpenedModel:
+    return open_model(find_source("tiny", "runs"))
+
+
+def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(work(), timeout=120))
+
+
+def order(
+    opened: OpenedModel, prompt: tuple[int, ...], seed: int = 0, limit: int = 12, temperature: float = 1.0
+) -> Order:
+    return Order((prompt,), opened.sampling(limit, temperature), seed)
+
+
+def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel) -> None:
+    answerer = Answerer(opened)
+    orders = [order(opened, (30 + i, 40), seed=i) for i in range(5)]
+    other = order(opened, (50, 51), temperature=0.5)
+
+    async def together() -> Any:
+        return await asyncio.gather(*(answerer.answer(one) for one in [*orders, other]))
+
+    *said, of_other = run(together)
+    assert (answerer.num_batches, answerer.largest_batch) == (2, 5), "those of equal options in one batch"
+
+    async def alone(one: Order) -> Any:
+        return await Answerer(opened).answer(one)
+
+    for own, one in zip([*said, of_other], [*orders, other], strict=True):
+        ((speech,),) = own
+        ((again,),) = run(lambda one=one: alone(one))
+        assert (speech.ids, speech.text, speech.finish) == (again.ids, again.text, again.finish)
+        assert speech.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+
+
+def test_who_hangs_up_is_not_answered(opened: OpenedModel) -> None:
+    answerer = Answerer(opened)
+
+    async def work() -> None:
+        gone = asyncio.create_task(answerer.answer(order(opened, (30, 31))))
+        stays = asyncio.create_task(answerer.answer(order(opened, (40, 41))))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await stays
+        with suppress(asyncio.CancelledError):
+            await gone
+
+    run(work)
+    assert (answerer.num_batches, answerer.largest_batch) == (1, 1)
+
+
+def test_a_failure_reaches_everyone_of_its_batch_and_nobody_else(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answerer, generate = Answerer(opened), opened.engine.generate
+
+    def fails_when_warm(prompts: Any, keys: Any, sampling: Any) -> Any:
+        if sampling.temperature == 1.0:
+            raise RunFailure("the weights have diverged")
+        return generate(prompts, keys, sampling)
+
+    monkeypatch.setattr(opened.engine, "generate", fails_when_warm)
+
+    async def work() -> list[Any]:
+        warm = [order(opened, (30 + i, 31)) for i in range(2)]
+        asked = [*warm, order(opened, (30, 31), temperature=0.0)]
+        return await asyncio.gather(*(answerer.answer(one) for one in asked), return_exceptions=True)
+
+    first, second, third = run(work)
+    assert str(first) == str(second) == "the weights have diverged"
+    assert len(third[0][0].ids) > 0
+
+
+def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(opened: OpenedModel) -> None:
+    answerer = Answerer(opened)
+    long = order(opened, (30, 31), limit=400)
+    unending = replace(long.sampling, stop_ids=frozenset())
+
+    async def work() -> int:
+        stream = answerer.stream(long.prompts[0], 1, unending, 0)
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count == 3:
+                await answerer.answer(order(opened, (40, 41)))  # a whole answer, in the middle of the stream
+            if count == 5:
+                break
+        await stream.aclose()
+        await answerer.answer(order(opened, (40, 41)))
+        return count
+
+    assert run(work) == 5
+    assert answerer.num_batches == 2
+
+
+@settings(max_examples=200)
+@given(
+    st.text(alphabet="abé🎈 \n", max_size=24),
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3),
+    st.booleans(),
+)
+def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
+    class Bytes:
+        """A token is a byte of UTF-8; 256 is the end."""
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    ids = list(text.encode())[: -1 if is_cut else None]
+    speech = Speech(Bytes(), frozenset({256}), stops, opening="<")
+    said = []
+    tokens = [*ids, 256]
+    for place, token in enumerate(tokens):
+        said.append(speech.push(token, -0.5, is_last=place == len(tokens) - 1))
+        if speech.finish:
+            break
+    whole = bytes(ids).decode(errors="replace")
+    places = [whole.find(stop) for stop in stops if stop in whole]
+    wanted = whole[: min(places)] if places else whole
+    # of several, the one that is complete first ends it
+    assert "".join(said) == speech.text[1:]
+    assert whole.startswith(speech.text[1:])
+    assert speech.finish == "stop"
+    assert not any(stop in speech.text[1:] for stop in stops)
+    assert len(speech.text[1:]) >= len(wanted)
+    assert speech.ids == tokens[: len(speech.ids)]
+    if not places:
+        assert (speech.text[1:], speech.ids) == (whole, tokens)
+
+
+def ask(door: ApiDoor, headers: dict[str, str], method: str = "GET", kind: str = "http") -> tuple[int, dict[str, Any]]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    run(lambda: door({"type": kind, "method": method, "path": "/v1/models", "headers": raw}, receive, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0].get("status", sent[0].get("code")), json.loads(body or b"{}")
+
+
+async def fine(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+HERE = {"host": f"127.0.0.1:{PORT}"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (HERE, 200),
+        ({"host": f"localhost:{PORT}"}, 200),
+        (HERE | {"origin": f"http://127.0.0.1:{PORT}"}, 200),
+        ({"host": f"evil.example:{PORT}"}, 403),
+        ({"host": "127.0.0.1:81"}, 403),
+        ({}, 403),
+        (HERE | {"origin": "http://evil.example"}, 403),
+        (HERE | {"origin": "null"}, 403),
+        (HERE | {"sec-fetch-site": "cross-site"}, 403),
+        (HERE | {"sec-fetch-site": "same-site"}, 403),
+    ],
+)
+def test_no_page_of_a_browser_may_ask(headers: dict[str, str], status: int) -> None:
+    for method in ("GET", "POST"):
+        told, body = ask(ApiDoor(fine, "127.0.0.1", PORT), headers, method)
+        assert told == status
+        assert status == 200 or body["error"]["code"] == "refused"
+    assert ask(ApiDoor(fine, "127.0.0.1", PORT), HERE, kind="websocket")[0] == 1008
+
+
+def test_no_more_than_so_many_are_inside() -> None:
+    async def work() -> list[int]:
+        free = asyncio.Event()
+
+        async def busy(scope: Any, receive: Any, send: Any) -> None:
+            await free.wait()
+            await fine(scope, receive, send)
+
+        door, statuses = ApiDoor(busy, "127.0.0.1", PORT, most=2), []
+
+        async def visit() -> None:
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", HERE["host"].encode())]}
+            await door(scope, None, send)  # type: ignore[arg-type]
+
+        visits = [asyncio.create_task(visit()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert statuses == [429]
+        free.set()
+        await asyncio.gather(*visits)
+        await visit()
+        return statuses
+
+    assert run(work) == [429, 200, 200, 200]

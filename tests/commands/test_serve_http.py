@@ -1,0 +1,356 @@
+"""`posttrain serve` over a real socket: the same answers as everywhere else in the package, in OpenAI's forms."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import Served, free_port, serving
+
+from posttrain.cli import main
+from posttrain.engines.judging.asking import RemoteJudge
+from posttrain.engines.judging.opinions import Opinions
+from posttrain.engines.judging.questions import rate
+from posttrain.engines.models import OpenedModel, open_model
+from posttrain.engines.vllm.command import served_names
+from posttrain.randomness import derive_key
+from posttrain.render import decode_response, encode_prompt
+from posttrain.runs.models import find_source
+from posttrain.types import Completion, Message
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+QUESTION = "Eva starts with 19 shells. She finds 12 at the beach. How many does she have?"
+TURNS = [{"role": "user", "content": QUESTION}]
+CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with serving(folder, "tiny", "--record", "asked/all.jsonl") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def opened() -> OpenedModel:
+    return open_model(find_source("tiny", "runs"))
+
+
+def sample(opened: OpenedModel, prompt: list[int], seed: int, temperature: float, limit: int) -> list[Completion]:
+    keys = [derive_key(seed, "generate", i) for i in range(2)]
+    return opened.engine.generate([prompt], [keys], opened.sampling(limit, temperature))[0]
+
+
+def chat_prompt(opened: OpenedModel) -> list[int]:
+    return encode_prompt(opened.tokenizer, opened.grader.template, [Message("user", QUESTION)])
+
+
+def test_the_model_has_the_name_of_its_weights(served: Served) -> None:
+    status, answer = served.ask("/v1/models")
+    assert status == 200
+    (card,) = answer["data"]
+    assert card["id"] == served_names("tiny")[0]
+    assert card["max_model_len"] == 1024
+    assert card["id"] in served.first_line
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temperature: float) -> None:
+    prompt = chat_prompt(opened)
+    wanted = sample(opened, prompt, 7, temperature, 40)
+    asked = {"messages": TURNS, "temperature": temperature, "seed": 7, "max_tokens": 40, "n": 2, "logprobs": True}
+    status, answer = served.ask(CHAT, asked | {"return_token_ids": True, "model": "tiny"})
+    assert status == 200
+    template = opened.grader.template
+    for choice, own in zip(answer["choices"], wanted, strict=True):
+        assert choice["message"]["content"] == decode_response(opened.tokenizer, template, own.ids)
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == (list(own.ids), prompt)
+        assert choice["finish_reason"] == own.finish
+        told = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert told == pytest.approx(list(own.logprobs), abs=1e-5)
+    num_sampled = sum(len(own.ids) for own in wanted)
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": num_sampled,
+        "total_tokens": len(prompt) + num_sampled,
+    }
+
+
+def test_an_evaluation_over_http_equals_one_in_process(served: Served, folder: Path) -> None:
+    asked = ["evaluate", "tiny", "--task", "stories", "--n", "12", "--max-tokens", "40", "--runs-dir", str(folder)]
+    assert main([*asked, "--out", str(folder / "native")]) == 0
+    over_http = ["--engine", "vllm", "--engine.url", served.url]
+    assert main([*asked, "--out", str(folder / "http"), *over_http]) == 0
+    items = [(folder / name / "items.jsonl").read_text() for name in ("native", "http")]
+    assert items[0] == items[1]
+    assert len(items[0].splitlines()) == 12
+
+
+def test_token_ids_in_and_out_with_log_probabilities_of_a_forward_pass(served: Served, opened: OpenedModel) -> None:
+    prompt = chat_prompt(opened)
+    params = {"max_tokens": 12, "seed": 3, "temperature": 0.8, "logprobs": 1, "skip_special_tokens": False}
+    status, answer = served.ask(GENERATE, {"token_ids": prompt, "sampling_params": params})
+    assert status == 200
+    (choice,) = answer["choices"]
+    ids = choice["token_ids"]
+    assert ids == list(sample(opened, prompt, 3, 0.8, 12)[0].ids)
+    with torch.no_grad():
+        logits = opened.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    wanted = (logits / 0.8).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    content = choice["logprobs"]["content"]
+    assert [token["token"] for token in content] == [f"token_id:{i}" for i in ids]
+    assert [token["logprob"] for token in content] == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert answer["request_id"]
+
+
+def test_an_echo_scores_a_text_as_harnesses_ask_for_it(served: Served, opened: OpenedModel) -> None:
+    ids = opened.tokenizer.encode("Eva starts with 19 shells.", add_special_tokens=False)
+    body = {"prompt": [ids], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+    status, answer = served.ask(COMPLETE, body)
+    assert status == 200
+    told = answer["choices"][0]["logprobs"]
+    with torch.no_grad():
+        table = opened.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [float(table[i, token]) for i, token in enumerate(ids[1:])]
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=1e-5)
+    assert len(told["tokens"]) == len(ids) + 1
+    is_likeliest = [float(table[i].max()) == float(table[i, token]) for i, token in enumerate(ids[1:])]
+    pairs = zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)
+    assert [own == max(best.values()) for own, best in pairs] == [*is_likeliest, True]
+    assert answer["choices"][0]["text"].startswith("Eva starts with 19 shells.")
+    only_told = served.ask(COMPLETE, body | {"max_tokens": 0})[1]["choices"][0]
+    assert only_told["text"] == "Eva starts with 19 shells."
+    assert only_told["logprobs"]["token_logprobs"][0] is None
+    again = only_told["logprobs"]["token_logprobs"][1:]
+    assert again == pytest.approx(told["token_logprobs"][1:-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": ["</think>", " the"]}, {"stop": "9", "temperature": 0}, {"logprobs": True, "top_logprobs": 3}]
+)
+def test_a_stream_says_what_a_whole_answer_says(served: Served, more: dict[str, Any]) -> None:
+    asked = {"messages": TURNS, "temperature": 1.5, "seed": 11, "max_tokens": 60, "n": 2, "return_token_ids": True}
+    asked |= more
+    _, whole = served.ask(CHAT, asked)
+    events = served.events(CHAT, asked | {"stream_options": {"include_usage": True}})
+    assert events.pop()["usage"] == whole["usage"]
+    for index, choice in enumerate(whole["choices"]):
+        own = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(piece["delta"]["content"] for piece in own) == choice["message"]["content"]
+        assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        assert [i for piece in own for i in piece.get("token_ids", [])] == choice["token_ids"]
+        for stop in asked.get("stop", []):
+            assert stop not in choice["message"]["content"].removeprefix("<think>")
+        if "logprobs" in more:
+            pieces = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+            for told, wanted in zip(pieces, choice["logprobs"]["content"], strict=True):
+                assert told["logprob"] == pytest.approx(wanted["logprob"], abs=1e-5)
+                assert [top["token"] for top in told["top_logprobs"]] == [t["token"] for t in wanted["top_logprobs"]]
+
+
+def test_streams_of_texts_and_of_ids(served: Served) -> None:
+    asked = {"prompt": "Eva has", "seed": 5, "max_tokens": 9}
+    whole = served.ask(COMPLETE, asked)[1]["choices"][0]
+    assert "".join(event["choices"][0]["text"] for event in served.events(COMPLETE, asked)) == whole["text"]
+    ids = served.ask("/tokenize", {"prompt": "Eva has"})[1]["tokens"]
+    events = served.events(GENERATE, {"token_ids": ids, "sampling_params": {"seed": 5, "max_tokens": 9}})
+    drawn = [i for event in events if event["choices"] for i in event["choices"][0]["token_ids"]]
+    again = served.ask(GENERATE, {"token_ids": ids, "sampling_params": {"seed": 5, "max_tokens": 9}})[1]
+    assert drawn == again["choices"][0]["token_ids"]
+
+
+def test_an_answer_does_not_depend_on_who_else_asks(served: Served) -> None:
+    asked = [{"prompt": f"Eva has {i} shells.", "seed": i, "max_tokens": 30} for i in range(12)]
+
+    def text(body: dict[str, Any]) -> str:
+        return str(served.ask(COMPLETE, body)[1]["choices"][0]["text"])
+
+    alone = [text(body) for body in asked]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(text, asked))
+    assert together == alone
+    listed = served.ask(COMPLETE, {"prompt": [asked[3]["prompt"], asked[4]["prompt"]], "seed": 3, "max_tokens": 30})[1]
+    assert listed["choices"][0]["text"] == alone[3]
+    assert len({text({"prompt": "Eva has", "max_tokens": 30, "temperature": 2}) for _ in range(4)}) > 1, "no seed"
+
+
+def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> None:
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What is 2 + 3?"}]},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "<answer> And 4?"},
+    ]
+    messages = [Message("system", "Be brief."), Message("user", "What is 2 + 3?")]
+    messages += [Message("assistant", "5"), Message("user", "<answer> And 4?")]
+    wanted = encode_prompt(opened.tokenizer, opened.grader.template, messages)
+    assert served.ask("/tokenize", {"messages": turns})[1] == {
+        "count": len(wanted),
+        "max_model_len": 1024,
+        "tokens": wanted,
+    }
+    answer = served.ask(CHAT, {"messages": turns, "temperature": 0, "max_tokens": 4})[1]
+    assert answer["usage"]["prompt_tokens"] == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        (CHAT, {"messages": TURNS, "temprature": 0}, 400, "temprature", "Did you mean 'temperature'?"),
+        (CHAT, {"messages": TURNS, "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+        (CHAT, {"messages": TURNS, "n": 1000}, 400, "n", "less than or equal to 256"),
+        (CHAT, {"messages": TURNS, "seed": "x"}, 400, "seed", "valid integer"),
+        (CHAT, {"messages": TURNS, "stop": ""}, 400, "stop", "an empty text"),
+        (CHAT, {"messages": TURNS, "presence_penalty": 0.5}, 400, "presence_penalty", "leave it out, or give 0"),
+        (CHAT, {"messages": TURNS, "tools": [{"type": "function"}]}, 400, "tools", "does not do that"),
+        (CHAT, {"messages": TURNS, "response_format": {"type": "json_object"}}, 400, "response_format", "does not do"),
+        (CHAT, {"messages": TURNS, "model": "gpt-5"}, 404, "model", "there is no model 'gpt-5' here"),
+        (CHAT, {"messages": []}, 400, None, "no messages"),
+        (CHAT, {"messages": [{"role": "user", "content": " "}]}, 400, None, "has no text"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", "'user'"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "surrogate"),
+        (CHAT, {}, 400, "messages", "required"),
+        (CHAT, [1], 400, None, "not an object"),
+        (CHAT, b"{", 400, None, "no JSON"),
+        (CHAT, b"[" * 100_000, 400, None, "no JSON"),
+        (CHAT, b'"\xff"', 400, None, "no JSON"),
+        (COMPLETE, {"prompt": "x " * 3000}, 400, None, "maximum context length is 1024"),
+        (COMPLETE, {"prompt": [9_999]}, 400, None, "token id 9999"),
+        (COMPLETE, {"prompt": [-1]}, 400, None, "token id -1"),
+        (COMPLETE, {"prompt": []}, 400, None, "is empty"),
+        (COMPLETE, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo"),
+        (COMPLETE, {"prompt": "x", "echo": True, "stream": True}, 400, "echo", "stream"),
+        (COMPLETE, {"prompt": ["x"] * 9, "n": 99}, 400, "n", "at most 256"),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"min_tokens": 3}}, 400, "min_tokens", "does not do that"),
+        ("/tokenize", {}, 400, "prompt", "one of prompt and messages"),
+        ("/v1/chat/completion", {}, 404, None, "/v1/chat/completions"),
+        (CHAT, None, 405, None, "Method Not Allowed"),
+        (CHAT, b"x" * (5 << 20), 413, None, "more than 4 MiB"),
+    ],
+)
+def test_what_cannot_be_answered_is_told_in_openais_form(
+    served: Served, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    told, answer = served.ask(path, body)
+    assert told == status, answer
+    error = answer["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, folder: Path) -> None:
+    asked = {
+        "prompt": "Eva \u001b[2J has",
+        "seed": 21,
+        "max_tokens": 8,
+        "return_token_ids": True,
+        "logprobs": 0,
+        "n": 2,
+    }
+    _, whole = served.ask(COMPLETE, asked)
+    served.events(COMPLETE, asked | {"n": 1})
+    text = (folder / "asked" / "all.jsonl").read_text()
+    assert text.isprintable() or all(c == "\n" or c.isprintable() for c in text)
+    lines = [json.loads(line) for line in text.splitlines()]
+    own = [line for line in lines if line["id"] == whole["id"]]
+    assert [line["index"] for line in own] == [0, 1]
+    for line, choice in zip(own, whole["choices"], strict=True):
+        assert (line["ids"], line["prompt_ids"]) == (choice["token_ids"], choice["prompt_token_ids"])
+        assert line["logprobs"] == choice["logprobs"]["token_logprobs"]
+        assert (line["text"], line["finish"], line["seed"]) == (choice["text"], choice["finish_reason"], 21)
+        assert line["sampling"] == {"max_tokens": 8, "temperature": 1.0, "top_k": None, "top_p": 1.0}
+        assert all(math.isfinite(number) for number in line["logprobs"])
+    assert lines[-1]["ids"] == own[0]["ids"], "a stream is recorded too"
+    assert lines[-1]["logprobs"] == pytest.approx(own[0]["logprobs"], abs=1e-5)
+
+
+def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    greedy = decode_response(
+        opened.tokenizer, opened.grader.template, sample(opened, chat_prompt(opened), 0, 0.0, 40)[0].ids
+    )
+    asked = {"model": model, "messages": TURNS, "temperature": 0, "max_tokens": 40}
+    assert client.chat.completions.create(**asked).choices[0].message.content == greedy
+    pieces = client.chat.completions.create(**asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == greedy
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.content == greedy
+    with pytest.raises(openai.BadRequestError, match="does not do that"):
+        client.chat.completions.create(**asked, presence_penalty=1)
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.chat.completions.create(**(asked | {"model": "other"}))
+
+
+def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
+    """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
+    opinions = Opinions(RemoteJudge(served.url, structured=False, max_tokens=12, retries=0))
+    (told,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
+    assert (told.value, told.failure) == (None, "crash")
+    assert "the reply is no JSON: '<think>" in told.reason
+    line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
+    assert (told.tokens_in, told.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
+    (told,) = RemoteJudge(served.url, max_tokens=12).judge([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
+    assert "set judge.structured to false" in told.reason
+
+
+def test_a_key_is_asked_for_and_ctrl_c_ends_the_server(tmp_path: Path) -> None:
+    key = "a-key-that-nobody-guesses"
+    with serving(tmp_path, "tiny", "--api-key", key) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}):
+            status, answer = server.ask("/v1/models", **headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert server.ask("/v1/models", Authorization=f"Bearer {key}")[0] == 200
+        server.process.send_signal(signal.SIGINT)
+        out, _ = server.process.communicate(timeout=120)
+        assert (server.process.returncode, out) == (0, "")
+    assert key not in server.first_line, "who gave a key has it"
+
+
+def test_mistakes_end_in_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*arguments: str) -> str:
+        assert main(["serve", *arguments, "--runs-dir", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    for host in ("0.0.0.0", "::", "my-machine"):
+        assert "add --api-key" in told("tiny", "--host", host)
+    assert "16 to 256 letters" in told("tiny", "--api-key", "short")
+    assert "no/such/model" in told("no/such/model")
+    with serving(tmp_path, "tiny") as server:
+        assert f"port {server.port}: cannot be served" in told("tiny", "--port", str(server.port))
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert "is no folder" in " ".join(usage_error("serve", "tiny", "--record", "file/x", capsys=capsys).split())
+    for package in ("uvicorn", "starlette"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            patch.delitem(sys.modules, "posttrain.commands.serve.application", raising=False)
+            assert f"needs the package '{package}'" in told("tiny", "--port", str(free_port()))
+
+
+def usage_error(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    return capsys.readouterr().err
