@@ -17,14 +17,16 @@ from posttrain.consent import declare_code
 from posttrain.engines import episodes as played
 from posttrain.engines.base import Sampling
 from posttrain.engines.episodes import Episodes, build_stage
+from posttrain.engines.models import ModelSource, open_model
 from posttrain.engines.native.engine import native
 from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.environments.calls import RESULT_TAGS, Request
 from posttrain.environments.contract import EnvironmentFailed
-from posttrain.errors import UsageError
+from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
+from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.types import Example, Message
 
@@ -212,6 +214,40 @@ def test_a_reward_of_an_environment_that_pays_nothing_is_refused(tokenizer: Any)
     made.rewards[0].name = "environment"
     with pytest.raises(UsageError, match="'calculator' has no get_reward, which the reward environment asks"):
         rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()])
+
+
+def test_a_run_s_model_is_asked_with_its_environment_under_its_own_template() -> None:
+    made = recipe(environment="number_guess")
+    source = ModelSource("mine", "mine", str(TINY), recipe=made)
+    opened = open_model(source)
+    assert opened.stage is None, "a chat or a completion of one turn asks no environment"
+    played_by = opened.on_stage(None)
+    assert played_by.stage is not None
+    assert list(played_by.stage.toolset.tools) == ["guess"]
+    assert played_by.grader.template is played_by.stage.template
+    assert opened.on_stage(Word(name="plain")).stage is None
+    made.environment = Word(name="unheard:Of")
+    with pytest.raises(UnallowedCode, match="'unheard:Of' is Python code that a stored recipe names"):
+        opened.on_stage(None)
+
+
+def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: Any) -> None:
+    plain = registry.find("template", "dialogue").bind({})()
+    stage = build_stage(recipe("dialogue", show_tools=True), plain, tokenizer)
+    said = tokenizer.decode(encode_prompt(tokenizer, stage.template, example().messages))
+    assert said.startswith("System: You can use tools. To call one, write <tool>name: arguments</tool>")
+    assert "- calculator: Computes a sum exactly. It takes: expression (string)." in said
+    assert said.endswith("\n\nHuman: What is 20 plus 22?\n\nAssistant:")
+    other = AutoTokenizer.from_pretrained(TINY)
+    other.chat_template = (
+        "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools><tool_call>{% endif %}"
+        + tokenizer.chat_template
+    )
+    chat = registry.find("template", "chat").bind({})()
+    stage = build_stage(recipe("chat", show_tools=True), chat, other)
+    assert (stage.form, stage.frame.wrapped) == ("hermes", True)
+    said = other.decode(encode_prompt(other, stage.template, example().messages))
+    assert said.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
 
 
 def runs_of(own: tuple[bool, ...], ids: tuple[int, ...]) -> list[tuple[bool, tuple[int, ...]]]:

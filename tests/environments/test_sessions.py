@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +161,17 @@ def test_a_stored_recipe_imports_no_environment() -> None:
         build_toolset(Word(name="unheard:Of"))
     with pytest.raises(UnallowedCode, match=r"tools\.0: tool 'unheard:of' is Python code"):
         build_toolset(None, ["unheard:of"])
+
+
+def test_the_class_of_the_guide_is_an_environment(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "guide_mine.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    declare_code("guide_mine:Counter")
+    session = build_toolset(Word(name="guide_mine:Counter")).open(pool, LONG)
+    session.begin(EXAMPLE, 11)
+    assert session.opening() == "Count down from 2."
+    assert use(session, "say", "2").result == "ValueError: that was not the next number"
+    assert [use(session, "say", said).outcome for said in ("1", "0")] == ["ok", "ok"]
+    assert (session.done, session.reward()) == (True, 1.0)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from posttrain.commands.runs.show import _last_episode
 from posttrain.consent import declare_code
 from posttrain.environments.contract import EnvironmentFailed
 from posttrain.errors import RecipeError, RunFailure, UsageError
@@ -122,6 +123,12 @@ def test_ratios_are_one_on_the_first_pass_and_lengths_are_the_models_own(tmp_pat
         assert len(row.own) == row.num_tokens
         assert row.turns[-1].text == row.completion
         assert row.parts["tool_calls"] == sum(len(turn.calls) for turn in row.turns)
+    newest = recorded(tmp_path)[0][-1]
+    shown = _last_episode(tmp_path)
+    assert shown[0].startswith(f"\nthe last of step 2: {len(newest.turns)} turn")
+    assert shown[1:3] == ["Let's play.", ""]
+    assert shown[3] == "Find a number from 1 to 7 with 3 guesses."
+    assert "\n".join(shown[4:]) == newest.transcript
 
 
 def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() -> None:
