@@ -17,28 +17,28 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66670
+MAX_PACKAGE_LINES = 66800
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2330,
     "recipes": 1090,
     "algorithms": 1810,
-    "graders": 6650,
+    "graders": 6700,
     "rewards": 420,
     "render": 1320,
     "tasks": 5470,
     "environments": 1110,
-    "store": 2560,
+    "store": 2570,
     "models": 2820,
-    "engines": 6230,
+    "engines": 6280,
     "evals": 2930,
     "reward_models": 1630,
-    "train": 5390,
+    "train": 5400,
     "interpret": 7570,
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3100,
-    "commands": 8120,
+    "commands": 8130,
 }
 
 

@@ -128,8 +128,8 @@ class Rollout:
     decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
     found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
     ``crash``). ``turns``: with an environment, all that were taken (``text`` is the last). ``failures``: why the
-    environment failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample of
-    anything.
+    environment failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample
+    of anything.
     """
 
     example: Example

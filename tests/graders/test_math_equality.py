@@ -167,6 +167,14 @@ x+11 | x+11, 11+x
 3 | \sum_{k=1}^2 k = 3
 \frac{NO}{BO} = \frac12 | \frac12
 x-axis | \text{x axis}
+V = IR | V = I R
+I_1 + I_2 | I_2 + I_1
+2x | \frac{d}{dx} x^2
+\frac{dy}{dx} = 2x | 2x = \frac{dy}{dx}
+3 | x = y = 3
+AB = 5 | AB = CD = 5
+90 | 1.5\text{ hours} = 90\text{ minutes}
+6.62 | \text{Area of 2 squares} = 6.62
 """
 
 DIFFERENT = r"""
@@ -310,6 +318,22 @@ y=2x | \approx 5
 17\pi | 17\pi \text{ maybe}
 17 | 17 sixteens
 3 | 3 millions
+i | I
+2i | 2I
+I_1 | I_2
+I_1 | i
+V = IR | V = iR
+x=3 | x = y = 3
+1:1 | \frac{n}{n}
+4:2 | \sqrt{4}
+\$18.90 | 75^\circ = \$18.90
+6.62 | \text{1:03 PM} = 6.62
+x - 3z = 0 | x - 3z = 0 no sixteen
+x - 3z = 0 | x - 3z = 0 \text{ is wrong}
+5 | 5 + 0 no
+I \frac{d \omega}{d t}+2 B \omega=T | not I \frac{d \omega}{d t}+2 B \omega=T
+I \frac{d \omega}{d t}+2 B \omega=T | 2 B \omega=T
+\frac{dy}{dx} = 2x | 0 = 2x
 """
 
 

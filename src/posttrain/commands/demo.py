@@ -189,7 +189,7 @@ def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]
                 text=rollout.text,
                 is_right=rollout.parts["correct"] == 1.0,
                 extracted=extract(rollout.text),
-                num_tokens=len(rollout.completion.ids),
+                num_tokens=rollout.completion.num_own,
                 is_cut=rollout.completion.finish == "length",
             )
             for stage, rollout in zip(stages, rollouts, strict=True)

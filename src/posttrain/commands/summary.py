@@ -166,10 +166,10 @@ def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool
     """A recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     return Answer(
         label=label,
-        text=row.completion,
+        text=row.transcript,
         is_right=None if row.outcome == "ungraded" else row.parts.get("correct") == 1.0,
         reward=row.reward if tells_reward else None,
         extracted=extract(row.completion),
-        num_tokens=row.num_tokens,
+        num_tokens=row.num_own,
         is_cut=row.finish == "length",
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish
+from posttrain.types import Completion, Finish, Message, Turn
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Sampling
@@ -21,6 +21,22 @@ class Reply:
 
     ids: tuple[int, ...] = ()
     finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What became of one completion behind its prompt: of one turn, or of all that an environment answered.
+
+    ``reward`` is what the environment pays, None where it says nothing; ``failures``: as in ``Rollout``. ``messages``:
+    those of the example, with what the environment opened it with; None without one.
+    """
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    failures: tuple[str, ...] = ()
+    messages: tuple[Message, ...] | None = None
 
 
 class Respondent(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Reply
+from posttrain.engines.conversation import Episode, Reply
 from posttrain.environments.calls import RESULT_TAGS, Form, Request, describe_tools, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset
 from posttrain.environments.pool import Job, Pool
@@ -42,17 +42,6 @@ class Stage:
     tool_seconds: float
     retries: int
     max_turn_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """What became of one completion; ``reward`` is what the environment pays, None where it says nothing."""
-
-    prompt: tuple[int, ...]
-    completion: Completion
-    turns: tuple[Turn, ...] = ()
-    reward: float | None = None
-    failures: tuple[str, ...] = ()
 
 
 def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
@@ -272,10 +261,12 @@ class Episodes:
             for g, one in zip(samples, row, strict=True)
         }
         nothing = Completion((), (), "environment_failed", self.engine.version, ())
-        return {
-            place: self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
-            for place, session in sessions.items()
-        }
+        episodes = {}
+        for place, session in sessions.items():
+            played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
+            messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
+            episodes[place] = replace(played, messages=messages)
+        return episodes
 
     def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
         """The prompt with what the environment opens the episode with."""

@@ -74,6 +74,14 @@ class ModelSource:
             )
 
 
+def plays(source: ModelSource, template: Word | None) -> bool:
+    """Whether a model is asked in turns that an environment answers: its run's, under its own template."""
+    recipe = source.recipe
+    if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
+        return False
+    return template is None or template.name == source.template.name
+
+
 def checkpoint_of(path: Path) -> Path:
     """The checkpoint that a path is, or in which it is a quantized copy."""
     return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
@@ -92,7 +100,23 @@ class OpenedModel(Sampler):
 
     def with_template(self, template: Word | None) -> OpenedModel:
         """The same model, asked and graded by another template (None: its own, with its run's rewards)."""
-        return replace(self, grader=grader_for(self.source, template))
+        return replace(self, grader=grader_for(self.source, template), stage=None)
+
+    def on_stage(self, template: Word | None) -> OpenedModel:
+        """``with_template``, with its run's environment and tools where it has any and keeps its template.
+
+        Raises:
+            UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
+            UsageError: they cannot be used here.
+        """
+        plain, recipe = self.with_template(template), self.source.recipe
+        if recipe is None or not plays(self.source, template):
+            return plain
+        from posttrain.engines.episodes import build_stage
+
+        stage = build_stage(recipe, plain.grader.template, self.tokenizer)
+        assert stage is not None, "it plays"
+        return replace(plain, grader=replace(plain.grader, template=stage.template), stage=stage)
 
 
 def open_model(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.episodes import Episode, Episodes, Stage
+from posttrain.engines.conversation import Episode
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.process_state import process_kept
@@ -20,6 +20,9 @@ from posttrain.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
 from posttrain.types import Completion, Example, Rollout, Turn
 from posttrain.world import ONE, World
+
+if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.engines.episodes import Stage
 
 SEEDS = 1 << 31  # of environments: what every generator of random numbers takes
 
@@ -203,7 +206,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
     return [
         [
             Rollout(
-                example=asked.examples[i],
+                example=_opened(asked.examples[i], one),
                 prompt_ids=one.prompt,
                 completion=one.completion,
                 text=text,
@@ -233,11 +236,18 @@ def _play(
         prompts = [asked.prompts[i] for i in mine]
         said = sampler.engine.generate(prompts, keys, asked.sampling)
         return [[Episode(tuple(p), one) for one in row] for p, row in zip(prompts, said, strict=True)]
+    from posttrain.engines.episodes import Episodes
+
     seed, purpose, counter = asked.key
     seeds = [derive_key(seed, f"environment {purpose}", counter, slot) % SEEDS for slot in slots]
     room = sampler.context_tokens - 1
     episodes = Episodes(stage, sampler.engine, sampler.tokenizer, asked.sampling, room, sampler.world)
     return episodes.play([asked.examples[i] for i in mine], keys, seeds)
+
+
+def _opened(example: Example, episode: Episode) -> Example:
+    """The example as it was asked: with what an environment opened it with."""
+    return example if episode.messages is None else replace(example, messages=episode.messages)
 
 
 def _text(sampler: Sampler, episode: Episode) -> str:

@@ -22,6 +22,7 @@ from posttrain.engines.models import (
     check_rewards,
     complete_template,
     open_model,
+    plays,
 )
 from posttrain.errors import UsageError
 from posttrain.evals.files import (
@@ -42,7 +43,7 @@ from posttrain.evals.items import Item, digest_of
 from posttrain.evals.measures import default_ks
 from posttrain.evals.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import TURN_DEFAULTS, Word
 from posttrain.render import encode_prompt
 from posttrain.render.template import build_template
 from posttrain.store.durable import replace_file
@@ -173,6 +174,11 @@ class Plan:
             "template": cell.template.model_dump(),
             "max_tokens": cell.max_tokens,
         }
+        recipe = cell.source.recipe
+        if recipe is not None and plays(cell.source, cell.template):
+            limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
+            environment = recipe.environment.model_dump() if recipe.environment is not None else None
+            settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
         asked = self.asked
         drawn = {field.name: getattr(asked.drawing, field.name) for field in fields(Drawing)}
         settings |= {name: value for name, value in drawn.items() if name not in ("max_tokens", "batch")}
@@ -304,7 +310,7 @@ def _run_cells(
     """The cells of one model, after a look whether each of their prompts can be written for it."""
     asked = plan.asked
     model = open_model(cells[0].source, engine=asked.engine, dtype=asked.dtype, device=asked.device)
-    models = [model.with_template(cell.template) for cell in cells]
+    models = [model.on_stage(cell.template) for cell in cells]
     for cell, own in zip(cells, models, strict=True):
         for example in cell.task.examples[:1]:
             encode_prompt(own.tokenizer, own.grader.template, example.messages)

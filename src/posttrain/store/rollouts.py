@@ -104,6 +104,17 @@ class RecordedRollout:
         """How many tokens the model wrote."""
         return self.num_tokens if self.own is None else sum(self.own)
 
+    @property
+    def transcript(self) -> str:
+        """The completion for a reader: of several turns each, with the results of its calls below it."""
+        if len(self.turns) < 2 and not self.failures and not any(turn.calls for turn in self.turns):
+            return self.completion
+        lines = []
+        for turn in self.turns:
+            lines.append(turn.text)
+            lines += [f"-> {call.tool} ({call.outcome}): {call.result}" for call in turn.calls]
+        return "\n".join([*lines, *(f"-> failed: {failure}" for failure in self.failures)])
+
 
 def to_row(rollout: Rollout) -> tuple[Any, ...]:
     completion, version = rollout.completion, rollout.completion.version

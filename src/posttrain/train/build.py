@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
-from posttrain.engines.episodes import Stage, build_stage
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
@@ -41,6 +40,7 @@ from posttrain.train.streams import Streams, scoring_temperature
 from posttrain.world import ONE, World
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.engines.episodes import Stage
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
@@ -168,6 +168,10 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
     """Who grades, and what answers between turns, under one template; ``folder``: of the run."""
     template = build_template(recipe.prompt.template)
+    if recipe.environment is None and not recipe.tools:
+        return build_grader(recipe.rewards, template), None
+    from posttrain.engines.episodes import build_stage
+
     stage = build_stage(recipe, template, tokenizer)
     return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
 

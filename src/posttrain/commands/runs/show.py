@@ -32,6 +32,7 @@ from posttrain.runs.paths import comparison_names, every_run_name
 from posttrain.runs.removal import unfinished_deletions
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
 
 STYLES = {
     "running": "cyan",
@@ -313,9 +314,24 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
         about = {"name": item["name"], "step": item["step"], "headline": headline}
         console.print(Text(show_evaluation(about | {"results": results})))
+    for line in _last_episode(folder) if not facts["problem"] else []:
+        console.print(Text(line, style="dim"), soft_wrap=True)
     for remark in facts["remarks"]:
         console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
     console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
+
+
+def _last_episode(folder: Path) -> list[str]:
+    """The newest completion of several turns, where there is one: what was asked, each turn, its calls."""
+    if not (folder / "rollouts.db").is_file():
+        return []
+    newest = RolloutStore(folder / "rollouts.db", read_only=True).training(limit=1, newest_first=True)
+    if not newest or not newest[0].turns:
+        return []
+    row = newest[0]
+    turns = _count(len(row.turns), "turn")
+    about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
+    return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:

@@ -22,7 +22,6 @@ from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe
 from posttrain.engines.native.schedule import Schedule, check_finite
-from posttrain.engines.native.turns import Turns
 from posttrain.errors import EngineMismatch, UsageError
 from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
@@ -131,8 +130,9 @@ class NativeEngine(Engine):
                 if respondent is None:
                     Schedule(*work).run()
                 else:
-                    answering = {"wait_steps": self.wait_steps, "vocab_size": self.vocab_size}
-                    Turns(*work, respondent=respondent, **answering).run()
+                    from posttrain.engines.native.turns import Turns
+
+                    Turns(*work, respondent=respondent, wait_steps=self.wait_steps, vocab_size=self.vocab_size).run()
         for row in rows:
             check_finite(row)
 

@@ -103,12 +103,11 @@ class Turns(Schedule):
         rows = [self.batch[r] for r in waiting]
         positions = [len(self.prompts[row.prompt]) + len(row.ids) - 1 for row in rows]
         self._seat(waiting, [row.ids[-1] for row in rows], positions)
-        due = waiting if len(waiting) == len(going) else [r for r in waiting if self.waits[r] <= 0]
         for r in waiting:
-            # From a turn's last id on, as far as the row's positions go.
-            self.remaining[r] = min(max(1, self.waits[r]), self.batch[r].room(None) + 1)
-        for r in due:
-            self._reply(r)
+            if self.waits[r] <= 0 or len(waiting) == len(going):
+                self._reply(r)
+            else:
+                self.remaining[r] = min(self.waits[r], self._positions_left(r))
 
     def _reply(self, r: int) -> None:
         """Say the reply to the row in slot ``r``, which goes on behind it or is at its end."""
@@ -121,6 +120,7 @@ class Turns(Schedule):
         row.add_reply(reply)
         self.waits[r] = -1
         if row.finish is not None:
+            self.remaining[r] = self._positions_left(r)
             return
         count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
         self.unsaid[r] = count
@@ -130,6 +130,10 @@ class Turns(Schedule):
         if self.draws is not None:
             numbers = uniforms([turn_key(row.key, row.num_turns)], room)[0]
             self.draws[r, count : count + room] = torch.from_numpy(numbers)
+
+    def _positions_left(self, r: int) -> int:
+        """Steps that may be taken from a turn's last id on: what stands in for the row has positions too."""
+        return self.batch[r].room(None) + 1
 
     def _move(self, targets: list[int], sources: list[int]) -> None:
         super()._move(targets, sources)

@@ -27,6 +27,7 @@ from posttrain.graders.math.reading import (
     Relation,
     Union,
     Words,
+    is_time,
     read_form,
     undress,
 )
@@ -36,6 +37,7 @@ from posttrain.graders.units import canonical_unit
 
 _UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
 _PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")
+_ONE_LETTER = re.compile(r"[A-Za-z]")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
@@ -117,8 +119,7 @@ class Comparison:
         collection, other = (gold, answer) if isinstance(gold, Collection) else (answer, gold)
         assert isinstance(collection, Collection)
         if collection.opening == ":" and len(collection.items) == 2:
-            whole = isinstance(other, Number) and other.quantity.value.denominator == 1
-            return not whole and _same_expression(gold, answer)
+            return not _is_whole(collection) and not _is_whole(other) and _same_expression(gold, answer)
         if collection.opening == "{" and len(collection.items) <= 1:
             return self.same(collection.items[0], other) if collection.items else _is_empty_set(other)
         first, *others = collection.items
@@ -131,6 +132,8 @@ class Comparison:
         right = resolve(answer) if isinstance(answer, Relation) else None
         said = [one.said if one is not None else form for one, form in ((left, gold), (right, answer))]
         names = [one.name for one in (left, right) if one is not None and one.name]
+        if left is not None and right is not None and _letters_named(left) != _letters_named(right):
+            return False  # x = y = 3 says more than x = 3
         if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
             return all(self._holds(one) for one in (left, right) if one is not None)
         return left is not None and right is not None and self._same_chain(left, right)
@@ -152,16 +155,18 @@ class Comparison:
                 continue
             forms = read_form(one), read_form(other)
             units = {canonical_unit(_unit_of(form)) for form in forms} - {""}
+            if len(units) == 2 and "°" in units:  # 75° = $18.90
+                return False
             if len(units) < 2 and not self.same(*forms) and not _rounds(one, other):
                 return False
         return True
 
     def _of_other_kinds(self, one: str, other: str) -> bool:
-        """Whether a number stands beside what is none, or a list beside another list."""
+        """Whether a number stands beside what is none (a list, a time of day), or a list beside another list."""
         forms = read_form(one), read_form(other)
         num_values = _has_value(one) + _has_value(other)
         if num_values == 1:
-            return any(isinstance(form, Collection | Union | BasedNumber) for form in forms)
+            return any(isinstance(form, Collection | Union | BasedNumber) or is_time(form) for form in forms)
         return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
@@ -171,8 +176,24 @@ class Comparison:
         pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
+        for side in (*gold.sides, *answer.sides):
+            parse_latex(side)  # in a difference, 0 times some words would be gone
         ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
         return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
+
+
+def _letters_named(statement: Statement) -> set[str]:
+    """The single letters that a chain of equations sets equal to one another, where there are two or more."""
+    letters = {side.strip() for side in statement.sides if _ONE_LETTER.fullmatch(side.strip())}
+    return letters if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2 else set()
+
+
+def _is_whole(form: Form) -> bool:
+    """Whether it is a whole number, however it is written."""
+    if isinstance(form, Number):
+        return form.quantity.value.denominator == 1
+    value = _value_of(form)
+    return not value.free_symbols and bool(value.is_integer)
 
 
 def _is_set(form: Form) -> bool:

@@ -324,6 +324,11 @@ def _split_unit(text: str) -> tuple[str, str]:
     return match[1].strip().lower() + power, text[: match.start()]
 
 
+def is_time(form: Form) -> bool:
+    """Whether it is a time of day: 1:03pm."""
+    return isinstance(form, Words) and _CLOCK.fullmatch(form.text) is not None
+
+
 def _drop_parentheses(text: str) -> str:
     while text.startswith("(") and _closing_of(text) == len(text) - 1:
         text = text[1:-1].strip()

@@ -33,6 +33,8 @@ _CONFIG = ConversionConfig(lowercase_symbols=False)
 # Two numbers with nothing between them are no product; a^b^c, n!! and many bars are read differently by everyone.
 _AMBIGUOUS = re.compile(r"\d\s+\d|\^\{[^{}]*\}\s*\^|!\s*\)*\s*!|(?:\|[^|]*){13}")
 _ANGLE = re.compile(r"\\angle\s*\{?\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z])\s*\}?")
+# The letter I is no imaginary unit (I_1 and I_2 are currents); not where it stands in a command, a font or an index.
+_CAPITAL_I = re.compile(r"\\(?:math|text)[a-z]*\{[^{}]*\}|\\[A-Za-z]+|_\{[^{}]*\}|_.|I")
 _BRACKETS = re.compile(r"\\.|[\^_]\{|[{}()\[\]]")
 _OPERATIONS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
 
@@ -92,16 +94,29 @@ def parse_latex(latex: str) -> Any:
     if len(latex) > MAX_LATEX_CHARS or _AMBIGUOUS.search(latex) or _is_too_deep(latex):
         raise NotUnderstood("too long, too deep, or ambiguous")
     try:
-        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, latex))
+        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_with_letters(latex))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # the parser raises plain Exception for what it does not know
         raise NotUnderstood(type(error).__name__) from error
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
-    if isinstance(parsed, sympy.Mul) and parsed.free_symbols and any(factor.is_zero for factor in parsed.args):
+    if _vanishes(parsed, 1) or any(_vanishes(node, 2) for node in sympy.preorder_traversal(parsed)):
         raise NotUnderstood("0 times letters, which may be words")  # 0 maybe
     return _as_variables(parsed)
+
+
+def _vanishes(node: Any, num_letters: int) -> bool:
+    """Whether it is 0 times at least so many letters."""
+    if not isinstance(node, sympy.Mul) or not any(factor.is_zero for factor in node.args):
+        return False
+    return sum(bool(factor.free_symbols) for factor in node.args) >= num_letters
+
+
+def _with_letters(latex: str) -> str:
+    """What the parser would take for something else, as letters of its own."""
+    latex = _CAPITAL_I.sub(lambda match: r"\mathcal{I}" if match[0] == "I" else match[0], latex)
+    return _ANGLE.sub(_as_symbol, latex)
 
 
 def _as_symbol(angle: re.Match[str]) -> str:
@@ -123,11 +138,16 @@ def _is_too_deep(latex: str) -> bool:
 
 
 def _as_variables(parsed: Any) -> Any:
-    """With ``i`` as the imaginary unit, where no sum runs over it, and ``f(x)`` of an unknown f as a variable."""
+    """With ``i`` as the imaginary unit, where no sum runs over it, and ``f(x)`` of an unknown f as a variable.
+
+    Likewise ``\\frac{d y}{d x}``, where y is a letter: sympy takes it for a constant, of which that would be 0.
+    """
     bound = {limit[0] for node in parsed.atoms(sympy.Sum, sympy.Product) for limit in node.limits}
     units = {symbol for symbol in parsed.free_symbols if symbol.name in ("i", "imath")} - bound
     unknown = parsed.atoms(AppliedUndef)
     known = dict.fromkeys(units, sympy.I) | {call: sympy.Symbol(str(call)) for call in unknown}
+    slopes = (node for node in parsed.atoms(sympy.Derivative) if not node.expr.free_symbols & set(node.variables))
+    known |= {slope: sympy.Symbol(str(slope)) for slope in slopes if slope.expr.free_symbols}
     return parsed.xreplace(known) if known else parsed
 
 

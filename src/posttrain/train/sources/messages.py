@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import IO, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.train.sources.rollouts import Drawn, Groups, RolloutSource
-from posttrain.types import Completion, Rollout
+from posttrain.types import Completion, Message, Rollout
 
 _HEADER = struct.Struct(">Q")
 # Known where it is read, or made there; of an episode the prompt is what its environment opened it with.
@@ -97,13 +97,13 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
         }
         known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
         prompt = tuple(source.prompts[position[index]])
+        example = source.task.examples[index]
         if "episode" in row:
             episode = row["episode"]
+            example = replace(example, messages=tuple(Message(*message) for message in episode["messages"]))
             prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
             known["failures"] = tuple(episode["failures"])
-        return Rollout(
-            example=source.task.examples[index], prompt_ids=prompt, completion=Completion(**sampled), **known
-        )
+        return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
 
     sampled: Groups = [[read(row) for row in group] for group in stated["sampled"]]
     chosen = [sampled[place] for place in stated["chosen"]]
@@ -114,6 +114,10 @@ def _write_rollout(rollout: Rollout) -> dict[str, Any]:
     plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
     plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
     if rollout.turns or rollout.failures:
-        turns = write_turns(rollout.turns)
-        plain["episode"] = {"prompt_ids": rollout.prompt_ids, "turns": turns, "failures": rollout.failures}
+        plain["episode"] = {
+            "messages": [[message.role, message.content] for message in rollout.example.messages],
+            "prompt_ids": rollout.prompt_ids,
+            "turns": write_turns(rollout.turns),
+            "failures": rollout.failures,
+        }
     return plain

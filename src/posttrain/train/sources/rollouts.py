@@ -18,7 +18,6 @@ from torch import Tensor
 
 from posttrain.algorithms.selection import Units, choose_units
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.episodes import Stage
 from posttrain.engines.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
@@ -33,6 +32,7 @@ from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
+    from posttrain.engines.episodes import Stage
     from posttrain.train.feedback import Feedback
     from posttrain.train.sources.ahead import Ahead
 
