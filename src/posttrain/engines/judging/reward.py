@@ -33,7 +33,6 @@ def _open_local(model: str, template: str) -> OpenedModel:
 def build_judge(
     url: str | None,
     model: str | None,
-    *,
     template: str = "chat",
     structured: bool = True,
     temperature: float | None = 0.0,
@@ -59,8 +58,8 @@ def build_judge(
 
 
 @cache
-def _opinions(folder: Path | None, **asked: Any) -> Opinions:
-    return Opinions(build_judge(**asked), folder)
+def _opinions(folder: Path | None, *who: Any) -> Opinions:
+    return Opinions(build_judge(*who), folder)
 
 
 def prepare(*, scale: tuple[int, int] = (1, 10), **options: Any) -> None:
@@ -101,10 +100,8 @@ def judge(
 
     By a rubric ``r = (score − lowest) / (highest − lowest)``. With ``pairwise`` the answers to a prompt stand in a
     ring, each is compared with its two neighbours in both orders, and ``r`` is its mean worth there (1 better, ½ tie).
-    An answer that could not be judged gets the mean of the others to its prompt, so that it counts neither for nor
-    against; its outcome is ``timeout`` or ``crash`` where no gold answer decides that. Facts: ``judge_failed``,
-    ``judge_tokens_in``, ``judge_tokens_out``, ``judge_cached``, and ``judge_length``, the correlation of reward and
-    length in the batch.
+    An unjudged answer gets the mean of the others to its prompt; its outcome is ``timeout`` or ``crash`` where no gold
+    answer decides that. ``judge_length``: the correlation of reward and length in the batch; docs/judges.md says more.
 
     Args:
         url: where a server answers that knows OpenAI's chat endpoint.
@@ -127,27 +124,15 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    opinions = _opinions(
-        folder[0],
-        url=url,
-        model=model,
-        template=template,
-        structured=structured,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        key_variable=key_variable,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_seconds=timeout_seconds,
-    )
+    who = (url, model, template, structured, temperature, max_tokens, key_variable, concurrency, retries)
+    opinions = _opinions(folder[0], *who, timeout_seconds)
     groups = _groups(example)
     if pairwise:
         told = _compared(opinions, groups, example, text, rubric)
     else:
         golds = [one.answer if known_answer else None for one in example]
         asked = zip(example, text, golds, strict=True)
-        questions = [rate(prompt_text(e), t, rubric=rubric, scale=scale, gold=gold) for e, t, gold in asked]
-        told = opinions.ask(questions)
+        told = opinions.ask([rate(prompt_text(e), t, rubric=rubric, scale=scale, gold=gold) for e, t, gold in asked])
     check_failures(told, max_failures, opinions.judge)
     return _measured(told, groups, text)
 
