@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66790
+MAX_PACKAGE_LINES = 66810
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2330,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1110,
     "store": 2570,
     "models": 2820,
-    "engines": 6260,
+    "engines": 6280,
     "evals": 2930,
     "reward_models": 1630,
     "train": 5400,

@@ -252,6 +252,13 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
         RemoteJudge("here")
     with pytest.raises(UsageError, match=r"judge.url: .*a name, password or key in a URL.*JUDGE_API_KEY"):
         RemoteJudge("http://me:secret@127.0.0.1:8000")
+    with pytest.raises(UsageError, match=r"JUDGE_API_KEY holds a key.* set JUDGE_API_HOST=judge\.example"):
+        RemoteJudge("https://judge.example").check()
+    monkeypatch.setenv("JUDGE_API_HOST", "other.example")
+    with pytest.raises(UsageError, match=r"a recipe alone sends it to no server"):
+        RemoteJudge("https://judge.example")
+    monkeypatch.setenv("JUDGE_API_HOST", "judge.example")
+    assert RemoteJudge("https://judge.example").name == "https://judge.example"
     with pytest.raises(UsageError, match="clear text; use https"):
         RemoteJudge("http://judge.example")
     for variable in ("HOME", "HF_TOKEN", "x_api_key", "AWS_SECRET_ACCESS_KEY"):

@@ -307,6 +307,8 @@ def test_a_key_comes_from_the_environment(monkeypatch):
             ask(server)
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         assert ask(server)[0][0].ids == (1, 2, 3, 4)
+    with pytest.raises(UsageError, match=r"engine\.url: .*VLLM_API_KEY holds a key.* set VLLM_API_HOST=far\.example"):
+        VllmEngine("https://far.example").generate([[1]], [[1]], GREEDY)
 
 
 CARDS = [

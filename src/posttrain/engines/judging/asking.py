@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from posttrain.engines.judging.questions import Question, Unusable
 from posttrain.engines.rollout import Sampler
-from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered, server_address
+from posttrain.engines.vllm.http import LOOPBACK, HttpServer, Refused, Unanswered, key_for, server_address
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
 from posttrain.errors import UsageError
 from posttrain.render import encode_prompt
@@ -21,7 +20,6 @@ from posttrain.types import Message
 
 KEY_VARIABLE = "JUDGE_API_KEY"
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_API_KEY")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Refusals that concern whoever asks and not what was asked.
 _OF_THE_ASKER = frozenset({401, 403, 404, 405})
 
@@ -89,7 +87,7 @@ class RemoteJudge(Judge):
                 "which ends with _API_KEY, so that no recipe can send away another secret"
             )
         place = urlsplit(self.url)
-        if self._key() and place.scheme != "https" and place.hostname not in _LOOPBACK:
+        if self._key() and place.scheme != "https" and place.hostname not in LOOPBACK:
             raise UsageError(
                 f"judge.url: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
             )
@@ -100,7 +98,7 @@ class RemoteJudge(Judge):
         return f"{self.url} {self.model or ''}".strip()
 
     def _key(self) -> str | None:
-        return os.environ.get(self.key_variable)
+        return key_for(self.url, "judge.url", self.key_variable)
 
     def _open(self) -> HttpServer:
         return HttpServer(self.url, timeout_seconds=self.timeout_seconds, retries=self.retries, token=self._key())

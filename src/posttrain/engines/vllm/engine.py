@@ -6,14 +6,13 @@ package ``vllm`` is not imported here. ``posttrain serve-command`` prints how to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, server_address
+from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, key_for, server_address
 from posttrain.engines.vllm.protocol import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -176,7 +175,7 @@ class VllmEngine(Engine):
             self.url,
             timeout_seconds=self.timeout_seconds,
             retries=self.retries,
-            token=os.environ.get(KEY_VARIABLE),
+            token=key_for(self.url, "engine.url", KEY_VARIABLE),
         )
 
     def _connect(self, server: HttpServer) -> ServedModel:

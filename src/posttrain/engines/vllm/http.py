@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import socket
 import threading
@@ -30,6 +31,7 @@ CONNECT_SECONDS = 10.0
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
 _PATH = re.compile(r"[!-~]*")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Unanswered(Exception):
@@ -70,6 +72,25 @@ def server_address(
     if parts.query or parts.fragment or not _PATH.fullmatch(parts.path) or not url.isprintable():
         raise _no_url(url, where, variable)
     return scheme, host, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def key_for(url: str, where: str, variable: str) -> str | None:
+    """The key in the environment ``variable``, if the server at ``url`` may have it: it is on this machine, or named.
+
+    A recipe may be a stranger's, and names its own server: that alone sends no key there. The environment says where
+    one may go, beside it: ``JUDGE_API_HOST`` for ``JUDGE_API_KEY``.
+
+    Raises:
+        UsageError: there is a key, and it is not said that it may go there.
+    """
+    key, host = os.environ.get(variable), server_address(url, where, variable)[1]
+    allowed = f"{variable.removesuffix('_KEY')}_HOST"
+    if not key or host in LOOPBACK or os.environ.get(allowed) == host:
+        return key
+    raise UsageError(
+        f"{where}: {url}: {variable} holds a key, and a recipe alone sends it to no server; "
+        f"if it may go there, set {allowed}={host}, else unset {variable}"
+    )
 
 
 def checked_url(url: str) -> str:
