@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3100,
-    "commands": 8130,
+    "commands": 8140,
 }
 
 

@@ -13,7 +13,8 @@ EPILOG = """\
 any program that can ask OpenAI can ask this one; give it the address that is printed, with /v1 behind it:
   posttrain serve runs/tiny-grpo --record asked.jsonl
   posttrain evaluate tiny --engine vllm --engine.url http://127.0.0.1:8000
-`posttrain serve-command` prints the line of a vLLM server instead, for large models on GPUs.
+for large models on GPUs, the line of a vLLM server:
+  posttrain serve-command runs/tiny-grpo
 """
 
 
