@@ -17,13 +17,13 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66810
+MAX_PACKAGE_LINES = 66820
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2330,
     "recipes": 1090,
     "algorithms": 1810,
-    "graders": 6700,
+    "graders": 6710,
     "rewards": 420,
     "render": 1320,
     "tasks": 5470,

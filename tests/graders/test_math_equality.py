@@ -328,6 +328,9 @@ x=3 | x = y = 3
 4:2 | \sqrt{4}
 \$18.90 | 75^\circ = \$18.90
 6.62 | \text{1:03 PM} = 6.62
+[1,2] | 141_{13} = [1,2]
+\text{1:03 PM} | 141_{13} = \text{1:03 PM}
+\text{1:03 PM} | [1,2] = \text{1:03 PM}
 x - 3z = 0 | x - 3z = 0 no sixteen
 x - 3z = 0 | x - 3z = 0 \text{ is wrong}
 5 | 5 + 0 no

@@ -162,11 +162,11 @@ class Comparison:
         return True
 
     def _of_other_kinds(self, one: str, other: str) -> bool:
-        """Whether a number stands beside what is none (a list, a time of day), or a list beside another list."""
+        """Whether of a number, digits with a base, a list and a time of day two meet, or a list meets another list."""
         forms = read_form(one), read_form(other)
-        num_values = _has_value(one) + _has_value(other)
-        if num_values == 1:
-            return any(isinstance(form, Collection | Union | BasedNumber) or is_time(form) for form in forms)
+        kinds = {_kind_of(side, form) for side, form in zip((one, other), forms, strict=True)}
+        if len(kinds) == 2:
+            return "" not in kinds
         return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
@@ -237,6 +237,17 @@ def _has_value(side: str) -> bool:
         return isinstance(form, Number) or not _value_of(form).free_symbols
     except NotUnderstood:
         return False
+
+
+def _kind_of(side: str, form: Form) -> str:
+    """What a side of an equation is, where nothing of another kind can equal it; empty for letters and words."""
+    if isinstance(form, BasedNumber):
+        return "digits with a base"
+    if isinstance(form, Collection | Union):
+        return "list"
+    if is_time(form):
+        return "time"
+    return "number" if _has_value(side) else ""
 
 
 def _rounds(exact: str, rounded: str) -> bool:
