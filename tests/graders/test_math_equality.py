@@ -173,6 +173,10 @@ I_1 + I_2 | I_2 + I_1
 \frac{dy}{dx} = 2x | 2x = \frac{dy}{dx}
 3 | x = y = 3
 AB = 5 | AB = CD = 5
+\emptyset | S = \emptyset
+\emptyset | A \cap B = \emptyset
+\$2 | 200 \text{ cents} = \$2
+\$5 | 3\text{ tickets} = \$5
 90 | 1.5\text{ hours} = 90\text{ minutes}
 6.62 | \text{Area of 2 squares} = 6.62
 """
@@ -329,6 +333,12 @@ x=3 | x = y = 3
 \$18.90 | 75^\circ = \$18.90
 6.62 | \text{1:03 PM} = 6.62
 [1,2] | 141_{13} = [1,2]
+37 | 37 = \emptyset = 37
+18 \text{ ways} | \$18.90 = 18 \text{ ways}
+45 \text{ units}^2 | \$18.90 = 45 \text{ units}^2
+(9, 3) | x = \emptyset = (9, 3)
+5r^5 | x = \text{1:03 PM} = 5r^5
+(-\infty,1) \cup (2,\infty) | (3,4) = (-\infty,1) \cup (2,\infty)
 \text{1:03 PM} | 141_{13} = \text{1:03 PM}
 \text{1:03 PM} | [1,2] = \text{1:03 PM}
 x - 3z = 0 | x - 3z = 0 no sixteen

@@ -38,6 +38,7 @@ from posttrain.graders.units import canonical_unit
 _UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
 _PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")
 _ONE_LETTER = re.compile(r"[A-Za-z]")
+_DOLLAR, _CENT = canonical_unit("dollars"), canonical_unit("cents")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
@@ -80,6 +81,8 @@ class Comparison:
             return shapes[0] == shapes[1] and all(self._same_ordered(*pair) for pair in rows)
         if isinstance(gold, BasedNumber) or isinstance(answer, BasedNumber):
             return gold == answer
+        if _is_empty_set(gold) and _is_empty_set(answer):
+            return True
         if isinstance(gold, Words) or isinstance(answer, Words):
             return "" not in (_letters(gold), _letters(answer)) and _letters(gold) == _letters(answer)
         if isinstance(gold, Number) and isinstance(answer, Number):
@@ -154,20 +157,21 @@ class Comparison:
                     return False
                 continue
             forms = read_form(one), read_form(other)
-            units = {canonical_unit(_unit_of(form)) for form in forms} - {""}
-            if len(units) == 2 and "°" in units:  # 75° = $18.90
-                return False
-            if len(units) < 2 and not self.same(*forms) and not _rounds(one, other):
+            units = [canonical_unit(_unit_of(form)) for form in forms]
+            if "" not in units and units[0] != units[1]:
+                if "°" in units or (units[0] == _DOLLAR and units[1] != _CENT):  # 3 tickets = $5 may be
+                    return False
+            elif not self.same(*forms) and not _rounds(one, other):
                 return False
         return True
 
     def _of_other_kinds(self, one: str, other: str) -> bool:
         """Whether of a number, digits with a base, a list and a time of day two meet, or a list meets another list."""
-        forms = read_form(one), read_form(other)
-        kinds = {_kind_of(side, form) for side, form in zip((one, other), forms, strict=True)}
-        if len(kinds) == 2:
-            return "" not in kinds
-        return all(isinstance(form, Collection) for form in forms) and not self.same(*forms)
+        sides = {one: read_form(one), other: read_form(other)}
+        kinds = {_kind_of(side, form) for side, form in sides.items()}
+        if kinds == {"time", ""}:  # a name or words may be a time, a calculation is none
+            return any(isinstance(form, Expression) and not is_name(side) for side, form in sides.items())
+        return "" not in kinds if len(kinds) == 2 else kinds == {"list"} and not self.same(*sides.values())
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
         """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
@@ -243,7 +247,7 @@ def _kind_of(side: str, form: Form) -> str:
     """What a side of an equation is, where nothing of another kind can equal it; empty for letters and words."""
     if isinstance(form, BasedNumber):
         return "digits with a base"
-    if isinstance(form, Collection | Union):
+    if isinstance(form, Collection | Union) or _is_empty_set(form):
         return "list"
     if is_time(form):
         return "time"
