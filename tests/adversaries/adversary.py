@@ -116,6 +116,11 @@ def _judge_pairs(report: Report, answer: str, golds: Sequence[str]) -> None:
             report.undecided.append((one, other))
 
 
+def _bare(answer: str) -> str:
+    """Without blanks: the last of 111, \\! 111, \\! 111 put first is the same number."""
+    return "".join(answer.replace("\\!", "").split())
+
+
 def attack_with_own(grade_pairs: GradePairs, golds: Sequence[str], rng: random.Random, num_golds: int) -> Report:
     """Hedges and mutations of some of the golds, against the gold that they were made from."""
     chosen = rng.sample(list(golds), min(num_golds, len(golds)))
@@ -131,7 +136,7 @@ def attack_with_own(grade_pairs: GradePairs, golds: Sequence[str], rng: random.R
         equations = grader_answers.chains(gold, others[0]) if others else ()
         for answer in dict.fromkeys([*grader_answers.mutations(gold, rng), *equations]):
             said = equivalents.compare(answer, gold)
-            if said == DIFFERENT:
+            if said == DIFFERENT and _bare(answer) != _bare(gold):
                 pairs.append((gold, answer))
                 kinds.append("mutated")
             else:

@@ -17,6 +17,7 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "aime24": ("math_evals/aime24", {}),
     "aime25": ("math_evals/aime24", {}),  # the same layout
     "amc": ("math_evals/amc", {}),
+    "episodes": (None, {"size": 20}),
     "gsm8k": ("gsm8k/gsm8k_test", {"split": "test"}),
     "gsm8k_solutions": ("gsm8k/gsm8k_model_solutions", {"split": "test"}),
     "hh_rlhf": ("hh_rlhf/test", {"split": "test"}),

@@ -12,7 +12,17 @@ from posttrain.rewards.calling import bind_reward
 TAGS = ("think", "answer")
 FORMATS = ("xml_format", "xml_soft")
 # Not for contents: what counts marks, numbers and lengths, the graders' verdicts, and a model's own scores.
-OTHERS = ("xml_count", "correct", "is_number", "overlong", "reward_model", "task_score")
+OTHERS = (
+    "xml_count",
+    "correct",
+    "environment",
+    "is_number",
+    "judge",
+    "overlong",
+    "reward_model",
+    "task_score",
+    "tool_calls",
+)
 
 
 def pay(name: str, text: str, extracted: str | None = None) -> float:

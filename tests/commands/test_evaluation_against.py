@@ -78,7 +78,7 @@ def test_further_judges_are_told_beside_the_first_of_the_same_answers(
         scores = [answer["scores"][name] if number else answer["score"] for item in items for answer in item["a"]]
         assert scores == [answer["score"] for item in own for answer in item["a"]]
     assert against(runs, "sft", "--against", "tiny", "--judge", "rm,rm") == 2
-    assert "--judge: the same reward model is named twice" in capsys.readouterr().err
+    assert "--judge: the same judge is named twice" in capsys.readouterr().err
 
 
 def test_a_model_against_itself_ties_and_has_no_kl(runs: Path, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[
     """Who grades, and what answers between turns, under one template; ``folder``: of the run."""
     template = build_template(recipe.prompt.template)
     if recipe.environment is None and not recipe.tools:
-        return build_grader(recipe.rewards, template), None
+        return build_grader(recipe.rewards, template, folder), None
     from posttrain.engines.episodes import build_stage
 
     stage = build_stage(recipe, template, tokenizer)
