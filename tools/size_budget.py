@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66820
+MAX_PACKAGE_LINES = 66830
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2330,
@@ -27,7 +27,7 @@ ROOMS: dict[str, int] = {
     "rewards": 420,
     "render": 1320,
     "tasks": 5470,
-    "environments": 1110,
+    "environments": 1120,
     "store": 2570,
     "models": 2820,
     "engines": 6280,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from fractions import Fraction
 from typing import Annotated
 
@@ -51,6 +52,8 @@ class Calculator:
 
     def _value(self, node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            if node.value == math.inf:  # 1e999
+                raise self._too_large()
             return self._bounded(Fraction(str(node.value)))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             value = self._value(node.operand)

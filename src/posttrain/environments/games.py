@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated
 
 import numpy as np
@@ -12,7 +13,7 @@ from posttrain.randomness import generator
 from posttrain.registry import register
 
 
-class TextGame:
+class TextGame(ABC):
     """A game of turns: what is drawn follows from the seed, moves are tools, ``score`` is paid at its end.
 
     A game of your own sets itself up in ``_begin`` and returns what is said then; its moves are public methods with
@@ -31,8 +32,9 @@ class TextGame:
         """The score; 0 of a game that was not played to its end."""
         return self.score if self.done else 0.0
 
+    @abstractmethod
     def _begin(self, random: np.random.Generator) -> str:
-        raise NotImplementedError
+        """Set the game up; what is said then."""
 
     def _end(self, score: float, said: str) -> str:
         self.done, self.score = True, score

@@ -13,6 +13,7 @@ import ipaddress
 import re
 import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -100,7 +101,7 @@ async def serve(application: Application, door: socket.socket, announce: Callabl
     await serving
 
 
-class Doorway:
+class Doorway(ABC):
     """An application behind the checks above.
 
     Args:
@@ -148,13 +149,13 @@ class Doorway:
             return "its Origin is another page"
         return ""
 
+    @abstractmethod
     async def refuse(self, send: Send, problem: str) -> None:
         """Answer a request that may not pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def admit(self, scope: Scope, headers: Headers, send: Send) -> bool:
         """Whether the visitor may come in; if not, this answers."""
-        raise NotImplementedError
 
     def _is_ours(self, host: str) -> bool:
         match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", host.lower())
