@@ -7,11 +7,12 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from antlr4.atn.PredictionMode import PredictionMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.graders.math.reading import NotUnderstood
-from posttrain.graders.math.values import constant_ratio, parse_latex, rational, same_value
+from posttrain.graders.math.values import _CONFIG, _Reader, constant_ratio, parse_latex, rational, same_value
 
 x, y, n = sympy.symbols("x y n")
 
@@ -35,6 +36,43 @@ def test_letters_keep_their_case_and_i_is_the_imaginary_unit() -> None:
     assert parse_latex("i") == sympy.I
     assert same("i^2", "-1")
     assert same("\\sum_{i=1}^{3} i", "6")
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        r"x^2",
+        r"2x^{2}",
+        r"-x^3y^{2}",
+        r"3^x",
+        r"\pi^2x",
+        r"\sin x^{2}",
+        r"\sin^2x",
+        r"\log_2 x^2",
+        r"x_1^{2}",
+        r"a_{n}^2",
+        r"\frac{d^2}{4}",
+        r"\sqrt{x^2}",
+        r"\frac{2x^{2}-1}{e^{x^2}}",
+        r"x^{y^2}",
+        r"|x^2|",
+        r"x^\circ",
+        r"i^2",
+        r"ab^2c",
+    ],
+)
+def test_letters_with_powers_are_read_as_the_whole_grammar_reads_them(latex: str) -> None:
+    reader = _Reader(convert_degrees=True, config=_CONFIG)
+    assert repr(reader.parse(latex)) == repr(reader.convert_expr(reader._read(latex, PredictionMode.LL)))
+
+
+@pytest.mark.parametrize("latex", ["x^2", "2x^{2}+3x-1", "\\frac{(a^2-b^2)(a+b)}{\\pi^{2}}"])
+def test_a_letter_with_a_power_needs_no_second_reading(latex: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    read = _Reader._read
+    monkeypatch.setattr(_Reader, "_read", lambda self, latex, mode: modes.append(mode) or read(self, latex, mode))
+    _Reader(convert_degrees=True, config=_CONFIG).parse(latex)
+    assert modes == [PredictionMode.SLL]
 
 
 @pytest.mark.parametrize(
