@@ -56,7 +56,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.rewards.environment": "environment tool_calls",
         "posttrain.rewards.format": "xml_count xml_format xml_soft",
         "posttrain.graders.numeric": "is_number",
-        "posttrain.rewards.length": "overlong",
+        "posttrain.rewards.length": "overlong truncated",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging.reward": "judge",
         "posttrain.reward_models.reward": "reward_model",

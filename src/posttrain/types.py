@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
 # environment says that it is over, or because a tool or the environment failed.
 Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "environment_failed"]
+# Those by which a limit of the recipe cuts a completion off, before it or its environment came to an end: of tokens, of
+# turns, of the seconds of a call.
+TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class Completion:
     finish: Finish
     version: int | tuple[int, ...] = 0
     own: tuple[bool, ...] | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the recipe cut it off."""
+        return self.finish in TRUNCATED
 
     @property
     def num_own(self) -> int:
