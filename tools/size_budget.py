@@ -17,23 +17,23 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66910
+MAX_PACKAGE_LINES = 67030
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2330,
+    "ground": 2340,
     "recipes": 1100,
-    "algorithms": 1810,
+    "algorithms": 1840,
     "graders": 6730,
-    "rewards": 430,
+    "rewards": 440,
     "render": 1320,
     "tasks": 5470,
-    "environments": 1120,
-    "store": 2570,
+    "environments": 1130,
+    "store": 2580,
     "models": 2820,
-    "engines": 6280,
+    "engines": 6290,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 5430,
+    "train": 5490,
     "interpret": 7570,
     "runs": 2900,
     "sweeps": 3290,

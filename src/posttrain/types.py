@@ -122,10 +122,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it."""
+    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it.
+
+    ``reward``: what the environment paid for it, None where it says nothing of turns.
+    """
 
     text: str
     calls: tuple[Call, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(slots=True)

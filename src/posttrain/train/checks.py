@@ -33,7 +33,8 @@ class Words:
     """A resolved recipe with the entries of its words.
 
     needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
-    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token: advantages are per token.
+    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token, per_turn: advantages are
+    per token, or per turn.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Words:
     selection: Entry | None
     unit: str
     per_token: bool
+    per_turn: bool
 
     @property
     def shape(self) -> Shape:
@@ -112,6 +114,7 @@ def words_of(recipe: Recipe) -> Words:
         selection=selection,
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
+        per_turn=advantage is not None and advantage.traits.get("level") == "turn",
     )
     tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale)
     for broken, key, says in chain(*(table(words) for table in tables)):
@@ -224,8 +227,14 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
         return
-    every = ": advantages per token and kl_in_reward are computed over every completion; leave rollout.select out"
-    yield (w.per_token or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"), "rollout.select", every
+    every = (
+        ": advantages per token or turn and kl_in_reward are computed over every completion; leave rollout.select out"
+    )
+    yield (
+        (w.per_token or w.per_turn or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"),
+        "rollout.select",
+        every,
+    )
     threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "

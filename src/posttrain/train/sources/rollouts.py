@@ -26,7 +26,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.credit import Credit, same_sizes
+from posttrain.train.credit import Credit, number_turns, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
@@ -84,6 +84,7 @@ class RolloutSource:
         self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
+        self.turn_weight = sum(word.weight for word in recipe.rewards if word.name == "turn_rewards")
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
@@ -358,12 +359,24 @@ class RolloutSource:
             return {}
         flat = [r for g in groups for r in g]
         truncated = torch.tensor([r.completion.is_truncated for r in flat])
-        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs)
+        of_turns = pay_turns(batch, flat, self.turn_weight) if self.turn_weight else None
+        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs, of_turns)
         self.streams(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
         means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
         _record_advantages(groups, means)
         return metrics
+
+
+def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
+    """``float64 [B, T]``: ``weight`` times what the environment paid for each turn, at the last token of it."""
+    numbers, columns = number_turns(batch.mask), torch.arange(batch.mask.shape[1])
+    paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for b, rollout in enumerate(rollouts):
+        for k, turn in enumerate(rollout.turns):
+            if turn.reward is not None:
+                paid[b, int(columns[batch.mask[b] & (numbers[b] == k)].amax())] = weight * turn.reward
+    return paid
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
