@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 67030
+MAX_PACKAGE_LINES = 67180
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2340,
@@ -25,9 +25,9 @@ ROOMS: dict[str, int] = {
     "algorithms": 1840,
     "graders": 6730,
     "rewards": 440,
-    "render": 1320,
-    "tasks": 5470,
-    "environments": 1130,
+    "render": 1370,
+    "tasks": 5570,
+    "environments": 1120,
     "store": 2580,
     "models": 2820,
     "engines": 6290,

@@ -100,6 +100,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
         "posttrain.tasks.behaviour": "refusals sycophancy",
         "posttrain.tasks.episodes": "episodes",
+        "posttrain.tasks.sums": "sums",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",
