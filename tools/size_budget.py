@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 67180
+MAX_PACKAGE_LINES = 67250
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2340,
@@ -33,8 +33,8 @@ ROOMS: dict[str, int] = {
     "engines": 6290,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 5490,
-    "interpret": 7570,
+    "train": 5500,
+    "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3100,

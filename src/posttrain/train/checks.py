@@ -166,6 +166,15 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
         "`posttrain evaluate`"
     )
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
+    unplayed = w.recipe.environment is None and not w.recipe.tools
+    words = {"task": w.recipe.task, **{f"eval.tasks.{i}": word for i, word in enumerate(w.recipe.eval.tasks)}}
+    for key, word in words.items():
+        played = (registry.traits_of("task", word.name) or {}).get("played")
+        alone = f": {word.name!r} asks nothing by itself; "
+        gives = (
+            "give 'environment'" if w.recipe.rollout else "in a recipe with 'data' nothing answers; take another task"
+        )
+        yield played and unplayed, key, alone + gives
     evaluating = w.recipe.eval.engine
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
