@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 67250
+MAX_PACKAGE_LINES = 67530
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2340,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3100,
-    "commands": 8140,
+    "commands": 8420,
 }
 
 
