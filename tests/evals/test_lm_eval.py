@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,10 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (["--with", "lm-eval:x"], "--with lm-eval: it is not installed; pip install 'posttrain[lm-eval]'"),
+        (
+            ["--with", "lm-eval:x"],
+            "--with lm-eval needs the package 'lm_eval', which is not installed. Install it with",
+        ),
         (["--with", "inspect:x"], "--with inspect:x: give lm-eval:TASK"),
         (["--with", "lm-eval:,"], "--with lm-eval:,: give lm-eval:TASK"),
         (["tiny", "--with", "lm-eval:x"], "it measures one model at a time, not 2"),
@@ -182,7 +186,8 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
 def test_what_does_not_go_with_the_harness_is_refused(
     asked: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
     assert main(["evaluate", "tiny", *asked]) == 2
     assert says in capsys.readouterr().err
 

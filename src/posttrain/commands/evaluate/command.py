@@ -81,18 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
     )
     _add_comparisons(parser.add_argument_group("beside something else"))
-    harness = parser.add_argument_group("asked by the lm-evaluation-harness (the extra lm-eval)")
-    harness.add_argument(
-        "--with",
-        dest="asked_with",
-        metavar="lm-eval:A,B",
-        help="measure one model on these tasks of the harness; their text stands alone, unless --template is named",
-    )
-    harness.add_argument(
-        "--task-folder",
-        metavar="DIR",
-        help="task files of yours instead of the harness's own; what stands in them runs, as code does",
-    )
+    _add_harness(parser.add_argument_group("asked by the lm-evaluation-harness (the extra lm-eval)"))
     places = parser.add_argument_group("results")
     places.add_argument(
         "--out",
@@ -117,6 +106,20 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
         type=names,
         metavar="RUN,FILE",
         help="who says who wins (with --against): a reward model's run, or the YAML file of a judge; more beside it",
+    )
+
+
+def _add_harness(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--with",
+        dest="asked_with",
+        metavar="lm-eval:A,B",
+        help="measure one model on these tasks of the harness; their text stands alone, unless --template is named",
+    )
+    group.add_argument(
+        "--task-folder",
+        metavar="DIR",
+        help="task files of yours instead of the harness's own; what stands in them runs, as code does",
     )
 
 

@@ -15,7 +15,7 @@ from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.options.words import words_of
 from posttrain.engines.models import complete_template, open_model
-from posttrain.errors import UsageError
+from posttrain.errors import MissingExtra, UsageError
 from posttrain.evals.plan import EVALUATIONS, slug
 from posttrain.evals.tables import TextTable
 from posttrain.runs.models import find_source
@@ -24,8 +24,17 @@ from posttrain.store.durable import replace_file
 HARNESS = "lm-eval"
 # Options that a task of the harness decides itself, or that mean nothing there, as they are unless given.
 NOT_WITH_IT: dict[str, Any] = {
-    "samples": 1, "k": None, "temperature": None, "top_p": None, "top_k": None, "max_tokens": None,
-    "task": None, "compare": False, "best_of": None, "against": None, "probes": False,
+    "samples": 1,
+    "k": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "max_tokens": None,
+    "task": None,
+    "compare": False,
+    "best_of": None,
+    "against": None,
+    "probes": False,
 }
 
 
@@ -49,7 +58,7 @@ def run_harness(arguments: argparse.Namespace) -> int:
     if folder is not None and not folder.is_dir():
         raise UsageError(f"--task-folder {folder}: no such folder")
     if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(f"--with {HARNESS}: it is not installed; pip install 'posttrain[lm-eval]'")
+        raise MissingExtra("lm_eval", HARNESS, f"--with {HARNESS}")
     source = find_source(arguments.models[0], arguments.runs_dir)
     words = words_of(arguments, SECTIONS)
     engine, templates = words["engine"][0], words["template"]

@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Of each continuation: its log-probability in nats behind its context, and whether it is the greedy one."""
-        samples = []
+        samples: list[Sample] = []
         for _texts, context, continuation in requests:
             ids = [*context, *continuation]
             if len(ids) > self.max_length:
