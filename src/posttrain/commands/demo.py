@@ -157,7 +157,9 @@ def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, labe
     r = evaluation.results
     interval = f"95 % interval {r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}"
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
-    line = f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right ({interval}){worked}."
+    parts = [f"{r[key]:.0%} {said}" for key, said in plan.story.told.items() if key in r]
+    told = f": {', '.join(parts)}" if parts else ""
+    line = f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right ({interval}){worked}{told}."
     console.print(Text(line, style="bold"))
     return Measured(label, description, evaluation)
 
