@@ -36,6 +36,7 @@ from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.models import find_source
 from posttrain.store.durable import replace_file
+from posttrain.store.rollouts import show_turns
 from posttrain.tasks.base import Task, build_task
 
 NUM_HELD_OUT = 500
@@ -175,7 +176,7 @@ def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]
         answers = [
             Answer(
                 label=stage.label,
-                text=rollout.text,
+                text=show_turns(rollout.turns, rollout.failures) or rollout.text,
                 is_right=rollout.parts["correct"] == 1.0,
                 extracted=extract(rollout.text),
                 num_tokens=rollout.completion.num_own,
