@@ -45,6 +45,7 @@ HOMES: dict[str, dict[str, str]] = {
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
+    "curriculum": {"posttrain.algorithms.curricula": "by_success_rate difficulty_band stages"},
     "environment": {
         "posttrain.environments.calculator": "calculator",
         "posttrain.environments.python": "python",
@@ -100,6 +101,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
         "posttrain.tasks.behaviour": "refusals sycophancy",
         "posttrain.tasks.episodes": "episodes",
+        "posttrain.tasks.mixture": "mixture",
         "posttrain.tasks.sums": "sums",
     },
     "engine": {
@@ -190,7 +192,8 @@ class Entry:
         filled = {name: getattr(checked, name) for name in model.model_fields}
         for key, kind in self.traits.get("words", {}).items():
             _check_word(filled[key], kind, f"{where}.{key}" if where else key)
-        return filled
+        complete = self.traits.get("complete")
+        return filled if complete is None else complete(filled, where or self.kind)
 
     def bind(self, options: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
         """The function with its options filled in; takes what the machine provides."""

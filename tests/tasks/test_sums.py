@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,3 +58,12 @@ def test_bounds_that_hold_nothing_are_refused() -> None:
         sums(min_value=9, max_value=5)
     with pytest.raises(UsageError, match="no sum of numbers from 7 to 7 belongs to the split test; raise max_value"):
         list(sums(split="test", min_value=7, max_value=7).examples)
+
+
+def test_an_evaluation_tells_what_share_was_computed_by_a_tool() -> None:
+    def item(*calls: float | None) -> SimpleNamespace:
+        parts = [{"correct": 1.0} | ({} if number is None else {"tool_calls": number}) for number in calls]
+        return SimpleNamespace(id="sums/test/0", meta={}, samples=[SimpleNamespace(parts=one) for one in parts])
+
+    told = sums(split="test").shares([item(0.0, 2.0, 1.0, 0.0), item(1.0), item(None), item()])
+    assert told == {"called": [0.5, 1.0]}

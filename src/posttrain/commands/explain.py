@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import interpretation_names
+from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.registry import HOMES, Entry, entries
@@ -28,6 +29,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "aggregation": ("aggregate", "the weights of the sum that is the loss"),
     "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
+    "curriculum": ("curriculum", "when which parts of a mixture are drawn from, and which prompts are left out"),
     "reward": ("rewards", "a number for one completion"),
     "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
     "principle": ("principles.rule", "what is wrong with an answer, and the answer put right (`posttrain feedback`)"),
@@ -141,12 +143,13 @@ def words_of(recipe: Recipe) -> set[tuple[str, str]]:
     used = {("task", recipe.task.name), ("objective", recipe.objective.name)}
     used |= {("optimizer", recipe.optimizer.name), ("template", recipe.prompt.template.name)}
     used |= {("reward", word.name) for word in recipe.rewards}
-    used |= {("task", word.name) for word in recipe.eval.tasks}
+    used |= {("task", part.name) for word in (recipe.task, *recipe.eval.tasks) for part in (word, *task_words(word))}
     used |= {("tracker", word.name) for word in recipe.track}
     for kind, word in (
         ("aggregation", recipe.aggregate),
         ("advantage", recipe.advantage),
         ("correction", recipe.correction),
+        ("curriculum", recipe.curriculum),
         ("environment", recipe.environment),
         ("engine", recipe.rollout.engine if recipe.rollout is not None else None),
         ("selection", recipe.rollout.select if recipe.rollout is not None else None),

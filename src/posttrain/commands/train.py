@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from posttrain.commands.progress import Progress, choose_progress, show_duration
 from posttrain.errors import INTERRUPTED, UsageError
+from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import find
 from posttrain.untrusted import harmless
@@ -75,7 +76,7 @@ def refuse_tasks(recipe: Recipe) -> None:
     Raises:
         UsageError: a task with a trait ``refuse``, which raised.
     """
-    for word in (recipe.task, *recipe.eval.tasks):
+    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_words(named)):
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)

@@ -17,6 +17,7 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipes.document import Content, Document, Rule, complete_word
+from posttrain.recipes.mixture import MIXTURE, broken_parts
 from posttrain.recipes.sections import (
     TURN_DEFAULTS,
     DataSection,
@@ -43,6 +44,7 @@ WORD_KINDS = {
     "advantage": "advantage",
     "aggregate": "aggregation",
     "correction": "correction",
+    "curriculum": "curriculum",
     "optimizer": "optimizer",
 }
 
@@ -61,12 +63,14 @@ class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
     ``environment``: what answers between the turns of a completion; ``tools``: functions that it may call, as
-    ``module:function``. ``track``: where the metrics are shown besides ``metrics.jsonl``.
+    ``module:function``. ``curriculum``: when which parts of a mixture are drawn from.
+    ``track``: where the metrics are shown besides ``metrics.jsonl``.
     """
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
     task: Word
+    curriculum: Word | None = None
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardWord], BeforeValidator(as_list)] = Field(default_factory=list)
     environment: Word | None = None
@@ -101,6 +105,12 @@ class Recipe(Content):
         comparisons and studies refuse here what would fail after the first run has trained.
         """
         rollout, data, train = self.rollout, self.data, self.train
+        tasks = {"task": self.task, **{f"eval.tasks.{i}": task for i, task in enumerate(self.eval.tasks)}}
+        for where, word in tasks.items():
+            if word.name == MIXTURE:
+                yield from ((True, key, says) for key, says in broken_parts(word.options.get("parts"), where))
+        mixed = ": it chooses among the parts of a mixture; give task {name: mixture, parts: [...]}, or leave it out"
+        yield self.curriculum and self.task.name != MIXTURE, "curriculum", mixed
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
         for key in ("advantage", "kl_in_reward", "correction"):

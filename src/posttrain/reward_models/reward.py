@@ -18,6 +18,7 @@ from posttrain.evals.generation import held_out_indices
 from posttrain.evals.ranking import Combine
 from posttrain.graders.grading import Measured
 from posttrain.recipes.document import parse_yaml, recipe_text
+from posttrain.recipes.mixture import map_tasks
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import find, register
@@ -122,7 +123,7 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
     """
     model = replace(open_run(run, bits), combine=combine)
     recipe = _recipe_of(Path(run))
-    words = recipe.eval.tasks or [_held_out(recipe.task)]
+    words = recipe.eval.tasks or [map_tasks(recipe.task, _held_out)]
     task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
     pairs = [(example, response) for example in examples for response in example.responses]

@@ -9,6 +9,7 @@ from typing import Any, Protocol, overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.mixture import MIXTURE, map_tasks
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.types import Example
@@ -30,6 +31,18 @@ class Answered(Protocol):
     def meta(self) -> Mapping[str, Any]: ...
     @property
     def samples(self) -> Sequence[AnsweredSample]: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def is_ungraded(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPart:
+    """A part of a mixture: its name (``part`` in the ``meta`` of its examples) and how much it counts."""
+
+    name: str
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Task:
     counts rows that were left out, by reason. ``worked`` says whether a text shows written
     working, where the task can tell (evaluation then reports the share of such answers).
     ``origin``: the file, where the environment said where it is. ``shares``: what else the task wants to be told of its
-    items once they are answered, by name, one share in 0..1 per item (or pair of items).
+    items once they are answered, by name, one share in 0..1 per item (or pair of items). ``parts``: of a mixture.
     """
 
     name: str
@@ -50,6 +63,7 @@ class Task:
     worked: Callable[[str], bool] | None = None
     origin: str | None = None
     shares: Callable[[Sequence[Answered]], Mapping[str, Sequence[float]]] | None = None
+    parts: tuple[TaskPart, ...] = ()
 
 
 class ExamplesOnDemand(Sequence[Example]):
@@ -98,7 +112,22 @@ def build_task(word: Word, where: str = "task") -> Task:
 
 
 def held_out_task(word: Word) -> Word:
-    """The evaluation split of a training task, as the task states it (``validation`` or ``test``)."""
+    """The evaluation split of a training task, as the task states it (``validation`` or ``test``).
+
+    Of a mixture those of its parts, by weight.
+    """
+    return _by_weight(map_tasks(word, _held_out))
+
+
+def _by_weight(word: Word) -> Word:
+    """A mixture as it is measured on: so many examples of each part as go with its weight."""
+    if word.name != MIXTURE:
+        return word
+    kept = {key: value for key, value in word.options.items() if key not in ("split", "size", "seed")}
+    return Word(name=word.name, **(kept | {"by_weight": True}))
+
+
+def _held_out(word: Word) -> Word:
     entry = registry.find("task", word.name)
     split = entry.traits.get("held_out")
     if split is None:
@@ -126,21 +155,30 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
         UsageError: a model that is no run, and no task named.
     """
     options: dict[str, Any] = dict(named.options) if named is not None else {}
-    split = "test"
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
-        name = recipe.task.name
-        own = {key: value for key, value in _without_size(recipe.task).items() if key != "split"}
-        mixes = own.get(registry.find("task", name, "--task").traits.get("learns_from_test", ""))
-        if (own.get("path") is not None and "path" not in options) or mixes:
-            split = held_out_task(recipe.task).options["split"]
-        options = own | options
+        own = _by_weight(map_tasks(recipe.task, lambda word: _own_task(word, options)))
+        return Word(name=own.name, **(own.options | options))
     elif model == "tiny":
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))
         raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
-    if "split" in registry.find("task", name, "--task").options_model().model_fields:
-        options.setdefault("split", split)
+    return _with_split(name, options, "test")
+
+
+def _own_task(word: Word, asked: Mapping[str, Any]) -> Word:
+    """What a run that learnt a task is measured on, but for the options that are ``asked`` for."""
+    own = {key: value for key, value in _without_size(word).items() if key != "split"}
+    mixes = own.get(registry.find("task", word.name, "--task").traits.get("learns_from_test", ""))
+    split = "test"
+    if (own.get("path") is not None and "path" not in asked) or mixes:
+        split = _held_out(word).options["split"]
+    return _with_split(word.name, own, split)
+
+
+def _with_split(name: str, options: Mapping[str, Any], split: str) -> Word:
+    if name != MIXTURE and "split" in registry.find("task", name, "--task").options_model().model_fields:
+        return Word(name=name, **({"split": split} | dict(options)))
     return Word(name=name, **options)

@@ -7,8 +7,10 @@ their sign (summands in order of size) decides the one split that may hold them.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from statistics import fmean
 from typing import Annotated
 
 from pydantic import Field
@@ -17,7 +19,7 @@ from posttrain.errors import UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register
-from posttrain.tasks.base import ExamplesOnDemand, Task
+from posttrain.tasks.base import Answered, ExamplesOnDemand, Task
 from posttrain.tasks.stories.families import Equation
 from posttrain.tasks.stories.task import Split, split_of
 from posttrain.types import Call, Example, Message, Turn
@@ -46,12 +48,21 @@ def sums(
         called: share of items whose demonstration calls the tool ``calculator`` before it answers; the others write
             ``19 + 12 = 31.``
 
+    Evaluation tells what share ``called`` a tool.
+
     Raises:
         UsageError: ``min_value`` is larger than ``max_value``, or no sum of the split fits the options.
     """
     if min_value > max_value:
         raise UsageError(f"task sums: min_value ({min_value}) is larger than max_value ({max_value})")
-    return Task(name="sums", split=split, examples=SumList(split, seed, min_value, max_value, called, size), dropped={})
+    examples = SumList(split, seed, min_value, max_value, called, size)
+    return Task(name="sums", split=split, examples=examples, dropped={}, shares=_called)
+
+
+def _called(items: Sequence[Answered]) -> Mapping[str, Sequence[float]]:
+    """Of each item the share of answers with a call, where calls are counted (reward ``tool_calls``)."""
+    counted = [[s.parts["tool_calls"] for s in item.samples if "tool_calls" in s.parts] for item in items]
+    return {"called": [fmean(float(number > 0) for number in calls) for calls in counted if calls]}
 
 
 @dataclass(frozen=True)

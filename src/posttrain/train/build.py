@@ -25,6 +25,7 @@ from posttrain.models.sources import resolve_model_name
 from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
+from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, ModelSection
 from posttrain.registry import Entry
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
+    from posttrain.train.sources.mixed_order import Curriculum
     from posttrain.train.sources.rollouts import RolloutSource
 
 
@@ -130,7 +132,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     read: Callable[..., SupervisedSource] | None = None
     if recipe.rollout is None:
         read = _reader(words, grader, tokenizer, context, streams)
-        source = read(task, cache=folder)
+        source = read(task, cache=folder, curriculum=_build_curriculum(words))
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
         source.ahead = _build_ahead(recipe, source, model, folder, world)
@@ -313,6 +315,22 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
         stage=stage,
+        curriculum=_build_curriculum(words),
+    )
+
+
+def _build_curriculum(words: Words) -> Curriculum | None:
+    """The curriculum of a mixture, where the recipe has one."""
+    word, recipe = words.recipe.curriculum, words.recipe
+    if word is None or words.curriculum is None:
+        return None
+    from posttrain.train.sources.mixed_order import Curriculum
+
+    return Curriculum(
+        words.curriculum.bind(word.options, "curriculum"),
+        reads=frozenset(words.curriculum.traits.get("reads", ("parts", "prompts"))),
+        by=str(word.options.get("by", "correct")),
+        steps_per_batch=recipe.train.epochs * recipe.train.minibatches,
     )
 
 
@@ -481,11 +499,12 @@ def _eval_tasks(recipe: Recipe) -> list[Task]:
     words = recipe.eval.tasks
     if not words:
         word = held_out_task(recipe.task)
-        if word.options["split"] == recipe.task.options.get("split"):
-            raise RecipeError(
-                f"task.split: training on {word.options['split']!r} leaves nothing of task {recipe.task.name!r} "
-                "to evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
-            )
+        for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
+            if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
+                raise RecipeError(
+                    f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
+                    "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+                )
         words = [word]
     tasks: list[Task] = []
     for index, word in enumerate(words):

@@ -13,8 +13,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
+from posttrain.algorithms.curricula import History, choose_mix
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
+from posttrain.recipes.mixture import parts_of
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
@@ -49,6 +51,7 @@ class Words:
     unit: str
     per_token: bool
     per_turn: bool
+    curriculum: Entry | None = None
 
     @property
     def shape(self) -> Shape:
@@ -115,8 +118,9 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
+        curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
-    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale)
+    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale, _of_curriculum)
     for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
@@ -262,6 +266,20 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.minibatches
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
+
+
+def _of_curriculum(w: Words) -> Iterator[Rule]:
+    word = w.recipe.curriculum
+    if word is None or w.curriculum is None:
+        return
+    reads, name = w.curriculum.traits.get("reads", ("parts", "prompts")), f"{w.curriculum.name!r}"
+    given = f": {name} goes by how often sampled answers are right, and 'data' has none; use stages"
+    yield reads and w.recipe.rollout is None, "curriculum", given
+    late = f": {name} goes by the batch before, which is not graded when the next is sampled; set 0, or use stages"
+    yield reads and w.recipe.rollout and w.recipe.rollout.staleness, "rollout.staleness", late
+    # names of parts are looked at before anything is loaded
+    parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
+    choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:

@@ -87,10 +87,10 @@ def choose_held_out(
         if shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
             if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
-                source = read(replace(task, examples=shown, dropped={}), streams=None)
+                source = read(replace(task, examples=shown, dropped={}), streams=None, draws=False)
                 chosen[task_label(task)] = HeldOut(source, range(len(source.units)), sum(source.dropped.values()))
         elif any(example.responses for example in examples):
-            source = read(replace(task, examples=examples, dropped={}))
+            source = read(replace(task, examples=examples, dropped={}), draws=False)
             chosen[task_label(task)] = HeldOut(
                 source, held_out_indices(len(source.units), n), sum(source.dropped.values())
             )

@@ -71,7 +71,7 @@ class Loop:
     evaluations: dict[str, dict[str, float]] | None = None
     owes_evaluation: bool = False  # the weights of ``step`` are still to be evaluated
     consistent: bool = True  # weights, optimizer and records are those of ``step``
-    source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
+    source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies, and drop the records behind it.

@@ -126,7 +126,7 @@ def accumulate(
     batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
     device = next(forward.model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    means = MeanOverBatch()
+    means, of_parts = MeanOverBatch(), [MeanOverBatch() for _ in batch.parts]
     slots = used = 0.0
     pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
     num_own = len(pieces)
@@ -149,11 +149,16 @@ def accumulate(
             continue
         total += loss.detach().to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+        for number, of_part in enumerate(of_parts):
+            _measure_part(of_part, number, result, planned, level)
         slots += forward.last_slots
         used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
     loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
-    return loss, means.means(world) | {"padding_share": 1.0 - used / slots}
+    metrics = means.means(world) | {"padding_share": 1.0 - used / slots}
+    for name, of_part in zip(batch.parts, of_parts, strict=True):
+        metrics |= {f"{name}:{metric}": mean for metric, mean in of_part.means(world).items()}
+    return loss, metrics
 
 
 def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
@@ -241,6 +246,19 @@ def _measure(
         means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
     if "correction" in part.streams:
         means.add("correction", part.streams["correction"], *over_tokens)
+
+
+def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batch, level: Level) -> None:
+    """Add loss and accuracies of the rows of one part of a mixture, in a micro-batch on the CPU."""
+    rows = planned.stream("part") == number
+    own = planned.mask & rows[:, None] if level == "token" else rows[:: planned.rows_per_unit]
+    count = float(own.sum())
+    told = {
+        name: x for name, x in result.metrics.items() if name.endswith("accuracy") or name.startswith("final_token")
+    }
+    if count:
+        for name, values in {"loss": result.values, **told}.items():
+            means.add(name, values, own.to(values.device), count)
 
 
 @contextmanager

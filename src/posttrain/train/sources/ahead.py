@@ -175,7 +175,7 @@ class Ahead:
     def _round(self, batch: int, attempt: int, event: str, version: int, reason: str = "") -> list[LedgerEvent]:
         """The same event for every group of a round of sampling."""
         step = batch * self.source.updates + 1
-        places = self.source.places(batch, attempt)[1]
+        places = self.source.order.turn(batch, attempt).places
         return [
             LedgerEvent(event, batch, step, attempt, slot, self.source.kept[place], version, reason)
             for slot, place in enumerate(places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,15 +14,18 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.randomness import draw_indices
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.sources import TrainBatch, num_batches
+from posttrain.train.sources.order import row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Sample, collate
+
+if TYPE_CHECKING:
+    from posttrain.train.sources.mixed_order import Curriculum
 
 FIXED_CHUNK = 256
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
@@ -33,7 +36,8 @@ class SupervisedSource:
 
     ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
     steps. Streams that stay as they are (reference log-probabilities) are computed once for the whole data
-    set, and kept in the folder ``cache`` with a hash of the rows and of the reference.
+    set, and kept in the folder ``cache`` with a hash of the rows and of the reference. ``curriculum``: of a mixture.
+    ``draws``: False where no batch is asked for by its step.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class SupervisedSource:
         shape: Shape = "demonstration",
         streams: Streams | None = None,
         cache: Path | None = None,
+        curriculum: Curriculum | None = None,
+        draws: bool = True,
     ) -> None:
         assert recipe.data is not None
         self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch, shape, streams
@@ -55,6 +61,7 @@ class SupervisedSource:
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
         self.units: list[tuple[Row, ...]] = []
+        self.parts, self.unit_parts = tuple(part.name for part in task.parts), list[str]()  # of a mixture
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
@@ -68,19 +75,22 @@ class SupervisedSource:
                     reason = f"prompt longer than {prompt_limit} tokens"
                 else:
                     self.units.append(unit)
+                    self.unit_parts += [example.meta["part"]] if self.parts else []
                     continue
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
             raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
         self.num_examples = len(self.units)
+        if draws:
+            self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units, curriculum)
         names = [] if streams is None else streams.fixed
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based)."""
-        return TrainBatch(
-            self.batch_of(draw_indices(self.seed, "data", (step - 1) * self.batch, self.batch, len(self.units)))
-        )
+        turn = self.order.turn(step - 1)
+        batch = self.batch_of(turn.places)
+        return TrainBatch(batch, metrics=self._describe_parts(batch))
 
     def length_of(self, passes: float) -> tuple[int, str]:
         """How many steps go ``passes`` times through the data, rounded up, and a line that says so."""
@@ -101,11 +111,11 @@ class SupervisedSource:
         """Nothing: the next batch follows from the step."""
         return None
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """Nothing beside the step."""
         return {}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any]) -> None:
         """Nothing to restore."""
         assert rollout_buffer is None
         assert not state
@@ -117,7 +127,22 @@ class SupervisedSource:
         samples = [
             self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
         ]
-        return collate(samples, rows_per_unit=self.rows_per_unit)
+        batch = collate(samples, rows_per_unit=self.rows_per_unit)
+        if self.parts:
+            parts = [self.parts.index(self.unit_parts[i]) for i in indices for _ in self.units[i]]
+            batch.parts, batch.streams["part"] = self.parts, torch.tensor(parts, dtype=torch.float32)
+        return batch
+
+    def _describe_parts(self, batch: Batch) -> dict[str, float]:
+        """Of each part of a mixture, how many units a batch has and how many trained tokens their rows, on average."""
+        facts = {}
+        for number, name in enumerate(self.parts):
+            rows = batch.stream("part") == number
+            count = int(rows.sum())
+            facts[f"{name}:{UNIT_NAMES[self.shape]}"] = count / self.rows_per_unit
+            if count:
+                facts[f"{name}:num_tokens"] = float(batch.mask[rows].sum()) / count
+        return facts
 
     def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
         n = len(row.ids)

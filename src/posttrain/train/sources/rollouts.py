@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,14 @@ from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
-from posttrain.randomness import draw_indices, permutation
+from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches
+from posttrain.train.sources.order import row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
     from posttrain.train.feedback import Feedback
     from posttrain.train.sources.ahead import Ahead
+    from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
+OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # of a mixture: what is told of each part
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class RolloutSource:
         streams: Streams,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         assert recipe.rollout is not None
         self.options, self.seed = recipe.rollout, recipe.train.seed
@@ -94,7 +99,11 @@ class RolloutSource:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
         if not self.kept:
             raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {self.dropped}")
-        self.num_examples = len(self.kept)
+        self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
+        rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
+        further = self.options.max_rounds - 1
+        size = self.options.prompts
+        self.order = row_order(self.seed, "prompts", size, task, rows, curriculum, further=further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -104,12 +113,14 @@ class RolloutSource:
             max_total_tokens=context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
         )
-        parts = [name for name, _, _ in grader.rewards]
-        if self.options.uniform_by not in ("reward", *parts):
-            raise UsageError(
-                f"rollout.uniform_by: there is no reward part {self.options.uniform_by!r}."
-                f"{suggest(self.options.uniform_by, parts)} Known: reward, {', '.join(parts)}"
-            )
+        rewards = [name for name, _, _ in grader.rewards]
+        success = curriculum.by if curriculum is not None else "reward"
+        for key, name in (("rollout.uniform_by", self.options.uniform_by), ("curriculum.by", success)):
+            if name not in ("reward", *rewards):
+                raise UsageError(
+                    f"{key}: there is no reward part {name!r}.{suggest(name, rewards)} Known: reward, "
+                    f"{', '.join(rewards)}"
+                )
         self._batch: Batch | None = None
         self.ahead: Ahead | None = None
 
@@ -150,13 +161,15 @@ class RolloutSource:
         fixed = {"tokens": b.tokens, "lengths": b.lengths, "mask": b.mask, "group": b.group, "prefix": b.prefix}
         return held | fixed | {f"stream.{name}": x for name, x in b.streams.items()}
 
-    def state(self) -> dict[str, float]:
-        """Numbers that a resumed run needs beside the step."""
-        return {"kl_weight": self.credit.kl_weight}
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the step, as plain data."""
+        recorded = self.order.state()
+        return {"kl_weight": self.credit.kl_weight, **({"order": recorded} if recorded else {})}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float]) -> None:
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any]) -> None:
         """Take back what ``rollout_buffer`` and ``state`` gave."""
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
+        self.order.restore(state.get("order", {}))
         if self.ahead is not None:
             self.ahead.restore(rollout_buffer or {})
         if rollout_buffer is None or "tokens" not in rollout_buffer:
@@ -211,6 +224,9 @@ class RolloutSource:
         metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
+        if self.parts:
+            metrics |= self._describe_parts(cycle, sampled, chosen, trained)
+            self.order.record(cycle, sampled)
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
         timing = drawn.timing | {
@@ -220,6 +236,25 @@ class RolloutSource:
             "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
         }
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
+
+    def _describe_parts(self, cycle: int, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
+        """Of each part of a mixture what ``describe_rollouts`` says first of all, and how many prompts of it there are.
+
+        ``prompts``: that were sampled for; ``trained``: that are trained on. ``skipped``: passed over by a curriculum.
+        """
+        trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
+        rounds = [self.order.turn(cycle, attempt) for attempt in range(len(sampled) // self.options.prompts)]
+        facts: dict[str, float] = {}
+        for name in self.parts:
+            own = [group for group in sampled if group[0].example.meta["part"] == name]
+            about = {"prompts": float(len(own)), "trained": float(trained[name])}
+            if skipped := sum(turn.skipped.get(name, 0) for turn in rounds):
+                about["skipped"] = float(skipped)
+            if any(not r.has_failed for group in own for r in group):
+                means = describe_rollouts(own, self.grader.format_part)
+                about |= {key: means[key] for key in OF_A_PART if key in means}
+            facts |= {f"{name}:{key}": value for key, value in about.items()}
+        return facts
 
     def draw(self, step: int, cycle: int, *, begins: Callable[[int], None] = lambda attempt: None) -> Drawn:
         """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``.
@@ -246,14 +281,6 @@ class RolloutSource:
             chosen += rest[: options.prompts - len(chosen)]
         generating = time.perf_counter() - started - grading
         return Drawn(sampled, chosen, accepted, cycle, {"generate_seconds": generating, "score_seconds": grading})
-
-    def places(self, cycle: int, attempt: int) -> tuple[int, list[int]]:
-        """Where round ``attempt`` of a batch begins in the order of prompts, and which of ``prompts`` it takes."""
-        size, further = self.options.prompts, self.options.max_rounds - 1
-        # the first draw is that of every method; further ones follow an order of their own
-        order = "prompts" if attempt == 0 else "further prompts"
-        start = (cycle if attempt == 0 else cycle * further + attempt - 1) * size
-        return start, draw_indices(self.seed, order, start, size, len(self.kept))
 
     def fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
@@ -312,7 +339,8 @@ class RolloutSource:
         return [unit for unit in units if not any(groups[n][g].completion.is_truncated for n, g in unit)]
 
     def _sample(self, cycle: int, step: int, attempt: int) -> tuple[Groups, float]:
-        start, places = self.places(cycle, attempt)
+        turn = self.order.turn(cycle, attempt)
+        places = turn.places
         request = RolloutRequest(
             [self.task.examples[self.kept[p]] for p in places],
             [self.prompts[p] for p in places],
@@ -325,9 +353,9 @@ class RolloutSource:
         machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
         sampler = Sampler(*machine, world=self.streams.world, stage=self.stage)
         groups, seconds = collect(sampler, request)
-        for position, group in enumerate(groups, start=start):  # a batch may reach into the next epoch
+        for epoch, group in zip(turn.passes, groups, strict=True):  # a batch may reach into the next epoch
             for rollout in group:
-                rollout.epoch = position // len(self.kept)
+                rollout.epoch = epoch
         return groups, seconds
 
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
