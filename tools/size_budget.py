@@ -17,17 +17,17 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66830
+MAX_PACKAGE_LINES = 66990
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2330,
     "recipes": 1090,
     "algorithms": 1810,
-    "graders": 6710,
+    "graders": 6730,
     "rewards": 420,
-    "render": 1320,
-    "tasks": 5470,
-    "environments": 1120,
+    "render": 1370,
+    "tasks": 5570,
+    "environments": 1110,
     "store": 2570,
     "models": 2820,
     "engines": 6280,

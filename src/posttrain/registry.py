@@ -102,6 +102,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.behaviour": "refusals sycophancy",
         "posttrain.tasks.episodes": "episodes",
         "posttrain.tasks.mixture": "mixture",
+        "posttrain.tasks.sums": "sums",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",

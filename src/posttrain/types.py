@@ -55,7 +55,9 @@ class Example:
     ``id`` is unique and stable within its task (``stories/train/17``). ``answer`` is the gold
     answer as text; ``solution`` the worked reasoning that leads to it, without the answer line
     (None: no working known; a demonstration then answers at once). ``demonstration`` is a whole response to imitate, in
-    place of both: with its answer, and maybe with tags. ``responses`` are given answers
+    place of both: with its answer, and maybe with tags. ``turns`` come before the answer in a demonstration that uses
+    tools: in each what is written, the calls that follow it (their arguments as a JSON object), and what they returned.
+    ``responses`` are given answers
     with their worth: a pair's chosen and rejected, a judged answer, labelled solutions. ``grader``: the word
     that says whether an answer is right (``posttrain explain grader``).
     """
@@ -68,6 +70,7 @@ class Example:
     meta: Mapping[str, Any] = field(default_factory=dict)
     grader: str = "numeric"
     demonstration: str | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

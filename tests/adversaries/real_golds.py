@@ -42,6 +42,7 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "reasoning_gym": (None, {"dataset": "chain_sum", "split": "test", "size": 20}),
     "refusals": (None, {}),
     "stories": (None, {"split": "test"}),
+    "sums": (None, {"split": "test"}),
     "svamp": ("math_evals/svamp", {}),
     "sycophancy": (None, {}),
     "ultrafeedback": ("ultrafeedback/test", {"split": "test"}),

@@ -21,14 +21,19 @@ from posttrain.engines.models import ModelSource, open_model
 from posttrain.engines.native.engine import native
 from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.environments.calls import RESULT_TAGS, Request
+from posttrain.environments.calls import Request
 from posttrain.environments.contract import EnvironmentFailed
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import validate_recipe
+from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.types import Example, Message
+from posttrain.render.replies import RESULT_TAGS
+from posttrain.render.rows import Row, rows_of
+from posttrain.render.template import build_template
+from posttrain.tasks.base import Task
+from posttrain.train.sources.dataset import SupervisedSource
+from posttrain.types import Call, Example, Message, Turn
 
 TEMPLATES = ["r1_zero", "chat", "dialogue", "plain", "boxed"]
 CALL, ANSWER = " <tool>calculator: 20 + 22</tool>", " </think> <answer> 42 </answer>"
@@ -101,8 +106,6 @@ def script(tokenizer: Any, *turns: str) -> ScriptedEngine:
 
 
 def rollouts(tokenizer: Any, engine: Any, made: Any, examples: list[Example], group: int = 1, max_tokens: int = 400):
-    from posttrain.render.template import build_template
-
     template = build_template(made.prompt.template)
     stage = build_stage(made, template, tokenizer)
     grader = build_grader(made.rewards, stage.template)
@@ -248,6 +251,51 @@ def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: 
     assert (stage.form, stage.frame.wrapped) == ("hermes", True)
     said = other.decode(encode_prompt(other, stage.template, example().messages))
     assert said.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
+
+
+def demonstrated(tokenizer: Any, name: str, turns: tuple[Turn, ...]) -> Row:
+    item = replace(example(), turns=turns, solution=None)
+    template = registry.find("template", name).bind({})()
+    ((row,),) = rows_of(tokenizer, template, item, "demonstration")
+    assert isinstance(row, Row)
+    return row
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("thought", ["", "That is too much for me."])
+def test_a_demonstration_with_a_call_is_the_episode_that_would_be_played(tokenizer: Any, name: str, thought: str):
+    """Token for token: what is trained is what is sampled afterwards, and what the tool says is not trained."""
+    call = Call("calculator", '{"expression": "20 + 22"}', "42", "ok")
+    row = demonstrated(tokenizer, name, (Turn(thought, (call,)),))
+    written = [
+        ids for own, ids in runs_of(tuple(t not in row.heard for t in range(len(row.ids))), tuple(row.ids)) if own
+    ]
+    said = [[*written[0][row.prompt_length :]], [*written[1]]]
+    engine = ScriptedEngine(lambda prompt, key: said[int(len(prompt) > row.prompt_length)])
+    [[one]] = rollouts(tokenizer, engine, recipe(name), [example()])
+    assert [[(c.tool, c.result, c.outcome) for c in turn.calls] for turn in one.turns] == [
+        [("calculator", "42", "ok")],
+        [],
+    ]
+    assert thought in one.turns[0].text
+    assert [*one.prompt_ids, *one.completion.ids] == row.ids
+    assert [row.prompt_length + i for i, own in enumerate(one.completion.own) if not own] == sorted(row.heard)
+    assert one.parts["correct"] == 1.0
+
+
+def test_what_a_tool_returned_is_not_trained(tokenizer: Any) -> None:
+    call = Call("calculator", '{"expression": "20 + 22"}', "42", "ok")
+    item = replace(example(), turns=(Turn("", (call,)),))
+    made = load_recipe("tiny/sft", [("data.batch", "1")]).resolve()
+    template = build_template(made.prompt.template)
+    source = SupervisedSource(made, Task("own", "train", [item], {}), template, tokenizer, 1024)
+    batch = source(1).batch
+    heard = tokenizer.encode("\nUser: <result>42</result>\nAssistant: <think>")
+    row, trained = batch.tokens[0].tolist(), batch.mask[0].tolist()
+    [at] = [t for t in range(len(row)) if row[t : t + len(heard)] == heard]
+    assert not any(trained[at : at + len(heard)])
+    prompt = source.units[0][0].prompt_length
+    assert sum(trained) == len(row) - prompt - len(heard), "all the rest of the answer is"
 
 
 def runs_of(own: tuple[bool, ...], ids: tuple[int, ...]) -> list[tuple[bool, tuple[int, ...]]]:

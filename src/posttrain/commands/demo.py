@@ -1,8 +1,7 @@
-"""``posttrain demo``: a small model learns to reason while you watch.
+"""``posttrain demo``: a small model learns to reason, or to use a tool, while you watch.
 
-The R1-Zero story in small. A base model that has read little stories is taught the format by
-demonstrations that mostly guess; then reinforcement learning, which only says right or wrong,
-finds out that writing the steps pays. All three are measured on the same held-out problems.
+The R1-Zero story in small. A base model is taught a form by demonstrations; then reinforcement learning, which only
+says right or wrong, finds out what pays. All three are measured on the same held-out problems.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,9 +18,10 @@ from rich.panel import Panel
 from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, print_table
+from posttrain.commands.demo_stories import STORIES, Story
 from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
-from posttrain.engines.models import OpenedModel, open_model
+from posttrain.engines.models import ModelSource, open_model
 from posttrain.errors import INTERRUPTED
 from posttrain.evals.files import write_evaluation
 from posttrain.evals.generation import Evaluation
@@ -41,14 +41,14 @@ from posttrain.tasks.base import Task, build_task
 NUM_HELD_OUT = 500
 NUM_TRANSCRIPTS = 6
 NUM_SHOWN = 2
-SFT, GRPO = "demo-sft", "demo-grpo"
-BASE_LABEL, SFT_LABEL, GRPO_LABEL = "base", "after SFT", "after GRPO"
+BASE_LABEL, SFT_LABEL, GRPO_LABEL = LABELS = ("base", "after SFT", "after GRPO")
 
 
 @dataclass(frozen=True)
 class Plan:
     """The two runs of one demo: their folders and resolved recipes."""
 
+    story: Story
     sft: Path
     grpo: Path
     sft_recipe: Recipe
@@ -68,26 +68,25 @@ def run_demo(arguments: argparse.Namespace) -> int:
     """Tell the story: measure, train, train, measure, show."""
     started = time.monotonic()
     console = open_console()
-    root = Path(arguments.runs_dir)
-    plan = make_plan(root, arguments.seed)
-    task = held_out_stories(plan.grpo_recipe)
-    _say(console, "1. The base model", BASE_TEXT)
-    base = open_model(find_source(plan.sft_recipe.model.name, root), plan.grpo_recipe.prompt.template)
-    stages = [_measure(console, base, task, plan, BASE_LABEL, "has read stories and sums; was never asked anything")]
+    root, story = Path(arguments.runs_dir), STORIES[arguments.story]
+    plan = make_plan(root, arguments.seed, story)
+    task = held_out_part(plan.grpo_recipe)
+    _say(console, "1. The base model", story.texts[0])
+    sources = [replace(find_source(plan.sft_recipe.model.name, root), recipe=plan.grpo_recipe)]
+    stages = [_measure(console, sources[0], task, plan, BASE_LABEL)]
 
-    _say(console, "2. Demonstrations (SFT)", SFT_TEXT)
+    _say(console, "2. Demonstrations (SFT)", story.texts[1])
     result = _train(plan.sft_recipe, plan.sft, arguments.quiet)
     if result.reason != "finished":
-        return _interrupted(console)
-    sft = open_model(find_source(str(plan.sft), root))
-    stages.append(_measure(console, sft, task, plan, SFT_LABEL, "knows the format; mostly guesses"))
+        return _interrupted(console, arguments.story)
+    sources.append(replace(find_source(str(plan.sft), root), recipe=plan.grpo_recipe))
+    stages.append(_measure(console, sources[1], task, plan, SFT_LABEL))
 
-    _say(console, "3. Reinforcement learning (GRPO)", GRPO_TEXT)
+    _say(console, "3. Reinforcement learning (GRPO)", story.texts[2])
     result = _train(plan.grpo_recipe, plan.grpo, arguments.quiet)
     if result.reason != "finished":
-        return _interrupted(console)
-    grpo = open_model(find_source(str(plan.grpo), root))
-    stages.append(_measure(console, grpo, task, plan, GRPO_LABEL, "was only ever told right or wrong"))
+        return _interrupted(console, arguments.story)
+    stages.append(_measure(console, find_source(str(plan.grpo), root), task, plan, GRPO_LABEL))
 
     seconds = time.monotonic() - started
     transcripts = side_by_side(stages, plan.grpo_recipe)
@@ -96,27 +95,12 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-BASE_TEXT = (
-    "`tiny` is a language model of under a million parameters that ships with this package. It has read little "
-    "stories and worked sums, nothing else: it completes text and does not know what a question is."
-)
-SFT_TEXT = (
-    "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most of them guess the "
-    "answer at once, only some write down their steps; so it learns the format, and mostly to guess."
-)
-GRPO_TEXT = (
-    "Nothing is demonstrated any more. For each problem the model writes several answers; those that are right earn a "
-    "reward, and whatever made them right becomes likelier. Watch accuracy, length and the share of worked answers: "
-    "does it discover that working step by step pays?"
-)
-
-
-def make_plan(root: Path, seed: int) -> Plan:
+def make_plan(root: Path, seed: int, story: Story) -> Plan:
     """Fresh names, or those of the newest demo of the same recipes that did not finish."""
     count = 1
     while True:
         suffix = "" if count == 1 else f"-{count}"
-        plan = _plan_named(root, suffix, seed)
+        plan = _plan_named(root, suffix, seed, story)
         if not plan.sft.exists() and not plan.grpo.exists():
             return plan
         if _can_continue(plan):
@@ -124,12 +108,12 @@ def make_plan(root: Path, seed: int) -> Plan:
         count += 1
 
 
-def _plan_named(root: Path, suffix: str, seed: int) -> Plan:
-    sft, grpo = root / f"{SFT}{suffix}", root / f"{GRPO}{suffix}"
+def _plan_named(root: Path, suffix: str, seed: int, story: Story) -> Plan:
+    sft, grpo = root / f"{story.run}-sft{suffix}", root / f"{story.run}-grpo{suffix}"
     seeded = ("train.seed", str(seed))
-    sft_recipe = load_recipe("tiny/sft", [seeded]).resolve()
-    grpo_recipe = load_recipe("tiny/grpo", [seeded, ("model.name", json.dumps(str(sft)))]).resolve()
-    return Plan(sft, grpo, sft_recipe, grpo_recipe)
+    sft_recipe = load_recipe(story.sft, [seeded]).resolve()
+    grpo_recipe = load_recipe(story.grpo, [seeded, ("model.name", json.dumps(str(sft)))]).resolve()
+    return Plan(story, sft, grpo, sft_recipe, grpo_recipe)
 
 
 def _can_continue(plan: Plan) -> bool:
@@ -143,7 +127,7 @@ def _can_continue(plan: Plan) -> bool:
     return plan.sft.exists() and (status is None or status.state != "finished")
 
 
-def held_out_stories(recipe: Recipe) -> Task:
+def held_out_part(recipe: Recipe) -> Task:
     """The test split of the task that GRPO trains on."""
     word = recipe.task
     return build_task(Word(name=word.name, **(word.options | {"split": "test"})))
@@ -159,8 +143,11 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     return result
 
 
-def _measure(console: Console, model: OpenedModel, task: Task, plan: Plan, label: str, description: str) -> Measured:
+def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, label: str) -> Measured:
+    """A model on the task as reinforcement learning asks it, with its environment where it has one."""
     max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
+    description = plan.story.descriptions[LABELS.index(label)]
+    model = open_model(source).on_stage(None)
     evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
     about = {"model": model.label, "label": label, "split": task.split}
     settings = about | {"temperature": 0.0, "max_tokens": max_tokens}
@@ -208,41 +195,31 @@ def write_story(
     replace_file(plan.grpo / "demo.json", json.dumps(content, indent=1).encode() + b"\n", durable=False)
     n = stages[0].evaluation.results["n"]
     report = Report(
-        title="A small model learns to reason",
-        lead=(
-            "A language model of under a million parameters, trained on this machine in minutes. First it copies a "
-            "format from demonstrations that mostly guess. Then reinforcement learning only says right or wrong. "
-            + outcome(stages)
-        ),
+        title=plan.story.title,
+        lead=plan.story.lead + outcome(plan.story, stages),
         stages=[Stage(stage.label, stage.description, stage.evaluation.results) for stage in stages],
         stages_note=f"{n:.0f} problems of the test split, the same for all; greedy decoding.",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
         chapters=[
-            chapter_of(plan.grpo, "Reinforcement learning, step by step", GRPO_TEXT),
-            chapter_of(plan.sft, "The demonstrations before it", SFT_TEXT),
+            chapter_of(plan.grpo, "Reinforcement learning, step by step", plan.story.texts[2]),
+            chapter_of(plan.sft, "The demonstrations before it", plan.story.texts[1]),
         ],
         environment=last_start(RunDirectory(plan.grpo)),
         commands=[
             ("ask the trained model", f"posttrain generate {plan.grpo}"),
             ("ask the one that guesses", f"posttrain generate {plan.sft}"),
             ("read the equation", "posttrain explain grpo"),
-            ("change something", f"posttrain train tiny/grpo --model.name {plan.sft} --rollout.group 16"),
+            ("change something", f"posttrain train {plan.story.grpo} --model.name {plan.sft} --rollout.group 16"),
             ("see all runs", "posttrain runs"),
         ],
     )
     return write_html(render_report(report), plan.grpo / "report.html")
 
 
-def outcome(stages: Sequence[Measured]) -> str:
+def outcome(story: Story, stages: Sequence[Measured]) -> str:
     """What reinforcement learning changed, in one sentence that follows the figures."""
-    before, after = stages[-2].evaluation.results, stages[-1].evaluation.results
-    change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
-    if "worked" in before and "worked" in after:
-        change += f", answers that show their working from {before['worked']:.0%} to {after['worked']:.0%}"
-    if after["accuracy_low"] > before["accuracy_high"]:
-        return f"It discovered that working step by step pays: {change}."
-    return f"In this run it found nothing that the intervals could tell from chance: {change}."
+    return story.outcome(stages[-2].evaluation.results, stages[-1].evaluation.results)
 
 
 def _say(console: Console, title: str, text: str) -> None:
@@ -250,10 +227,9 @@ def _say(console: Console, title: str, text: str) -> None:
     console.print(Panel(Text(text), title=title, title_align="left", width=min(100, console.width)))
 
 
-def _interrupted(console: Console) -> int:
-    console.print(
-        Text("Stopped; everything so far is saved. `posttrain demo` again goes on from here.", style="yellow")
-    )
+def _interrupted(console: Console, story: str) -> int:
+    again = "posttrain demo" + ("" if story == "reasoning" else f" --story {story}")
+    console.print(Text(f"Stopped; everything so far is saved. `{again}` again goes on from here.", style="yellow"))
     return INTERRUPTED
 
 
@@ -270,7 +246,7 @@ def _show_end(
         console.print(_transcript_table(transcript))
     rows = [Row(stage.label, None, stage.evaluation.name, stage.evaluation.results) for stage in stages]
     print_table(console, results_table(rows))
-    console.print(Text(f"\n{outcome(stages)} {show_duration(seconds)} in all."))
+    console.print(Text(f"\n{outcome(plan.story, stages)} {show_duration(seconds)} in all."))
     # What is to be opened or typed stays on one line, however narrow the terminal.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
     command = (f"posttrain generate {plan.grpo}", "bold cyan")

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
-from posttrain.environments.calls import RESULT_TAGS, Form, Request, describe_tools, read_calls
+from posttrain.environments.calls import Request, describe_tools, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset
 from posttrain.environments.pool import Job, Pool
 from posttrain.environments.tools import Tool
@@ -16,7 +16,7 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.render.replies import ReplyFrame, reply_frame
+from posttrain.render.replies import RESULT_TAGS, Form, ReplyFrame, call_form, reply_frame
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 from posttrain.world import ONE, World
 
@@ -54,7 +54,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     if options is None or (recipe.environment is None and not recipe.tools):
         return None
     toolset = build_toolset(recipe.environment, recipe.tools or ())
-    form: Form = "hermes" if template.chat and "<tool_call>" in (tokenizer.chat_template or "") else "tagged"
+    form = call_form(tokenizer, template)
     if options.show_tools:
         template = _showing(template, toolset, form)
     if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:

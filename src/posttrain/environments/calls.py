@@ -10,20 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.environments.tools import Tool
+from posttrain.render.replies import CALL_TAGS, Form
 
-Form = Literal["hermes", "tagged"]
 MAX_CALLS = 16  # of one turn
-_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "tagged": ("<tool>", "</tool>"),
-}
-RESULT_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_response>\n", "\n</tool_response>"),
-    "tagged": ("<result>", "</result>"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +34,14 @@ def read_calls(text: str, form: Form) -> list[Request]:
     In the form ``hermes`` what was thought (up to the last ``</think>``) calls nothing.
     """
     requests: list[Request] = []
-    for content, closed in _between(text.rpartition("</think>")[2] if form == "hermes" else text, *_TAGS[form]):
+    for content, closed in _between(text.rpartition("</think>")[2] if form == "hermes" else text, *CALL_TAGS[form]):
         if len(requests) == MAX_CALLS:
             return [
                 *requests,
                 Request("", "", wrong=f"one turn calls at most {MAX_CALLS} tools; call again in the next"),
             ]
         if not closed:
-            requests.append(Request("", content.strip(), wrong=f"the call does not end with {_TAGS[form][1]}"))
+            requests.append(Request("", content.strip(), wrong=f"the call does not end with {CALL_TAGS[form][1]}"))
         else:
             requests.append(_read_json(content.strip()) if form == "hermes" else _read_tagged(content.strip()))
     return requests

@@ -9,15 +9,26 @@ trained on. A template without turn markers has a frame of its own.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.errors import UsageError
 from posttrain.render.encoding import Piece, encode_pieces
-from posttrain.render.template import Template
+from posttrain.render.template import Template, end_id
 from posttrain.render.turns import mark, render_history, turn_end
+from posttrain.types import Call, Turn
 
+Form = Literal["hermes", "tagged"]  # of calls; environments.calls reads them
+CALL_TAGS: dict[Form, tuple[str, str]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "tagged": ("<tool>", "</tool>"),
+}
+RESULT_TAGS: dict[Form, tuple[str, str]] = {
+    "hermes": ("<tool_response>\n", "\n</tool_response>"),
+    "tagged": ("<result>", "</result>"),
+}
 # What a model may write: a plain text, and one with thinking before it.
 _PROBES = ("{}", "<think>\n{}\n</think>\n\n{}")
 
@@ -55,6 +66,44 @@ class ReplyFrame:
             pieces += [Piece(template.quote(said), trusted=False), Piece(closing, trusted=True)]
         ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)])
         return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
+
+
+def call_form(tokenizer: Any, template: Template) -> Form:
+    """The form of calls: the chat template's own where it shows one."""
+    return "hermes" if template.chat and "<tool_call>" in (tokenizer.chat_template or "") else "tagged"
+
+
+def encode_turns(tokenizer: Any, template: Template, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+    """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
+
+    Raises:
+        UsageError: the chat template rewrites history, or the tokenizer has no end token.
+    """
+    frame, form, end = reply_frame(tokenizer, template), call_form(tokenizer, template), end_id(tokenizer, template)
+    ids: list[int] = []
+    own: list[bool] = []
+    for turn in turns:
+        pieces = [Piece(" " if template.opening else "", trusted=True)]
+        pieces += [Piece(turn.text, trusted=False), Piece("\n", trusted=True)] if turn.text else []
+        for number, call in enumerate(turn.calls):
+            pieces += [Piece("\n" if number else "", trusted=True), *_call_pieces(call, form)]
+        written = [*encode_pieces(tokenizer, pieces), end]
+        heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], end)
+        ids += [*written, *heard]
+        own += [True] * len(written) + [False] * len(heard)
+    return ids, own
+
+
+def _call_pieces(call: Call, form: Form) -> list[Piece]:
+    """A call as a model writes it; of the tagged form with the bare value of an only argument."""
+    opening, closing = CALL_TAGS[form]
+    if form == "hermes":
+        said = f'\n{{"name": {json.dumps(call.tool)}, "arguments": {call.stated}}}\n'
+    else:
+        arguments = json.loads(call.stated)
+        only = next(iter(arguments.values())) if len(arguments) == 1 else None
+        said = f"{call.tool}: {only if isinstance(only, str | int | float) else call.stated}"
+    return [Piece(opening, trusted=True), Piece(said, trusted=False), Piece(closing, trusted=True)]
 
 
 def reply_frame(tokenizer: Any, template: Template) -> ReplyFrame:

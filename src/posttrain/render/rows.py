@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response, end_id
+from posttrain.render.replies import encode_turns
 from posttrain.types import Example, Response
 
 Shape = Literal["demonstration", "judged", "pair", "steps"]
@@ -17,13 +18,14 @@ class Row:
     """Token ids, the first trained position, and what is known of the answer.
 
     ``step_labels`` are per position (ends of labelled steps only) where the answer has steps; such rows are
-    trained at these positions alone.
+    trained at these positions alone. ``heard`` are the positions of what tools returned, which is not trained.
     """
 
     ids: list[int]
     prompt_length: int
     score: float = 0.0
     step_labels: dict[int, int] = field(default_factory=dict)
+    heard: frozenset[int] = frozenset()
 
 
 def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) -> Iterator[tuple[Row, ...] | str]:
@@ -40,7 +42,9 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
         elif example.demonstration is not None and not template.response(example):
             yield f"a response without an answer, which template {template.name} would write between tags"
         else:
-            yield (Row(prompt + encode_response(tokenizer, template, example), len(prompt)),)
+            turns, own = encode_turns(tokenizer, template, example.turns) if example.turns else ([], [])
+            ids = [*prompt, *turns, *encode_response(tokenizer, template, example)]
+            yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
         return
     if not example.responses:
         yield "no given responses"

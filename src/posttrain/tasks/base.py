@@ -101,7 +101,9 @@ def num_repeated(examples: Sequence[Example]) -> int:
     """
     if isinstance(examples, ExamplesOnDemand):
         return 0
-    return len(examples) - len({(e.messages, e.answer, e.solution, e.demonstration, e.responses) for e in examples})
+    return len(examples) - len(
+        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses) for e in examples}
+    )
 
 
 def build_task(word: Word, where: str = "task") -> Task:

@@ -151,7 +151,7 @@ class SupervisedSource:
             streams: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
         else:
             start = 1 if self.train_all else row.prompt_length
-            mask = [False] * start + [True] * (n - start)
+            mask = [t >= start and t not in row.heard for t in range(n)]
             streams = {"labels": row.score, "margins": unit[0].score - unit[-1].score}
         if self.shape == "demonstration":
             streams = {}
@@ -167,6 +167,7 @@ class SupervisedSource:
         for unit in self.units:
             for row in unit:
                 digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
+                digest.update(f"{sorted(row.heard) or ''}".encode())
         key = f"rows-{digest.hexdigest()[:32]}"
         is_main = self.streams.world.is_main
         stored = _read_cache(cache, key) if cache is not None and is_main else None
