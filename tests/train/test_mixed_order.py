@@ -103,7 +103,7 @@ def test_prompts_that_rest_are_passed_over_and_counted() -> None:
         order.record(batch, rollouts(turn.places, solved))
     for place in range(17):
         passes = [n for p, n in drawn if p == place]
-        complete = range(0, 4 if place < 10 else 3)
+        complete = range(4 if place < 10 else 3)
         wanted = [n for n in complete if place not in solved or n % 2 == 0]
         assert [n for n in passes if n in complete] == wanted, place
     assert skipped["a"] >= 3
