@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
+OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # of a mixture: what is told of each part
 
 
 @dataclass(slots=True)
@@ -244,7 +245,7 @@ class RolloutSource:
                 about["skipped"] = float(skipped)
             if any(not r.has_failed for group in own for r in group):
                 means = describe_rollouts(own, self.grader.format_part)
-                about |= {key: means[key] for key in ("reward", "accuracy", "num_tokens") if key in means}
+                about |= {key: means[key] for key in OF_A_PART if key in means}
             facts |= {f"{name}:{key}": value for key, value in about.items()}
         return facts
 
