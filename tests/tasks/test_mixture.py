@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from made_up_items import make_item
 from posttrain.consent import declare_code
-from posttrain.errors import UsageError
+from posttrain.errors import DataError, UsageError
 from posttrain.evals.measures import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
@@ -115,6 +115,11 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     splits = [part["task"]["split"] for part in asked.options["parts"]]
     assert splits == ["validation", "test"], "of a file that was trained on, the part that was held out"
     assert build_task(choose_task(Word(name="", split="train"), "runs/x", recipe)).split == "train"
+    named = build_task(choose_task(Word(name="mixture", parts=[{"task": EASY}]), "tiny", None))
+    assert (named.split, len(named.examples)) == ("test", 30)
+    both = Word(name="mixture", parts=[{"task": EASY, "name": "easy"}, {"task": HARD, "name": "hard", "weight": 0.5}])
+    asked = build_task(choose_task(both, "tiny", None))
+    assert [names_of(asked).count(name) for name in ("easy", "hard")] == [30, 15]
 
 
 def test_parts_of_different_kinds_are_one_message() -> None:
@@ -144,6 +149,8 @@ def test_tasks_of_ones_own_that_do_not_fit_are_told() -> None:
         names_of(mix({"task": EASY}, {"task": "test_mixture:with_a_part"}))
     with pytest.raises(UsageError, match=r"task\.parts\.0\.task: part 'none' has no examples"):
         mix({"task": "test_mixture:no_examples", "name": "none"})
+    with pytest.raises(DataError, match=r"part 'rows': .*nowhere\.jsonl"):
+        mix({"task": EASY}, {"task": {"name": "jsonl", "path": "nowhere.jsonl"}, "name": "rows"})
 
 
 def test_accuracy_is_told_by_part_beside_the_whole() -> None:
