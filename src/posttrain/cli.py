@@ -178,9 +178,11 @@ options of the task go behind its name:
 
 
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:
-    stories = "reasoning (writing the steps pays) or tools (a calculator pays for large sums)"
     parser.add_argument(
-        "--story", choices=("reasoning", "tools"), default="reasoning", help=f"{stories}; default: the first"
+        "--story",
+        choices=("reasoning", "tools"),
+        default="reasoning",
+        help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
     )
     parser.add_argument("--seed", type=seed, default=0, help="seed of both training runs (default: 0)")
     parser.add_argument("--quiet", action="store_true", help="no live progress")

@@ -11,15 +11,21 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.commands import demo
+from posttrain.commands.demo_stories import STORIES
 from posttrain.evals.generation import Evaluation
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 
 LITTLE = [("train.steps", "2"), ("task.size", "60"), ("eval.n", "4"), ("eval.every", "2")]
+FEW = [("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6"), ("rollout.max_turn_tokens", "4")]
 SMALL = {
+    "tiny/sft-calculator": [("train.steps", "2"), ("task.size", "60")],
+    "tiny/grpo-calculator": [*LITTLE, *FEW],
     "tiny/sft": [*LITTLE, ("eval.max_tokens", "6")],
     "tiny/grpo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
 }
+
+REASONING = STORIES["reasoning"]
 
 
 @pytest.fixture
@@ -90,21 +96,55 @@ def test_an_unfinished_demo_is_continued(tmp_path: Path) -> None:
     status = directory.read_status()
     assert status is not None
     directory.write_status(replace(status, state="interrupted"))
-    assert demo.make_plan(tmp_path, 0).grpo == tmp_path / "demo-grpo"
-    assert demo.make_plan(tmp_path, 1).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
+    assert demo.make_plan(tmp_path, 0, REASONING).grpo == tmp_path / "demo-grpo"
+    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
     assert main(["demo", "--runs-dir", str(tmp_path), "--quiet"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-sft"]
-    assert demo.make_plan(tmp_path, 0).sft == tmp_path / "demo-sft-2"
+    assert demo.make_plan(tmp_path, 0, REASONING).sft == tmp_path / "demo-sft-2"
 
 
 def test_the_outcome_follows_the_figures() -> None:
     before = measured("after SFT", 0.10, 0.08, 0.13, 0.1)
     better = measured("after GRPO", 0.97, 0.95, 0.98, 0.99)
-    assert demo.outcome([before, better]) == (
+    assert demo.outcome(REASONING, [before, better]) == (
         "It discovered that working step by step pays: right answers went from 10% to 97%, "
         "answers that show their working from 10% to 99%."
     )
     same = measured("after GRPO", 0.12, 0.09, 0.15, 0.1)
-    assert demo.outcome([before, same]).startswith(
+    assert demo.outcome(REASONING, [before, same]).startswith(
         "In this run it found nothing that the intervals could tell from chance"
     )
+
+
+@pytest.mark.usefixtures("small")
+def test_the_story_of_the_calculator_measures_all_three_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--story", "tools", "--runs-dir", str(tmp_path), "--quiet"]) == 0
+    assert "3. Reinforcement" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-tools-grpo", "demo-tools-sft"]
+    results = json.loads((tmp_path / "demo-tools-grpo" / "demo.json").read_text())["results"]
+    for figures in results.values():
+        assert {"small:accuracy", "large:accuracy", "small:called", "large:called"} <= figures.keys()
+    report = (tmp_path / "demo-tools-grpo" / "report.html").read_text()
+    assert "A small model learns when to use a tool" in report
+    assert "Calls by part" in report
+    sft = RunDirectory(tmp_path / "demo-tools-sft").read_recipe()
+    assert [part["task"]["called"] for part in sft["task"]["parts"]] == [0.25, 0.25]
+
+
+def test_the_outcome_of_the_calculator_follows_the_figures() -> None:
+    def figures(small: float, small_called: float, large: float, large_called: float) -> dict[str, float]:
+        told = {"small:accuracy": small, "small:called": small_called}
+        told |= {"large:accuracy": large, "large:called": large_called}
+        return {
+            name + end: v + by for name, v in told.items() for end, by in (("", 0), ("_low", -0.03), ("_high", 0.03))
+        }
+
+    tell, before = STORIES["tools"].outcome, figures(0.99, 0.0, 0.01, 0.0)
+    assert tell(before, figures(0.98, 0.02, 0.97, 0.99)) == (
+        "It discovered when a tool pays: of the large sums 1% were right before and 97% after, with 99% of them "
+        "computed by the tool; of the small ones 99% and 98%, with 2% computed by the tool."
+    )
+    for always_or_never in (figures(0.98, 0.99, 0.97, 0.99), figures(0.98, 0.0, 0.02, 0.0)):
+        assert tell(before, always_or_never).startswith("In this run it did not find out when a tool pays")

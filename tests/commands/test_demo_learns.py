@@ -21,3 +21,16 @@ def test_grpo_turns_a_guesser_into_a_worker(seed: int, tmp_path: Path) -> None:
     assert results["after GRPO"]["accuracy"] >= 0.95
     assert results["after GRPO"]["format"] >= 0.99
     assert results["after GRPO"]["worked"] > results["after SFT"]["worked"] + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_finds_out_when_a_calculator_pays(seed: int, tmp_path: Path) -> None:
+    """Large sums from less than 10 % right to at least 90 %; small ones stay right, with at most 10 % calls."""
+    assert main(["demo", "--story", "tools", "--seed", str(seed), "--quiet", "--runs-dir", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "demo-tools-grpo" / "demo.json").read_text())["results"]
+    before, after = results["after SFT"], results["after GRPO"]
+    assert before["large:accuracy"] < 0.1
+    assert after["large:accuracy"] >= 0.9
+    assert after["small:accuracy"] >= 0.9
+    assert after["small:called"] <= 0.1

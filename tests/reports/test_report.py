@@ -259,3 +259,20 @@ def test_held_out_loss_stands_beside_that_of_training() -> None:
     assert headline is not None
     (panel,) = choose_panels([*steps, evaluated(2, loss=2.5)], headline)
     assert (panel.title, [series.label for series in panel.series]) == ("Loss", ["training", "held-out"])
+
+
+def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
+    def step(k: int, prompts: float) -> MetricsRow:
+        parts = {"small:accuracy": 0.9, "large:accuracy": 0.1 * k, "small:num_calls": 0.0, "large:num_calls": 1.0}
+        return MetricsRow(k, {"accuracy": 0.5, **parts, "small:prompts": prompts, "large:prompts": 16 - prompts})
+
+    even = {panel.title: panel for panel in choose_panels([step(k, 8.0) for k in (1, 2, 3)])}
+    assert [(s.label, s.ys) for s in even["Accuracy by part"].series] == [
+        ("small", [0.9, 0.9, 0.9]),
+        ("large", [0.1, 0.2, pytest.approx(0.3)]),
+    ]
+    assert [s.label for s in even["Calls by part"].series] == ["small", "large"]
+    assert "Prompts by part" not in even, "without a curriculum they are the same in every step"
+    opened = {panel.title: panel for panel in choose_panels([step(k, 16.0 - k) for k in (1, 2, 3)])}
+    assert [s.ys for s in opened["Prompts by part"].series] == [[15.0, 14.0, 13.0], [1.0, 2.0, 3.0]]
+    assert "Accuracy by part" not in {panel.title for panel in choose_panels(rows())}

@@ -63,10 +63,10 @@ STORIES: Mapping[StoryName, Story] = {
             "format from demonstrations that mostly guess. Then reinforcement learning only says right or wrong. "
         ),
         texts=(
-            "`tiny` is a language model of under a million parameters that ships with this package. It has read little "
-            "stories and worked sums, nothing else: it completes text and does not know what a question is.",
-            "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most of them guess "
-            "the answer at once, only some write down their steps; so it learns the format, and mostly to guess.",
+            "`tiny` is a language model of under a million parameters that ships with this package. It has read "
+            "little stories and worked sums, nothing else: it completes text and does not know what a question is.",
+            "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most of them "
+            "guess the answer at once, only some write down their steps; so it learns the format, and mostly to guess.",
             "Nothing is demonstrated any more. For each problem the model writes several answers; those that are right "
             "earn a reward, and whatever made them right becomes likelier. Watch accuracy, length and the share of "
             "worked answers: does it discover that working step by step pays?",
@@ -84,16 +84,16 @@ STORIES: Mapping[StoryName, Story] = {
         grpo="tiny/grpo-calculator",
         title="A small model learns when to use a tool",
         lead=(
-            "A language model of under a million parameters, trained on this machine in minutes. It can do small sums in "
-            "its head and no large ones. Demonstrations show how a calculator is called, and not when. Then "
+            "A language model of under a million parameters, trained on this machine in minutes. It can do small sums "
+            "in its head and no large ones. Demonstrations show how a calculator is called, and not when. Then "
             "reinforcement learning says right or wrong, and a call costs a little. "
         ),
         texts=(
-            "`tiny` is a language model of under a million parameters that ships with this package. It has read sums of "
-            "numbers below a hundred. It does not know what a question is, and has never met a tool.",
-            "It now copies demonstrations. Most write the sum down and answer; one in four, of small numbers and large "
-            "ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, and answers. So it "
-            "learns how a tool is called, and to call none unless chance will have it.",
+            "`tiny` is a language model of under a million parameters that ships with this package. It has read sums "
+            "of numbers below a hundred. It does not know what a question is, and has never met a tool.",
+            "It now copies demonstrations. Most write the sum down and answer; one in four, of small numbers and "
+            "large ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, and answers. "
+            "So it learns how a tool is called, and to call none unless chance will have it.",
             "Nothing is demonstrated any more. A right answer earns 1, and a call costs 0.1. Watch the calls for small "
             "sums and for large ones: does it discover when a call is worth its price?",
         ),
