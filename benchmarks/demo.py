@@ -1,9 +1,11 @@
 """The demo's claim, measured: held-out accuracy of base, SFT and GRPO for several seeds.
 
     python benchmarks/demo.py --seeds 0 1 2
+    python benchmarks/demo.py --seeds 0 1 2 --story tools
 
-Runs ``posttrain demo --seed S`` once per seed in a folder of its own and prints one row each: accuracy
-with its 95 % interval, format, share of worked answers, wall time. Writes ``benchmarks/results/demo.json``.
+Runs ``posttrain demo --seed S`` once per seed in a folder of its own and prints one row each: accuracy with its 95 %
+interval, format, what the story is about (the share of worked answers; right answers and calls for small and for large
+sums), wall time. Writes ``benchmarks/results/demo.json`` or ``demo-tools.json``.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results" / "demo.json"
+RESULTS = Path(__file__).resolve().parent / "results"
+RUNS = {"reasoning": "demo", "tools": "demo-tools"}
+TOLD = ("worked", "small:accuracy", "small:called", "large:accuracy", "large:called")
 COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 
 
-def run_seed(seed: int, folder: Path) -> dict[str, Any]:
+def run_seed(seed: int, folder: Path, story: str) -> dict[str, Any]:
     """The facts of one demo (``demo.json``), with the wall time of the whole command."""
     started = time.monotonic()
-    arguments = ["demo", "--seed", str(seed), "--runs-dir", str(folder), "--quiet"]
+    arguments = ["demo", "--story", story, "--seed", str(seed), "--runs-dir", str(folder), "--quiet"]
     subprocess.run([sys.executable, "-c", COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
-    facts: dict[str, Any] = json.loads((folder / "demo-grpo" / "demo.json").read_text())
+    facts: dict[str, Any] = json.loads((folder / f"{RUNS[story]}-grpo" / "demo.json").read_text())
     return facts | {"command_seconds": time.monotonic() - started}
 
 
@@ -36,8 +40,8 @@ def show_row(facts: dict[str, Any]) -> str:
     parts = [f"seed {facts['seed']}:"]
     for label, r in facts["results"].items():
         interval = f"[{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"
-        worked = f", worked {r['worked']:.0%}" if "worked" in r else ""
-        parts.append(f"{label} {r['accuracy']:.1%} {interval}, format {r['format']:.1%}{worked};")
+        told = "".join(f", {name} {r[name]:.0%}" for name in TOLD if name in r)
+        parts.append(f"{label} {r['accuracy']:.1%} {interval}, format {r['format']:.1%}{told};")
     parts.append(f"{facts['command_seconds']:.0f} s")
     return " ".join(parts)
 
@@ -45,15 +49,16 @@ def show_row(facts: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--story", choices=list(RUNS), default="reasoning")
     arguments = parser.parse_args()
     found = []
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(run_seed(seed, Path(folder)))
+            found.append(run_seed(seed, Path(folder), arguments.story))
         print(show_row(found[-1]), flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     content = {"machine": platform.platform(), "python": platform.python_version(), "demos": found}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"{RUNS[arguments.story]}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "",
     ),
-    "demo.py": ([["--seeds", "0"]], None, "seed 0: base 0.0 %"),
+    "demo.py": ([["--seeds", "0"], ["--seeds", "0", "--story", "tools"]], None, "seed 0: base 0.0%"),
     "dictionaries.py": (
         [["--only", "speed", "--steps", "1", "--repeats", "1"], ["--only", "planted", "--scale", "0.01"]],
         None,

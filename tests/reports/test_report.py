@@ -272,6 +272,10 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
         ("large", [0.1, 0.2, pytest.approx(0.3)]),
     ]
     assert [s.label for s in even["Calls by part"].series] == ["small", "large"]
+    held_out = {"n": 50.0, "small:accuracy": 0.9, "small:accuracy_low": 0.8, "small:accuracy_high": 0.95}
+    measured = MetricsRow(0, {f"eval/mixture/validation/{name}": value for name, value in held_out.items()})
+    told = {panel.title: panel for panel in choose_panels([measured, step(1, 8.0)])}["Accuracy by part"].series
+    assert [(s.label, s.ys) for s in told] == [("small", [0.9]), ("large", [0.1]), ("small, held-out", [0.9])]
     assert "Prompts by part" not in even, "without a curriculum they are the same in every step"
     opened = {panel.title: panel for panel in choose_panels([step(k, 16.0 - k) for k in (1, 2, 3)])}
     assert [s.ys for s in opened["Prompts by part"].series] == [[15.0, 14.0, 13.0], [1.0, 2.0, 3.0]]

@@ -36,6 +36,7 @@ from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.models import find_source
 from posttrain.store.durable import replace_file
+from posttrain.store.rollouts import show_turns
 from posttrain.tasks.base import Task, build_task
 
 NUM_HELD_OUT = 500
@@ -157,7 +158,9 @@ def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, labe
     r = evaluation.results
     interval = f"95 % interval {r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}"
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
-    line = f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right ({interval}){worked}."
+    parts = [f"{r[key]:.0%} {said}" for key, said in plan.story.told.items() if key in r]
+    told = f": {', '.join(parts)}" if parts else ""
+    line = f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right ({interval}){worked}{told}."
     console.print(Text(line, style="bold"))
     return Measured(label, description, evaluation)
 
@@ -173,7 +176,7 @@ def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]
         answers = [
             Answer(
                 label=stage.label,
-                text=rollout.text,
+                text=show_turns(rollout.turns, rollout.failures) or rollout.text,
                 is_right=rollout.parts["correct"] == 1.0,
                 extracted=extract(rollout.text),
                 num_tokens=rollout.completion.num_own,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 StoryName = Literal["reasoning", "tools"]
@@ -15,7 +15,8 @@ class Story:
     """Three models of one story: ``tiny``, what demonstrations made of it, and what reward made of that.
 
     ``sft``, ``grpo``: recipes; their runs are called ``run`` with ``-sft`` and ``-grpo`` behind it. ``texts`` are said
-    before each of the three, ``descriptions`` stand beside their figures. ``outcome`` tells in one sentence, from the
+    before each of the three, ``descriptions`` stand beside their figures; ``told``: which results of the evaluation are
+    told as well, and what is said of each share. ``outcome`` tells in one sentence, from the
     figures before and after reinforcement learning, what it changed.
     """
 
@@ -27,6 +28,7 @@ class Story:
     texts: tuple[str, str, str]
     descriptions: tuple[str, str, str]
     outcome: Callable[[Results, Results], str]
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 def reasoning_outcome(before: Results, after: Results) -> str:
@@ -103,5 +105,11 @@ STORIES: Mapping[StoryName, Story] = {
             "was told right or wrong; a call costs a little",
         ),
         outcome=tools_outcome,
+        told={
+            "small:accuracy": "of the small sums",
+            "small:called": "of these by a call",
+            "large:accuracy": "of the large ones",
+            "large:called": "of these by a call",
+        },
     ),
 }

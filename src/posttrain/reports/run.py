@@ -24,6 +24,8 @@ _COLUMNS = (
     ("truncated", "cut off", ".1%"),
 )
 
+_OF_A_PART = {"accuracy": "right", "called": "called a tool"}  # results of a mixture's parts (``PART:NAME``)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -113,6 +115,9 @@ def render_report(report: Report) -> str:
     """The whole page as HTML."""
     columns = [*((key, *NAMES[key]) for key in report.headline.beside), *_COLUMNS]
     columns = [column for column in columns if any(column[0] in stage.results for stage in report.stages)]
+    for key in dict.fromkeys(key for stage in report.stages for key in stage.results if ":" in key):
+        part, _, name = key.rpartition(":")
+        columns += [(key, f"{part}: {_OF_A_PART[name]}", ".1%")] if name in _OF_A_PART else []
     page = {"title": report.title, "lead": report.lead, "environment": report.environment}
     has_interval = any(report.headline.interval(stage.results) for stage in report.stages)
     return render("run.jinja", report=report, columns=columns, has_interval=has_interval, **page)

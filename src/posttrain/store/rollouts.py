@@ -107,13 +107,18 @@ class RecordedRollout:
     @property
     def transcript(self) -> str:
         """The completion for a reader: of several turns each, with the results of its calls below it."""
-        if len(self.turns) < 2 and not self.failures and not any(turn.calls for turn in self.turns):
-            return self.completion
-        lines = []
-        for turn in self.turns:
-            lines.append(turn.text)
-            lines += [f"-> {call.tool} ({call.outcome}): {call.result}" for call in turn.calls]
-        return "\n".join([*lines, *(f"-> failed: {failure}" for failure in self.failures)])
+        return show_turns(self.turns, self.failures) or self.completion
+
+
+def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
+    """Turns for a reader, with the results of the calls below each; empty where one says all and nothing failed."""
+    if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
+        return ""
+    lines = []
+    for turn in turns:
+        lines.append(turn.text)
+        lines += [f"-> {call.tool} ({call.outcome}): {call.result}" for call in turn.calls]
+    return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
 
 
 def to_row(rollout: Rollout) -> tuple[Any, ...]:

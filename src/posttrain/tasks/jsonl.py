@@ -18,7 +18,8 @@ from posttrain.tasks.reader import reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.thinking import answer_text
-from posttrain.types import Example, Message
+from posttrain.tasks.transcripts import read_transcript, uses_tools
+from posttrain.types import Example, Message, Turn
 
 # What is said of a response that a grader did not find right.
 OUTCOMES: dict[Outcome, str] = {
@@ -51,8 +52,10 @@ def jsonl(
 
     A row has a prompt (text) or messages (a list of role and content), and an answer (text or a number) with maybe a
     solution, or a response. A response is a whole text to imitate, and so is the assistant's message at the end of
-    messages; such a row needs no answer. How the response is written is the template's affair: ``r1_zero`` puts its
-    reasoning and its answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands.
+    messages; such a row needs no answer. Messages before it may use tools (``tool_calls``, then the role
+    ``tool`` for each result): what is called is learnt, what is returned is only read. How the response is written is
+    the template's affair: ``r1_zero`` puts its reasoning and its answer between the tags, ``plain``, ``chat`` and
+    ``as_is`` take it as it stands.
 
     Args:
         path: the file, or ``hf:NAME`` for a data set of the hub (``hf:NAME:CONFIG@SPLIT``; ``#1000`` behind it streams
@@ -102,7 +105,10 @@ def read_example(
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
-    if messages_key in row.data:
+    turns: tuple[Turn, ...] = ()
+    if uses_tools(row, messages_key):
+        messages, turns = read_transcript(row, messages_key)
+    elif messages_key in row.data:
         messages = row.messages(messages_key)
     else:
         messages = (Message("user", row.text(prompt_key)),)
@@ -127,7 +133,7 @@ def read_example(
             )
         answer = row.answer(answer_key)
     example_id = f"jsonl/{split}/{row.line}"
-    return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration)
+    return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration, turns=turns)
 
 
 def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]:

@@ -82,7 +82,7 @@ _PLANS = (
 # fmt: on
 # What is told of each part of a mixture (``PART:NAME``), with a line for each.
 _BY_PART = {
-    "accuracy": ("Accuracy by part", "sampled in training", True),
+    "accuracy": ("Accuracy by part", "sampled in training, and greedy on held-out problems", True),
     "reward": ("Reward by part", "mean over the sampled answers", False),
     "num_calls": ("Calls by part", "calls of tools in an answer, sampled in training", False),
     "num_tokens": ("Length by part", "tokens of an answer", False),
@@ -107,16 +107,18 @@ def choose_panels(rows: Sequence[MetricsRow], headline: Headline = ACCURACY) -> 
         if series:
             rank = 0 if held_out else 1 if shown.keys() & {*headline.beside} else 2
             panels.append((rank, Panel(plan.title, plan.caption, series, plan.is_share)))
-    panels += [(2, panel) for panel in _part_panels(rows)]
+    panels += [(2, panel) for panel in _part_panels(rows, evaluations)]
     return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
 
 
-def _part_panels(rows: Sequence[MetricsRow]) -> Iterator[Panel]:
+def _part_panels(rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoint]) -> Iterator[Panel]:
     """Of a mixture, what is told of its parts; prompts where a curriculum changes them."""
-    recorded = dict.fromkeys(name for row in rows for name in row.metrics if ":" in name)
+    recorded = dict.fromkeys(name for row in rows for name in row.metrics if ":" in name and "/" not in name)
     for metric, (title, caption, is_share) in _BY_PART.items():
         parts = {name: name.rpartition(":")[0] for name in recorded if name.rpartition(":")[2] == metric}
         series = [s for name, part in parts.items() if (s := _metric_series(rows, name, part)) is not None]
+        for name, part in parts.items():
+            series += _evaluation_series(evaluations, name, f"{part}, held-out")
         if metric == "prompts" and all(len(set(s.ys)) == 1 for s in series):
             continue  # no curriculum: each part has its share in every step
         if series:
