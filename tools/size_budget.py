@@ -17,28 +17,28 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 66990
+MAX_PACKAGE_LINES = 68240
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2330,
-    "recipes": 1090,
-    "algorithms": 1810,
+    "ground": 2340,
+    "recipes": 1200,
+    "algorithms": 2030,
     "graders": 6730,
     "rewards": 420,
     "render": 1370,
-    "tasks": 5570,
+    "tasks": 5910,
     "environments": 1110,
-    "store": 2570,
+    "store": 2580,
     "models": 2820,
     "engines": 6280,
     "evals": 2930,
     "reward_models": 1630,
-    "train": 5400,
+    "train": 5840,
     "interpret": 7570,
     "runs": 2900,
     "sweeps": 3290,
-    "reports": 3100,
-    "commands": 8140,
+    "reports": 3130,
+    "commands": 8250,
 }
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RecipeError
-from posttrain.recipes.mixture import map_tasks, parts_of, task_words
 from posttrain.recipes.recipe import load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Word, map_tasks, parts_of, task_words
 
 HEAD = "extends: tiny/grpo\n"
 

@@ -13,8 +13,8 @@ from posttrain.algorithms.curricula import History, Mix
 from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices
 from posttrain.tasks.base import Task, TaskPart
+from posttrain.train.sources import PlainOrder, row_order
 from posttrain.train.sources.mixed_order import Curriculum, MixedOrder
-from posttrain.train.sources.order import PlainOrder, row_order
 
 PARTS = (TaskPart("a", 2.0), TaskPart("b", 1.0))
 ROWS = ["a"] * 10 + ["b"] * 7

@@ -9,9 +9,8 @@ from typing import Any, Protocol, overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.mixture import MIXTURE, map_tasks
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import MIXTURE, Word, map_tasks
 from posttrain.types import Example
 
 

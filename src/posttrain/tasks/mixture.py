@@ -12,8 +12,7 @@ from posttrain.errors import PosttrainError, UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
 from posttrain.recipes.document import complete_word
-from posttrain.recipes.mixture import Part, read_parts
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Part, Word, read_parts
 from posttrain.registry import register
 from posttrain.tasks.base import Answered, ExamplesOnDemand, Task, TaskPart, build_task
 from posttrain.tasks.description import is_pair

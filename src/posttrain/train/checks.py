@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
-from posttrain.recipes.mixture import parts_of
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Word, parts_of
 from posttrain.registry import Entry
 from posttrain.train.step import Level
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
