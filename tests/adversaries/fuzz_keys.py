@@ -253,6 +253,7 @@ def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, A
     )
 
 
+MIXED: dict[str, Any] = {"name": "mixture", "parts": [{"task": {"name": "stories", "size": 64}}]}
 # Where a word of each kind stands in a recipe, with what else the recipe then needs.
 WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "objective": (("train",), RL, "objective"),
@@ -264,6 +265,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "grader": (("train",), merged(RL, {"rewards": [{"name": "correct"}]}), "rewards.0.mode"),
     "template": (("train",), RL, "prompt.template"),
     "task": (("train",), SFT, "task"),
+    "curriculum": (("train",), merged(RL, {"task": MIXED}), "curriculum"),
     "environment": (("train",), merged(RL, {"environment": {"name": "calculator"}}), "environment"),
     "engine": (("train",), RL, "rollout.engine"),
     "optimizer": (("train",), RL, "optimizer"),
@@ -279,6 +281,8 @@ REQUIRED = {
     "limit": 8,
     "cache": 4,
     "threshold": 0.5,
+    "parts": MIXED["parts"],
+    "stages": [{"step": 1, "weights": {"stories": 1}}],
 }
 
 

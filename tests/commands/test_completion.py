@@ -29,7 +29,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "offered"),
     [
         ("tr", ["train"]),
-        ("train tiny/g", ["tiny/grpo", "tiny/grpo-number-guess"]),
+        (
+            "train tiny/g",
+            ["tiny/grpo", "tiny/grpo-calculator", "tiny/grpo-curriculum", "tiny/grpo-number-guess"],
+        ),
         ("train compare/", []),
         ("train tiny/grpo --train.l", ["--train.lr"]),
         ("train tiny/grpo --dry", ["--dry-run"]),

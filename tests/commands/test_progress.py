@@ -16,6 +16,7 @@ from posttrain.commands.progress import (
     choose_progress,
     show_duration,
     show_evaluation,
+    show_parts,
     sparkline,
 )
 from posttrain.store.headline import ACCURACY, REWARD
@@ -191,3 +192,11 @@ def test_view_follows_the_terminal() -> None:
     assert isinstance(choose_progress("x", False, Console(file=io.StringIO())), PlainProgress)
     assert isinstance(choose_progress("x", False, Console(file=io.StringIO(), force_terminal=True)), LiveProgress)
     assert type(choose_progress("x", True)) is Progress
+
+
+def test_the_parts_of_a_mixture_stand_in_the_lines() -> None:
+    metrics = {"accuracy": 0.5, "easy:accuracy": 0.75, "easy:accuracy_low": 0.6, "hard:pair_accuracy": 0.25}
+    assert show_parts(metrics | {"easy:prompts": 3.0, "reward/mine:accuracy": 0.1}) == "easy 75%, hard 25%"
+    assert show_parts({"accuracy": 0.5}) == ""
+    told = show_evaluation({"name": "mixture/test", "step": 2, "results": metrics | {"n": 9.0}, "headline": None})
+    assert told.endswith("· by part: easy 75%, hard 25% (n = 9)")

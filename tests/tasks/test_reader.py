@@ -65,11 +65,12 @@ def test_sizes_that_are_none(path: str) -> None:
 
 
 OWN_FILES = {"jsonl", "preferences"}
+MADE_OF_TASKS = {"mixture"}
 BUNDLED = {"refusals", "sycophancy"}  # their prompts come with the package
 
 
 def test_every_task_says_where_its_rows_are_to_be_had() -> None:
-    assert set(_places()) == set(registry.names("task")) - MAKERS - OWN_FILES - BUNDLED
+    assert set(_places()) == set(registry.names("task")) - MAKERS - OWN_FILES - BUNDLED - MADE_OF_TASKS
     for name, place in _places().items():
         assert place.keys() <= {"files", "also", "url", "licence", "get"}, name
         assert place["url"].startswith("https://"), name

@@ -226,8 +226,8 @@ def test_what_was_dropped_is_counted() -> None:
     parts = prepare(recipe_of("bradley_terry", "pair"))
     short = recipe_of("bradley_terry", "pair", data={"max_tokens": 30})
 
-    def read(task: Task) -> SupervisedSource:
-        return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair")
+    def read(task: Task, *, draws: bool) -> SupervisedSource:
+        return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair", draws=draws)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
     chosen = choose_held_out(read, [task], "pair", 10, only_scores=True)["pairs/test"]

@@ -16,9 +16,8 @@ from pydantic import BaseModel
 
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import interpretation_names
-from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import Section, Word
+from posttrain.recipes.sections import Section, Word, task_words
 from posttrain.registry import HOMES, Entry, entries
 from posttrain.sweeps.compare import training_recipe_names
 

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
@@ -91,6 +91,13 @@ def show_duration(seconds: float) -> str:
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
 
 
+def show_parts(metrics: Mapping[str, float]) -> str:
+    """``easy 83%, hard 12%``: what was right of each part of a mixture; nothing without one."""
+    split = {name: name.partition(":") for name in metrics if ":" in name and "/" not in name}
+    told = [f"{part} {metrics[name]:.0%}" for name, (part, _, metric) in split.items() if metric.endswith("accuracy")]
+    return ", ".join(told)
+
+
 def show_evaluation(payload: dict[str, Any]) -> str:
     """One line for an evaluation: the run's headline with its 95 % interval, format, length."""
     results, headline = payload["results"], payload["headline"]
@@ -101,6 +108,8 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     for key, label, form in further:
         if results.get(key) is not None:
             parts.append(f"· {label} {results[key]:{form}}")
+    if of_parts := show_parts(results):
+        parts.append(f"· by part: {of_parts}")
     if "n" in results:
         parts.append(f"(n = {results['n']:.0f})")
     return " ".join(parts)
@@ -238,6 +247,8 @@ class PlainProgress(Progress):
         forms = {name: (label, form) for name, label, form in SHOWN}
         parts = [f"step {payload['step']}/{self.history.steps}"]
         parts += [f"{forms[name][0]} {metrics[name]:{forms[name][1]}}" for name in PLAIN if name in metrics]
+        if of_parts := show_parts(metrics):
+            parts.append(f"right by part: {of_parts}")
         if rates := self.history.rates():
             parts.append(rates)
         remaining = self.history.remaining()
@@ -297,6 +308,8 @@ class LiveProgress(Progress):
                 numbers.add_row(
                     Text(label, style="dim"), Text(f"{series[-1]:{form}}"), Text(sparkline(series), style="cyan")
                 )
+        if of_parts := show_parts({name: series[-1] for name, series in history.series.items()}):
+            numbers.add_row(Text("right by part", style="dim"), Text(of_parts))
         foot = " — ".join(part for part in (history.rates(), history.phases()) if part)
         return Panel(
             Group(head, numbers, Text(foot, style="dim")), title=Text(self._title), title_align="left", expand=False

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from posttrain.commands.progress import Progress, choose_progress, show_duration
 from posttrain.errors import INTERRUPTED, UsageError
-from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.sections import task_words
 from posttrain.registry import find
 from posttrain.untrusted import harmless
 

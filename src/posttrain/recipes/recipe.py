@@ -17,8 +17,8 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipes.document import Content, Document, Rule, complete_word
-from posttrain.recipes.mixture import MIXTURE, broken_parts
 from posttrain.recipes.sections import (
+    MIXTURE,
     TURN_DEFAULTS,
     DataSection,
     EvalSection,
@@ -35,6 +35,7 @@ from posttrain.recipes.sections import (
     Word,
     Words,
     as_list,
+    broken_parts,
 )
 
 WORD_KINDS = {

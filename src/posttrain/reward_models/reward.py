@@ -18,9 +18,8 @@ from posttrain.evals.generation import held_out_indices
 from posttrain.evals.ranking import Combine
 from posttrain.graders.grading import Measured
 from posttrain.recipes.document import parse_yaml, recipe_text
-from posttrain.recipes.mixture import map_tasks
 from posttrain.recipes.recipe import Recipe, stored_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Word, map_tasks
 from posttrain.registry import find, register
 from posttrain.reward_models.scoring import RewardModel, load_reward_model
 from posttrain.tasks.base import Task

@@ -9,9 +9,8 @@ from typing import Any, Protocol, overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.mixture import MIXTURE, map_tasks
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import MIXTURE, Word, map_tasks
 from posttrain.types import Example
 
 
@@ -179,6 +178,10 @@ def _own_task(word: Word, asked: Mapping[str, Any]) -> Word:
 
 
 def _with_split(name: str, options: Mapping[str, Any], split: str) -> Word:
-    if name != MIXTURE and "split" in registry.find("task", name, "--task").options_model().model_fields:
+    """A task with a split, unless one is named already; of a mixture the parts, by weight."""
+    if name == MIXTURE:
+        mixture = map_tasks(Word(name=name, **options), lambda word: _with_split(word.name, word.options, split))
+        return Word(name=name, **({"by_weight": True} | mixture.options))
+    if "split" in registry.find("task", name, "--task").options_model().model_fields:
         return Word(name=name, **({"split": split} | dict(options)))
     return Word(name=name, **options)

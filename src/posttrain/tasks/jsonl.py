@@ -85,11 +85,12 @@ def jsonl(
 
     def read(row: Row) -> Example:
         example = read_example(row, split, *keys)
-        if example.solution is not None:
-            example = replace(example, solution=answer_text(example.solution, strip_thinking=strip_thinking))
-        if example.demonstration is not None:
-            example = replace(example, demonstration=answer_text(example.demonstration, strip_thinking=strip_thinking))
-        return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
+        solution, said = (
+            text and answer_text(text, strip_thinking=strip_thinking)
+            for text in (example.solution, example.demonstration)
+        )
+        meta = _read_meta(row, meta_keys or ())
+        return replace(example, meta=meta, grader=grader, solution=solution, demonstration=said)
 
     collected = collect(read_file(path), read, path)
     examples = keep_correct(collected, grader, path) if correct_only else collected.examples

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
 from posttrain.recipes.document import complete_word
-from posttrain.recipes.mixture import Part, read_parts
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Part, Word, read_parts
 from posttrain.registry import register
 from posttrain.tasks.base import Answered, ExamplesOnDemand, Task, TaskPart, build_task
 from posttrain.tasks.description import is_pair
@@ -86,7 +85,11 @@ def mixture(
 def _build(part: Part, number: int, split: str | None) -> Task:
     where = f"task.parts.{number}.task"
     options = part.task.options | ({} if split is None else {"split": split})
-    task = build_task(Word(name=part.task.name, **options), where)
+    try:
+        task = build_task(Word(name=part.task.name, **options), where)
+    except PosttrainError as error:  # a file's name or a line says nothing of whose it is
+        error.args = (f"part {part.name!r}: {error}",)
+        raise
     if len(task.examples) == 0:
         raise UsageError(f"{where}: part {part.name!r} has no examples; leave it out, or give it some")
     return task

@@ -25,9 +25,8 @@ from posttrain.models.sources import resolve_model_name
 from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
-from posttrain.recipes.mixture import task_words
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, ModelSection
+from posttrain.recipes.sections import EvalSection, ModelSection, task_words
 from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template

@@ -13,12 +13,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
-from posttrain.algorithms.curricula import History, choose_mix
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
-from posttrain.recipes.mixture import parts_of
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Word, parts_of
 from posttrain.registry import Entry
 from posttrain.train.step import Level
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
@@ -277,6 +275,8 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
     yield reads and w.recipe.rollout is None, "curriculum", given
     late = f": {name} goes by the batch before, which is not graded when the next is sampled; set 0, or use stages"
     yield reads and w.recipe.rollout and w.recipe.rollout.staleness, "rollout.staleness", late
+    from posttrain.algorithms.curricula import History, choose_mix
+
     # names of parts are looked at before anything is loaded
     parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
     choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)

@@ -86,6 +86,8 @@ _BY_PART = {
     "reward": ("Reward by part", "mean over the sampled answers", False),
     "num_calls": ("Calls by part", "calls of tools in an answer, sampled in training", False),
     "num_tokens": ("Length by part", "tokens of an answer", False),
+    "pair_accuracy": ("Pairs in the right order by part", "share of pairs, in training; a tie counts half", True),
+    "loss": ("Loss by part", "mean over what is trained of it", False),
     "prompts": ("Prompts by part", "that were sampled for", False),
 }
 

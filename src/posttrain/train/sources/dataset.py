@@ -19,8 +19,7 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import TrainBatch, num_batches
-from posttrain.train.sources.order import row_order
+from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Sample, collate
 

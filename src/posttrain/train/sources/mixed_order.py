@@ -21,7 +21,7 @@ from posttrain.errors import UsageError
 from posttrain.randomness import permutation
 from posttrain.tasks.base import TaskPart
 from posttrain.tasks.mixture import next_turn
-from posttrain.train.sources.order import Turn
+from posttrain.train.sources import Turn
 from posttrain.types import Rollout
 
 MAX_RECORDED = 1000  # batches of a part; the longest window of a curriculum

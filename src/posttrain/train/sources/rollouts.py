@@ -28,8 +28,7 @@ from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import TrainBatch, num_batches
-from posttrain.train.sources.order import row_order
+from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
