@@ -62,6 +62,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
     "starlette": ("commands/serve/",),
+    "lm_eval": ("commands/evaluate/",),
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on
     "matplotlib": ("reports/charts/",),

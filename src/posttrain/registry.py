@@ -39,7 +39,7 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "advantage": {
         "posttrain.algorithms.advantages": (
-            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go"
+            "batch_normalized centered gae leave_one_out mean_scaled normalized raw return_to_go turn_normalized"
         ),
     },
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
@@ -54,10 +54,10 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "reward": {
         "posttrain.rewards.correct": "correct",
-        "posttrain.rewards.environment": "environment tool_calls",
+        "posttrain.rewards.environment": "environment tool_calls turn_rewards",
         "posttrain.rewards.format": "xml_count xml_format xml_soft",
         "posttrain.graders.numeric": "is_number",
-        "posttrain.rewards.length": "overlong",
+        "posttrain.rewards.length": "overlong truncated",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging.reward": "judge",
         "posttrain.reward_models.reward": "reward_model",

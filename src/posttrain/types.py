@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
 # environment says that it is over, or because a tool or the environment failed.
 Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "environment_failed"]
+# Those by which a limit of the recipe cuts a completion off, before it or its environment came to an end: of tokens, of
+# turns, of the seconds of a call.
+TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class Completion:
     own: tuple[bool, ...] | None = None
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the recipe cut it off."""
+        return self.finish in TRUNCATED
+
+    @property
     def num_own(self) -> int:
         """How many of the ids the model wrote."""
         return len(self.ids) if self.own is None else sum(self.own)
@@ -117,10 +125,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it."""
+    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it.
+
+    ``reward``: what the environment paid for it, None where it says nothing of turns.
+    """
 
     text: str
     calls: tuple[Call, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
-"""Saved checkpoints load in lm_eval unchanged, and it measures there what is measured here."""
+"""Saved checkpoints load in lm_eval unchanged, and it measures there what is measured here; also through our engine."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ import yaml
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.models.load import load_model
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
-
-pytestmark = pytest.mark.slow
+from posttrain.store.rollouts import RolloutStore
 
 ROWS = [
     {
@@ -70,6 +70,7 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["checkpoint", "tiny"])
 def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_folder: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
@@ -98,6 +99,97 @@ def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_fo
     assert found["results"]["made_choice"]["acc,none"] == pytest.approx(rights / len(ROWS))
     for sample in found["samples"]["made_generation"]:
         assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
+
+
+@pytest.mark.slow
+def test_through_our_engine_it_measures_the_same(checkpoint: Path, task_folder: Path, tmp_path: Path) -> None:
+    """Likelihoods are those of its own loader, greedy answers those of the native engine."""
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("datasets")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    asked = [f"lm-eval:{','.join(TASKS)}", "--task-folder", str(task_folder), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main(["evaluate", str(checkpoint), "--device", "cpu", "--with", *asked]) == 0
+    results, ours = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("results", "samples"))
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1),
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(task_folder), include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    assert results["made_choice"]["acc,none"] == theirs["results"]["made_choice"]["acc,none"]
+    assert results["made_generation"]["exact_match,none"] == theirs["results"]["made_generation"]["exact_match,none"]
+    for sample, other in zip(ours["made_choice"], theirs["samples"]["made_choice"], strict=True):
+        for [mine], [its] in zip(sample["resps"], other["resps"], strict=True):
+            assert mine[0] == pytest.approx(its[0], abs=1e-4)
+            assert mine[1] == its[1]
+    loaded = load_model(ModelSection(name=str(checkpoint), device="cpu"), seed=0)
+    for sample in ours["made_generation"]:
+        assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("templated", [True, False])
+def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, templated: bool) -> None:
+    """One of our evaluations as a task of the harness: what users say under the run's template, or whole prompts."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("datasets")
+    options = ["--task", "stories", "--task.max_steps", "1", "--task.size", "6", "--max-tokens", "20", "--quiet"]
+    place = ["--device", "cpu", "--out"]
+    assert main(["evaluate", str(checkpoint), *options, *place, str(tmp_path / "own")]) == 0
+    [database] = (tmp_path / "own").rglob("rollouts.db")
+    rows = RolloutStore(database, read_only=True).evaluations()
+    assert len(rows) == 6
+    tokenizer = load_tokenizer(str(TINY))
+    whole = [tokenizer.decode(row.token_ids[: -row.num_tokens]) for row in rows if row.token_ids]
+    asked = [row.prompt for row in rows] if templated else whole
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": q, "answer": "?"}) + "\n" for q in asked))
+    settings = {
+        "task": "prompts_of_ours",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "answer",
+        **{key: TASKS["made_generation"][key] for key in ("output_type", "metric_list")},
+        "generation_kwargs": {"until": ["<never>"], "max_gen_toks": 20, "do_sample": False},
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "task.yaml").write_text(yaml.safe_dump(settings))
+    harness = ["--with", "lm-eval:prompts_of_ours", "--task-folder", str(tmp_path / "tasks"), "--quiet"]
+    harness += ["--template", "r1_zero"] if templated else []
+    assert main(["evaluate", str(checkpoint), *harness, *place, str(tmp_path / "out")]) == 0
+    said = json.loads((tmp_path / "out" / "samples.json").read_text())["prompts_of_ours"]
+    theirs = [one["resps"][0][0] for one in sorted(said, key=lambda one: one["doc_id"])]
+    assert len(set(theirs)) > 2
+    assert theirs == [row.completion.removeprefix("<think>") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            ["--with", "lm-eval:x"],
+            "--with lm-eval needs the package 'lm_eval', which is not installed. Install it with",
+        ),
+        (["--with", "inspect:x"], "--with inspect:x: give lm-eval:TASK"),
+        (["--with", "lm-eval:,"], "--with lm-eval:,: give lm-eval:TASK"),
+        (["tiny", "--with", "lm-eval:x"], "it measures one model at a time, not 2"),
+        (["--with", "lm-eval:x", "--samples", "4"], "--samples: it has no place with --with lm-eval; leave it out"),
+        (["--with", "lm-eval:x", "--task", "stories"], "--task: it has no place with --with lm-eval; leave it out"),
+        (["--with", "lm-eval:x", "--task-folder", "none-here"], "--task-folder none-here: no such folder"),
+        (["--task-folder", "."], "--task-folder: it is for tasks of another harness"),
+    ],
+)
+def test_what_does_not_go_with_the_harness_is_refused(
+    asked: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
+    assert main(["evaluate", "tiny", *asked]) == 2
+    assert says in capsys.readouterr().err
 
 
 def loglikelihood(loaded: Any, prompt: str, continuation: str) -> float:

@@ -117,6 +117,14 @@ def test_lengths_outcomes_and_facts() -> None:
     assert results["worked"] == 1.0
 
 
+def test_every_way_to_end_has_its_share() -> None:
+    ends = ["stop", "ended", "length", "out_of_turns", "out_of_turns", "tool_failed", "environment_failed", "stop"]
+    samples = [replace(make_sample("r"), finish=finish) for finish in ends]
+    results = summarize([Item(f"made/{i}", i, "?", "1", {}, (s,)) for i, s in enumerate(samples)])
+    names = ("truncated", "out_of_turns", "tool_failed", "environment_failures")
+    assert [results[name] for name in names] == [4 / 8, 2 / 8, 1 / 8, 1 / 8]
+
+
 def test_accuracy_by_kind() -> None:
     def item(index: int, outcome: str, **meta) -> Item:
         return make_item(index, outcome, **meta)

@@ -71,6 +71,15 @@ def test_what_a_reader_must_know() -> None:
     ]
 
 
+def test_each_limit_is_told_with_what_moves_it() -> None:
+    played = RESULTS | {"truncated": 0.5, "out_of_turns": 0.25, "tool_failed": 0.125}
+    assert notes_on([Row("m", None, "x/test", played)], {}) == [
+        "x/test · m: 12.5% of the answers were cut off; --max-tokens lets them grow longer",
+        "x/test · m: 25.0% of the answers came to the limit of turns (rollout.max_turns)",
+        "x/test · m: 12.5% of the answers ended as tools were too slow (rollout.tool_seconds)",
+    ]
+
+
 def test_every_k_has_a_line() -> None:
     results = summarize(make_items(["rrww", "wwww"]), samples=4, ks=(1, 2, 4))
     table = at_k_table(results)

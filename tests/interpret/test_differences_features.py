@@ -122,3 +122,12 @@ def test_mean_differences_by_hand(store: ActivationStore) -> None:
     delta = store.gather(rows, "resid.2", "post") - store.gather(rows, "resid.2", "base")
     assert torch.allclose(means[0], delta.mean(0), atol=1e-5)
     assert torch.allclose(means[1], delta[::LENGTH].mean(0), atol=1e-5)
+
+
+def test_what_an_environment_said_is_no_answer(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(store.num_rows)
+    monkeypatch.setattr(ActivationStore, "told", lambda self, its: self.positions(its) % 3 == 1)
+    names, means = mean_differences(store, "resid.2", 2)
+    assert names == ["answers", "answers, token 1"]  # no model wrote a second token
+    delta = store.gather(rows, "resid.2", "post") - store.gather(rows, "resid.2", "base")
+    assert torch.allclose(means[0], delta[store.positions(rows) % 3 != 1].mean(0), atol=1e-5)

@@ -97,6 +97,14 @@ def test_the_quantized_copy_scores_almost_alike(judge: str, capsys: pytest.Captu
         word(judge, bits=3)
 
 
+def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ended(judge: str) -> None:
+    """Only a turn that ran out of tokens is scored as one that was cut off."""
+    ended, cut = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], "length")
+    assert all(abs(a - b) > 1e-6 for a, b in zip(ended, cut, strict=True))
+    for finish in ("ended", "out_of_turns", "tool_failed", "environment_failed"):
+        assert values(judge, TEXTS[:2], finish) == ended
+
+
 def test_clipped_scores_stay_within(judge: str) -> None:
     plain = values(judge, TEXTS[:2])
     limit = min(map(abs, plain)) / 2

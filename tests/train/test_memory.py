@@ -13,8 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.respondents import Scripted
 from posttrain.engines.base import Sampling
+from posttrain.engines.conversation import Reply
 from posttrain.engines.native import engine as native_engine
+from posttrain.engines.native import turns
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
@@ -283,6 +286,46 @@ def test_the_cache_of_sampling(
     engine.generate([[5 + p] * PROMPT for p in range(prompts)], keys, Sampling(max_tokens=300, temperature=1.0))
     assert said.kv_cache == pytest.approx(max(shown), rel=0.15)
     assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
+
+
+@pytest.mark.parametrize("wait_steps", [0, 40])
+def test_the_cache_of_turns_has_room_for_the_steps_in_which_rows_wait(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, wait_steps: int
+) -> None:
+    """Twelve turns of which the others take about 40 steps each: as long as all of their tokens once more."""
+    shown: list[int] = []
+
+    class Watched(turns.Turns):
+        def _drop_finished(self) -> None:
+            cache = self.cache
+            shared = [] if cache.shared is None else [*cache.shared.keys, *cache.shared.values]
+            shown.append(sum(t.untyped_storage().nbytes() for t in (*cache.keys, *cache.values, *shared)))
+            super()._drop_finished()
+
+    monkeypatch.setattr(turns, "Turns", Watched)
+    recipe = recipe_of(
+        "grpo",
+        folders["qwen3"],
+        environment="calculator",
+        rollout__prompts="1",
+        rollout__group="4",
+        rollout__max_tokens="400",
+        rollout__max_turns="12",
+        rollout__max_turn_tokens="64",
+        rollout__engine__wait_steps=str(wait_steps),
+    )
+    said = stated_memory(recipe)
+    assert isinstance(said, Memory)
+
+    def answer(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
+        return Reply(finish="out_of_turns") if turn == 11 else Reply((7, 8))
+
+    engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders["qwen3"]).eval(), wait_steps=wait_steps)
+    stop = frozenset(range(0, VOCABULARY, 30))  # a turn ends by chance, after 30 tokens in the mean
+    sampling = Sampling(max_tokens=400, temperature=1.0, stop_ids=stop)
+    [group] = engine.converse([[5] * PROMPT], [[1, 2, 3, 4]], sampling, Scripted(answer))
+    assert max(len(completion.ids) for completion in group) > 300
+    assert max(shown) <= said.kv_cache <= 2.3 * max(shown)
 
 
 def test_one_limit_for_a_prompt_and_its_answer(folders: dict[str, str]) -> None:

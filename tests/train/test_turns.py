@@ -243,6 +243,10 @@ def test_limits_of_turns_want_something_that_answers() -> None:
         make_recipe("grpo", rollout={"max_turns": 3})
     with pytest.raises(RecipeError, match=r"environment: 'environment' answers a model that samples"):
         make_recipe("sft", environment="calculator")
+    for kind, says in (("grpo", "give 'environment'"), ("sft", "in a recipe with 'data' nothing answers")):
+        for key, changes in (("task", {"task": "episodes"}), ("eval.tasks.0", {"eval": {"tasks": ["episodes"]}})):
+            with pytest.raises(RecipeError, match=f"{key}: 'episodes' asks nothing by itself; {says}"):
+                prepare(make_recipe(kind, **changes))
     recipe = make_recipe("grpo", environment="calculator")
     assert recipe.rollout is not None
     turns = (recipe.rollout.max_turns, recipe.rollout.tool_seconds, recipe.rollout.retries, recipe.rollout.show_tools)

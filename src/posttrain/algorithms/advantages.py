@@ -3,6 +3,9 @@
 A word per completion takes the rewards of one optimizer batch as ``float64 [N, G]`` (N prompts, G samples each) and
 returns advantages of the same shape.
 
+A word per turn (``level="turn"``) takes those of one group by turn, ``float64 [G, K]`` (K turns at most; what was paid
+for each, a KL penalty included), with the mask ``bool [G, K]`` of those that were taken, and returns ``[G, K]``.
+
 A word per token (``level="token"``) takes one optimizer batch in float64: rewards ``[B, T]`` (what is paid at each
 token, a KL penalty included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and
 final_values ``[B]`` (of the state after the last trained token where the completion was cut off and not paid for, 0
@@ -23,6 +26,8 @@ from torch import Tensor
 from posttrain.registry import register
 
 Rewards = Float64[Tensor, "N G"]
+Turns = Float64[Tensor, "G K"]
+TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
@@ -116,6 +121,31 @@ def batch_normalized(
     centred = centred - centred.mean()
     std = centred.std(correction=0)
     return centred / (std + epsilon) if bool(std > 0) else torch.zeros_like(centred)
+
+
+@register("advantage", level="turn", min_group=2)
+def turn_normalized(
+    rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Field(ge=0)] = 1e-4
+) -> Turns:
+    """What is paid from a turn on, beside the completions of the group that came to the same turn.
+
+    ``R_{i,k} = Σ_{j ≥ k} γ^(j − k) r_{i,j}`` and ``A_{i,k} = (R_{i,k} − mean_k) / (std_k + ε)``, with mean and std
+    (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not
+    paid for what was before it, as in GRPO with process supervision (Shao et al. 2024, section 4.1.3), where rewards
+    are normalized before they are summed. Returns are normalized instead, as over the steps of one anchor state in
+    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training"); here the turn's number stands
+    for the state. With one turn it is ``normalized``.
+
+    Args:
+        gamma: γ, per turn.
+        epsilon: ε, in units of the reward.
+    """
+    advantages, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for k in range(rewards.shape[1] - 1, -1, -1):
+        following = torch.where(taken[:, k], rewards[:, k] + gamma * following, following)
+        if int(taken[:, k].sum()) > 1:
+            advantages[taken[:, k], k] = normalized(following[taken[:, k]][None], epsilon=epsilon)[0]
+    return advantages
 
 
 @register("advantage", level="token", needs=("old_values",))

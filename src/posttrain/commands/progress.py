@@ -33,6 +33,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("format", "format", ".1%"),
     ("num_tokens", "length", ".1f"),
     ("truncated", "truncated", ".1%"),
+    ("masked", "masked", ".1%"),
     ("loss", "loss", ".4f"),
     ("nll", "nll", ".4f"),
     ("margin", "margin", ".3f"),

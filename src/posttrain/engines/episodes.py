@@ -59,6 +59,10 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
         template = _showing(template, toolset, form)
     if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:
         raise UsageError(f"rewards: {toolset.name!r} has no get_reward, which the reward environment asks; write one")
+    if any(word.name == "turn_rewards" for word in recipe.rewards) and not toolset.pays_turns:
+        raise UsageError(
+            f"rewards: {toolset.name!r} has no get_turn_reward, which the reward turn_rewards asks; write one"
+        )
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
@@ -146,7 +150,9 @@ class Cast:
             actor.finish = self._end_of(actor)
             if actor.finish is not None:
                 break
-        actor.turns.append(Turn(actor.text, tuple(calls)))
+        actor.turns.append(Turn(actor.text, tuple(calls), actor.session.turn_reward()))
+        if actor.session.failure:
+            actor.finish = "environment_failed"
         if actor.finish is None and len(actor.turns) >= self.stage.max_turns:
             actor.finish = "out_of_turns"
         if actor.finish is not None:

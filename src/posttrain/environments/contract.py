@@ -9,11 +9,14 @@ The contract is that of TRL's ``environment_factory``, so that a class written f
 - Every other public method is a tool: its parameters have types, it has a docstring, what it returns is read by the
   model. What it raises is read by the model, too, and recorded.
 - ``get_reward() -> float`` (optional) is what the reward ``environment`` pays, asked once, at the end.
+- ``get_turn_reward() -> float`` (optional) is what the reward ``turn_rewards`` pays for the turn whose calls have just
+  been run; asked once behind each turn with calls.
 - An attribute ``done`` (optional) that has become true ends the episode.
 - ``close()`` (optional) gives back what it holds.
 
-Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset`` or ``get_reward``, or is needed again
-while a call of it hangs, is broken: that is no reward of 0, the episode is played again from the same seed.
+Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward`` or
+``get_turn_reward``, or is needed again while a call of it hangs, is broken: that is no reward of 0, the episode is
+played again from the same seed.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Word
 from posttrain.types import Call, CallOutcome, Example
 
-NO_TOOLS = ("reset", "get_reward", "close")
+NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 
 
 class EnvironmentFailed(Exception):
@@ -50,6 +53,7 @@ class Toolset:
     make: Callable[[], Any] | None
     tools: Mapping[str, Tool]
     gives_reward: bool
+    pays_turns: bool = False
 
     def open(self, pool: Pool, seconds: float) -> Session:
         """For one completion; each of its calls runs in the pool, for at most so many seconds."""
@@ -68,7 +72,7 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
         UnallowedCode: code that nobody allowed.
     """
     tools: dict[str, Tool] = {}
-    make, gives_reward, name = None, False, "tools"
+    make, gives_reward, pays_turns, name = None, False, False, "tools"
     if environment is not None:
         name = environment.name
         entry = registry.find("environment", name, "environment")
@@ -78,7 +82,7 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
         kind = type(probe)
         if not callable(getattr(kind, "reset", None)):
             raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
-        gives_reward = callable(getattr(kind, "get_reward", None))
+        gives_reward, pays_turns = (callable(getattr(kind, m, None)) for m in ("get_reward", "get_turn_reward"))
         for method_name in _tool_names(kind):
             tools[method_name] = make_tool(getattr(kind, method_name), place, method=True)
         if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
@@ -93,7 +97,7 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
         tools[tool.name] = tool
     if not tools:
         raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
-    return Toolset(name, make, tools, gives_reward)
+    return Toolset(name, make, tools, gives_reward, pays_turns)
 
 
 def _tool_names(kind: type) -> list[str]:
@@ -171,15 +175,11 @@ class Session:
 
     def reward(self) -> float | None:
         """What get_reward says; None without one, or where the environment is broken, as ``failure`` then says."""
-        if not self.toolset.gives_reward or self.failure or not self._is_free("get_reward"):
-            return None
-        value = self._outcome(self.pool.submit(self.environment.get_reward, self.seconds), "get_reward")
-        if self.failure:
-            return None
-        if not isinstance(value, Real) or not math.isfinite(float(value)):
-            self.failure = f"get_reward returned {value!r:.80}, which is no finite number"
-            return None
-        return float(value)
+        return self._number("get_reward") if self.toolset.gives_reward else None
+
+    def turn_reward(self) -> float | None:
+        """What get_turn_reward says of the turn whose calls were run; None as ``reward``."""
+        return self._number("get_turn_reward") if self.toolset.pays_turns else None
 
     def close(self) -> None:
         """Let the environment give back what it holds; nobody waits for it."""
@@ -190,6 +190,17 @@ class Session:
         if self._late is not None and not self.pool.has_come_back(self._late):
             self.failure = f"{what} is needed while a call that took longer than {self.seconds:g} seconds still runs"
         return not self.failure
+
+    def _number(self, method: str) -> float | None:
+        if self.failure or not self._is_free(method):
+            return None
+        value = self._outcome(self.pool.submit(getattr(self.environment, method), self.seconds), method)
+        if self.failure:
+            return None
+        if not isinstance(value, Real) or not math.isfinite(float(value)):
+            self.failure = f"{method} returned {value!r:.80}, which is no finite number"
+            return None
+        return float(value)
 
     def _outcome(self, job: Job, what: str) -> Any:
         self.pool.wait(job)

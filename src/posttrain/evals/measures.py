@@ -17,9 +17,16 @@ from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
 from posttrain.evals.voting import majority_at_k
 from posttrain.graders.grading import FAILURES
 from posttrain.tasks.description import percentile
+from posttrain.types import TRUNCATED
 
 MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
 LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
+# Results that are the share of episodes which ended so, where there are such.
+OF_EPISODES = {
+    "out_of_turns": "out_of_turns",
+    "tool_failed": "tool_failed",
+    "environment_failures": "environment_failed",
+}
 NONE = "none"  # items that lack a key which others have
 
 Kinds = dict[str, dict[str, dict[str, float]]]
@@ -49,8 +56,9 @@ def summarize(
     mean over items of the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several
     samples also its clustered ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have
     scores, ``best_of@k`` (of which ``unscored`` is the share that has none, and is chosen last), each with its
-    interval. ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated``, ``worked``:
-    shares of all samples. ``num_tokens``, ``reward`` and every further reward and fact of the grader: means
+    interval. ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a
+    limit; of turns and of a call's seconds also as ``out_of_turns`` and ``tool_failed``), ``worked``: shares of all
+    samples. ``num_tokens``, ``reward`` and every further reward and fact of the grader: means
     over the samples that there are.
 
     Args:
@@ -74,12 +82,12 @@ def summarize(
         "format": sum(s.in_format for s in drawn) / asked,
         "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
         "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
-        "truncated": sum(s.finish == "length" for s in drawn) / asked,
+        "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,
         "num_tokens": statistics.fmean(s.num_tokens for s in drawn),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
-    failed = sum(s.finish == "environment_failed" for s in drawn)
-    results |= {"environment_failures": failed / asked} if failed else {}
+    ends = {name: sum(s.finish == finish for s in drawn) for name, finish in OF_EPISODES.items()}
+    results |= {name: count / asked for name, count in ends.items() if count}
     results |= {} if graded else _reward_interval(items)
     lengths = [s.num_tokens for s in drawn]
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}

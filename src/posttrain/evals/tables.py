@@ -156,10 +156,14 @@ def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> l
             )
         if results.get("grading_failures"):
             notes.append(f"{name}: {results['grading_failures']:.1%} of the gradings were stopped or crashed")
-        if results["truncated"] > MAX_TOO_MANY_CUT:
-            notes.append(
-                f"{name}: {results['truncated']:.1%} of the answers were cut off; --max-tokens lets them grow longer"
-            )
+        of_turns, of_tools = results.get("out_of_turns", 0.0), results.get("tool_failed", 0.0)
+        out_of_tokens = results["truncated"] - of_turns - of_tools
+        if out_of_tokens > MAX_TOO_MANY_CUT:
+            notes.append(f"{name}: {out_of_tokens:.1%} of the answers were cut off; --max-tokens lets them grow longer")
+        if of_turns:
+            notes.append(f"{name}: {of_turns:.1%} of the answers came to the limit of turns (rollout.max_turns)")
+        if of_tools:
+            notes.append(f"{name}: {of_tools:.1%} of the answers ended as tools were too slow (rollout.tool_seconds)")
         if results.get("unscored"):
             notes.append(f"{name}: {results['unscored']:.1%} of the answers could not be scored; they are chosen last")
     for evaluation, counts in dropped.items():

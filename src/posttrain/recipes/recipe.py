@@ -119,7 +119,10 @@ class Recipe(Content):
             yield data and getattr(self, key) is not None, key, alone
         played = self.environment is not None or bool(self.tools)
         for key in ("environment", "tools"):
-            turns = f": {key!r} answers a model that samples; give 'rollout', or leave it out"
+            turns = (
+                f": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
+                "whose model.name is this run evaluates it in turns before the first step"
+            )
             yield data and getattr(self, key), key, turns
         for key in (*TURN_DEFAULTS, "max_turn_tokens"):
             one_turn = f": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"

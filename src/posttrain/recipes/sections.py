@@ -262,7 +262,10 @@ class RolloutSection(Section):
     ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
     again by the trainer. ``select`` says which completions are trained on and in what units (a word;
     by default every one, or the best and the worst of each prompt for an objective over pairs); with
-    it, ``drop_uniform_groups`` draws until every group gives something. A completion whose reward is
+    it, ``drop_uniform_groups`` draws until every group gives something.
+    ``mask_truncated`` masks completions that a limit cut off (of tokens, turns or a call's seconds) out of the loss and
+    of all that it is divided by (DAPO's overlong filtering); their rewards still count in the baseline of their group,
+    and a pair with such a one is left out. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
     ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
     of its own while the batches between are trained on; 0 takes turns, with the newest weights.
@@ -286,6 +289,7 @@ class RolloutSection(Section):
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     select: Word | None = None
     label_above: float = 0.5
+    mask_truncated: bool = False
     staleness: int = Field(default=0, ge=0, le=64)
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Tokens | None = None

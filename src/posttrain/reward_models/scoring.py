@@ -79,7 +79,9 @@ class RewardModel:
 
         Args:
             finishes: how each text ended: ``stop``, or ``length`` of one that was cut off. That one gets no end token
-                and is scored where it stops: it is not shown to the model as an answer that was meant to end there.
+                and is scored where it stops: it is not shown to the model as an answer that was meant to end there. A
+                last turn behind which an environment, or a limit other than of tokens, ended the episode was ended by
+                the policy itself, and has its end token.
 
         Returns:
             The head's score (``preference``, ``outcome``) or the steps' probabilities combined (``process``). None for

@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion."""
+"""Rewards for the length of a completion, and for being cut off."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field
 
 from posttrain.errors import UsageError
 from posttrain.registry import register
+from posttrain.types import TRUNCATED
 
 
 @register("reward")
@@ -34,3 +35,16 @@ def overlong(num_tokens: int, *, limit: Annotated[int, Field(ge=1)], cache: Anno
     if num_tokens > limit:
         return -1.0
     return min(0.0, (limit - cache - num_tokens) / cache)
+
+
+@register("reward")
+def truncated(finish: str) -> float:
+    """−1 for a completion that a limit cut off, 0 for one that came to its end.
+
+    The flat penalty, whatever the length: of tokens (``length``), turns (``out_of_turns``) or the seconds of a call
+    (``tool_failed``). ``overlong`` looks at the number of tokens alone, so that an answer that ends with the last token
+    that it may have pays as well, and one that a prompt, a turn or a tool cut off before does not.
+
+    Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
+    """
+    return -1.0 if finish in TRUNCATED else 0.0

@@ -126,10 +126,13 @@ _PREFERRED = (
 )
 REWARD = Headline("reward", label="reward", of="prompts", beside=(KL,))
 _LOWER_IS_BETTER = {
-    "perplexity", KL, "truncated", "parse_failures", "grading_failures", "environment_failures", "num_tokens",
-    "sampled_num_tokens",
+    "perplexity", KL, "truncated", "out_of_turns", "tool_failed", "parse_failures", "grading_failures",
+    "environment_failures", "num_tokens", "sampled_num_tokens",
 }  # fmt: skip
-_SHARES = {"format", "worked", "truncated", "parse_failures", "grading_failures", "environment_failures"}
+_SHARES = {
+    "format", "worked", "truncated", "out_of_turns", "tool_failed", "parse_failures", "grading_failures",
+    "environment_failures",
+}  # fmt: skip
 # Results that say how was measured, and not what.
 _COUNTS = {"n", "num_graded", "samples", "seconds", "prompts_too_long", "rows_dropped", "standard_error"}
 

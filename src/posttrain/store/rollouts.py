@@ -166,6 +166,7 @@ def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         {
             "text": _storable(turn.text),
             "calls": [{f.name: _storable(getattr(call, f.name)) for f in fields(Call)} for call in turn.calls],
+            **({} if turn.reward is None else {"reward": turn.reward}),
         }
         for turn in turns
     ]
@@ -183,7 +184,8 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
         texts = [row["text"], *(getattr(call, f.name) for call in calls for f in fields(Call))]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a turn holds something else than text")
-        turns.append(Turn(row["text"], calls))
+        reward = row.get("reward")
+        turns.append(Turn(row["text"], calls, None if reward is None else float(reward)))
     return tuple(turns)
 
 

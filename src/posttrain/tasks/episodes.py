@@ -12,7 +12,7 @@ from posttrain.tasks.base import ExamplesOnDemand, Task
 from posttrain.types import Example, Message
 
 
-@register("task", held_out="validation")
+@register("task", held_out="validation", played=True)
 def episodes(
     *,
     prompt: str = "Let's play.",

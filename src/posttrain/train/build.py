@@ -359,6 +359,7 @@ def _build_credit(words: Words) -> Credit:
     return Credit(
         words.advantage.bind(word.options, "advantage"),
         per_token=words.per_token,
+        per_turn=words.per_turn,
         bootstrap=bool(word.options.get("bootstrap", False)),
         kl=words.recipe.kl_in_reward,
     )

@@ -33,7 +33,8 @@ class Words:
     """A resolved recipe with the entries of its words.
 
     needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
-    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token: advantages are per token.
+    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token, per_turn: advantages are
+    per token, or per turn.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Words:
     selection: Entry | None
     unit: str
     per_token: bool
+    per_turn: bool
     curriculum: Entry | None = None
 
     @property
@@ -113,6 +115,7 @@ def words_of(recipe: Recipe) -> Words:
         selection=selection,
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
+        per_turn=advantage is not None and advantage.traits.get("level") == "turn",
         curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
     tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale, _of_curriculum)
@@ -165,6 +168,15 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
         "`posttrain evaluate`"
     )
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
+    unplayed = w.recipe.environment is None and not w.recipe.tools
+    words = {"task": w.recipe.task, **{f"eval.tasks.{i}": word for i, word in enumerate(w.recipe.eval.tasks)}}
+    for key, word in words.items():
+        played = (registry.traits_of("task", word.name) or {}).get("played")
+        alone = f": {word.name!r} asks nothing by itself; "
+        gives = (
+            "give 'environment'" if w.recipe.rollout else "in a recipe with 'data' nothing answers; take another task"
+        )
+        yield played and unplayed, key, alone + gives
     evaluating = w.recipe.eval.engine
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
@@ -226,8 +238,14 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
         return
-    every = ": advantages per token and kl_in_reward are computed over every completion; leave rollout.select out"
-    yield (w.per_token or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"), "rollout.select", every
+    every = (
+        ": advantages per token and kl_in_reward, and those per turn, are of every completion; leave rollout.select out"
+    )
+    yield (
+        (w.per_token or w.per_turn or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"),
+        "rollout.select",
+        every,
+    )
     threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
     both = (
         f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "

@@ -39,14 +39,16 @@ def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num
 class Credit:
     """How a recipe turns rewards into advantages.
 
-    advantage: the word, or None where the objective reads no advantages. per_token: it takes rewards
-    and values per token. bootstrap: an answer that was cut off is worth the value behind it instead of its
-    score; never both, for that would count the future twice, and returns would grow without bound. kl: the
-    penalty in the reward; ``kl_weight`` is its weight now, which adapts where there is a target.
+    advantage: the word, or None where the objective reads no advantages. per_token: it takes rewards and values per
+    token; per_turn: rewards per turn. bootstrap: an answer that was cut off is worth the value behind it instead of its
+    score (what was paid for its turns it keeps); never both, for that would count the future twice, and returns would
+    grow without bound. kl: the penalty in the reward; ``kl_weight`` is its weight now, which adapts where there is a
+    target.
     """
 
     advantage: Callable[..., Any] | None
     per_token: bool = False
+    per_turn: bool = False
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0
@@ -57,7 +59,7 @@ class Credit:
     @property
     def needs_batch(self) -> bool:
         """Whether advantages follow only from a batch with its streams, not from the rewards alone."""
-        return self.per_token or self.kl is not None
+        return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
         """``[G]`` advantages of the ``float64 [G]`` rewards of each group.
@@ -75,26 +77,36 @@ class Credit:
         return advantages
 
     def from_batch(
-        self, batch: Batch, groups: Sequence[Tensor], truncated: Tensor, needs: Collection[str]
+        self,
+        batch: Batch,
+        groups: Sequence[Tensor],
+        truncated: Tensor,
+        needs: Collection[str],
+        of_turns: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
 
-        groups: the rewards of each, ``float64 [G]``, rows of the batch in that order; truncated ``bool [B]``. Reads the
+        groups: the rewards of each, ``float64 [G]``, rows of the batch in that order; truncated ``bool [B]``. of_turns:
+        what of these rewards was paid for turns, ``float64 [B, T]``, at their last tokens; None: nothing. Reads the
         streams ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``,
         and ``returns`` where that is in ``needs``.
         """
         assert self.advantage is not None
         penalty, metrics = self._penalty(batch)
-        rewards = torch.cat(list(groups))
-        if not self.per_token:
+        rewards, sizes = torch.cat(list(groups)), [len(group) for group in groups]
+        of_turns = torch.zeros_like(penalty) if of_turns is None else of_turns
+        if self.per_turn:
+            paid = pay_at_the_end(rewards - of_turns.sum(dim=1), batch.mask) + of_turns - penalty
+            advantages = self._from_turns(paid, batch.mask, sizes)
+        elif not self.per_token:
             adjusted = rewards - penalty.sum(dim=1)
-            of_groups = self.from_groups(adjusted.split([len(group) for group in groups]))
+            of_groups = self.from_groups(adjusted.split(sizes))
             assert of_groups is not None
             advantages = torch.where(batch.mask, torch.cat(of_groups)[:, None], torch.zeros_like(penalty))
         else:
             unpaid = truncated & self.bootstrap
-            scores = torch.where(unpaid, 0.0, rewards)
-            paid = pay_at_the_end(scores, batch.mask) - penalty
+            scores = torch.where(unpaid, 0.0, rewards - of_turns.sum(dim=1))
+            paid = pay_at_the_end(scores, batch.mask) + of_turns - penalty
             values = torch.zeros_like(paid)
             final = torch.zeros_like(scores)
             if "old_values" in batch.streams:
@@ -110,6 +122,19 @@ class Credit:
                 metrics["return_mean"] = float(returns[batch.mask].mean())
         batch.streams["advantages"] = advantages.to(torch.float32)
         return advantages, metrics
+
+    def _from_turns(self, paid: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Advantages ``[B, T]`` of what is paid at the tokens ``[B, T]`` of groups of these sizes."""
+        assert self.advantage is not None
+        numbers = number_turns(mask)
+        places = numbers.clamp(min=0)
+        shape = (len(mask), int(numbers.max()) + 1)
+        rewards = torch.zeros(shape, dtype=paid.dtype).scatter_add(1, places, torch.where(mask, paid, 0.0))
+        taken = torch.arange(shape[1]) < (numbers.amax(dim=1) + 1)[:, None]
+        of_groups = []
+        for one, its in zip(rewards.split(list(sizes)), taken.split(list(sizes)), strict=True):
+            of_groups.append(call_advantage(self.advantage, tuple(one.shape), 1, one, its))
+        return torch.where(mask, torch.cat(of_groups).gather(1, places), 0.0)
 
     def _penalty(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """``weight · KL`` at each token, float64; the weight adapts after it was used."""
@@ -138,6 +163,15 @@ def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
     for place, group in enumerate(groups):
         places.setdefault(len(group), []).append(place)
     return list(places.values())
+
+
+def number_turns(mask: Tensor) -> Tensor:
+    """``int64 [B, T]``: the number of the turn that each trained token is of, from 0; elsewhere that of the one before.
+
+    A turn is a run of trained tokens: between two of them stands what an environment said.
+    """
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    return begins.cumsum(dim=1) - 1
 
 
 def pay_at_the_end(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ logits
     probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
+    Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
+    those that pass while a row waits for its reply (``wait_steps``, and on a GPU up to 7 until it is looked at).
 rollouts
     9 for each token of a batch of rollouts, and 4 for each stream and the weights (in main memory).
 
@@ -67,7 +69,7 @@ from posttrain.train.optimizer import EMBEDDING_NAMES
 QK_NORMS = {"qwen3": True, "olmo2": True, "qwen2": False, "llama": False, "gpt2": False}
 SHARES_PROMPTS = ("qwen3", "qwen2", "llama")  # the sampler's lean path
 UNSTATED_PROMPT = 256  # tokens, where the recipe does not bound prompts
-FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH = 256, 16, 1.5  # of the sampler's cache
+FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH, STEPS_BETWEEN_LOOKS = 256, 16, 1.5, 8  # of the sampler
 BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
@@ -390,8 +392,11 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
     prompt, answer = longest_row(recipe, rollout)
     shares = config.model_type in SHARES_PROMPTS and rollout.group > 1
     before = 0 if shares else prompt
-    columns = _aligned(before + min(answer, FIRST_COLUMNS) + 1)
-    while columns <= before + answer:
+    columns, longest = _aligned(before + min(answer, FIRST_COLUMNS) + 1), before + answer
+    if rollout.max_turns is not None:  # a turn has a token, and its reply
+        waits = int(rollout.engine.options.get("wait_steps", 0)) + STEPS_BETWEEN_LOOKS - 1
+        longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * waits
+    while columns <= longest:
         columns = _aligned(int(columns * GROWTH) + 1)
     shared = -(-slots // rollout.group) * prompt if shares else 0
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

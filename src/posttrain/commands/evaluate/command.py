@@ -31,6 +31,8 @@ is one better than the other? two models, or two folders that an evaluation has 
 an answer chosen by a reward model, and how far one model is from another:
   posttrain evaluate runs/tiny-sft --samples 8 --best-of runs/tiny-rm
   posttrain evaluate runs/tiny-grpo --against runs/tiny-sft --judge runs/tiny-rm
+the lm-evaluation-harness, offline, on task files of yours:
+  posttrain evaluate runs/tiny-grpo --with lm-eval:my_task --task-folder tasks
 the same command goes on where it was interrupted.
 """
 
@@ -79,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
     )
     _add_comparisons(parser.add_argument_group("beside something else"))
+    _add_harness(parser.add_argument_group("asked by the lm-evaluation-harness (the extra lm-eval)"))
     places = parser.add_argument_group("results")
     places.add_argument(
         "--out",
@@ -106,12 +109,32 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_harness(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--with",
+        dest="asked_with",
+        metavar="lm-eval:A,B",
+        help="measure one model on these tasks of the harness; their text stands alone, unless --template is named",
+    )
+    group.add_argument(
+        "--task-folder",
+        metavar="DIR",
+        help="task files of yours instead of the harness's own; what stands in them runs, as code does",
+    )
+
+
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Measure models, test a difference, set two against one another, or measure reward models."""
     from posttrain.commands.evaluate import models, scores
     from posttrain.errors import UsageError
     from posttrain.runs.models import find_source
 
+    if arguments.asked_with is not None:
+        from posttrain.commands.evaluate.harness import run_harness
+
+        return run_harness(arguments)
+    if arguments.task_folder is not None:
+        raise UsageError("--task-folder: it is for tasks of another harness; name them, --with lm-eval:TASKS")
     if arguments.judge is not None and arguments.against is None:
         raise UsageError("--judge: it judges between two models; name the other one with --against MODEL")
     if arguments.against is not None and arguments.probes:

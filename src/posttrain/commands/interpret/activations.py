@@ -119,6 +119,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
         data=documents.data,
         dropped=documents.dropped,
         prompt_lengths=documents.prompt_lengths,
+        told=documents.told,
     )
     out = Path(arguments.out) if arguments.out else _default_out(sources, documents)
     announce = console.print if not arguments.quiet else lambda *_: None
@@ -211,6 +212,8 @@ def _print_summary(console: Console, store: ActivationStore) -> None:
     for reason, count in index.dropped.items():
         share = f" ({count / everything:.2%} of the rows)" if reason in ROW_REASONS else ""
         console.print(f"left out: {count:,} {reason.replace('_', ' ')}{share}")
+    if isinstance(told := index.data.get("told_tokens"), int):
+        console.print(f"{told:,} tokens are what an environment said in answers, and count as no answer's")
     table = Table("site", "model", "width", "norm: median", "mean", "rms", box=None)
     for site in index.sites:
         for source in index.sources:

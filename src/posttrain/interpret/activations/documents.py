@@ -17,7 +17,7 @@ from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of
 from posttrain.render.template import build_template
-from posttrain.store.rollouts import RolloutStore
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.tasks.reading import SUFFIXES, read_file
 
@@ -29,12 +29,14 @@ MAX_CONTEXT_TOKENS = 8192
 class Documents:
     """Token ids of documents, none empty.
 
-    ``prompt_lengths``: how many tokens of each are its prompt (0: a plain text). ``data`` says where they come from,
-    ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
+    ``prompt_lengths``: how many tokens of each are its prompt (0: a plain text). ``told``: the places in each of what
+    an environment said between the turns of an answer, which the model did not write. ``data`` says where they come
+    from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
     """
 
     ids: list[list[int]] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
+    told: list[list[int]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -88,7 +90,7 @@ def task_prompts(
     """
     data = {"source": "task", "task": task.name, "split": task.split, "template": template.name}
     prompts = (encode_prompt(tokenizer, template, example.messages) for example in task.examples)
-    return _collect(((ids, len(ids)) for ids in prompts), data, context_tokens, max_tokens)
+    return _collect(((ids, len(ids), []) for ids in prompts), data, context_tokens, max_tokens)
 
 
 def recorded_rollouts(
@@ -104,10 +106,23 @@ def recorded_rollouts(
     if missing == len(rollouts):
         why = "an earlier posttrain wrote it, without the tokens" if missing else "this run has sampled nothing"
         raise DataError(path, f"no rollouts to read: {why}; record over the prompts of its task instead, with --task")
-    sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts if r.token_ids is not None)
-    documents = _collect(sequences, {"source": "rollouts", "run": about}, context_tokens, max_tokens)
+    documents = _collect(
+        (_sequence(r) for r in rollouts if r.token_ids is not None),
+        {"source": "rollouts", "run": about},
+        context_tokens,
+        max_tokens,
+    )
     documents.dropped["rollouts_without_tokens"] += missing
+    num_told = sum(map(len, documents.told))
+    documents.data |= {"told_tokens": num_told} if num_told else {}
     return documents
+
+
+def _sequence(rollout: RecordedRollout) -> tuple[list[int], int, list[int]]:
+    """(ids; length of the prompt; the places of what an environment said)."""
+    assert rollout.token_ids is not None, "its caller looks"
+    start = len(rollout.token_ids) - rollout.num_tokens
+    return list(rollout.token_ids), start, [start + i for i, is_own in enumerate(rollout.own or ()) if not is_own]
 
 
 def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: int | None = None) -> Documents:
@@ -125,11 +140,11 @@ def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: 
     if size < 1:
         raise UsageError(f"--context-tokens {context_tokens}: a document needs at least {len(leading) + 1} tokens here")
 
-    def pieces() -> Iterator[tuple[list[int], int]]:
+    def pieces() -> Iterator[tuple[list[int], int, list[int]]]:
         for text in _read_texts(place):
             ids = encode_plain(tokenizer, text)
             for start in range(0, len(ids), size):
-                yield leading + ids[start : start + size], 0
+                yield leading + ids[start : start + size], 0, []
 
     return _collect(pieces(), {"source": "text", "file": place.name}, context_tokens, max_tokens)
 
@@ -147,12 +162,15 @@ def _read_texts(path: Path) -> Iterator[str]:
 
 
 def _collect(
-    sequences: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
+    sequences: Iterable[tuple[list[int], int, list[int]]],
+    data: dict[str, Any],
+    context_tokens: int,
+    max_tokens: int | None,
 ) -> Documents:
-    """Documents (ids, length of the prompt) within both limits; reading stops where enough is there."""
+    """Documents (ids, length of the prompt, places of what was told) within both limits; reads until that is enough."""
     documents = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
     room = max_tokens
-    for ids, prompt_length in sequences:
+    for ids, prompt_length, told in sequences:
         if room == 0:
             break
         documents.dropped["beyond_context_tokens"] += max(0, len(ids) - context_tokens)
@@ -162,6 +180,7 @@ def _collect(
             continue
         documents.ids.append(kept)
         documents.prompt_lengths.append(min(prompt_length, len(kept)))
+        documents.told.append([place for place in told if place < len(kept)])
         room = None if room is None else room - len(kept)
     if not documents.ids:
         raise UsageError(f"nothing to record over: {', '.join(str(x) for x in data.values() if x)} has no tokens")

@@ -87,6 +87,7 @@ class Recorder:
         batch: documents at a time; None: as many as fit into a number of tokens.
         data: about the documents, for the index; ``dropped`` what was left out of them, by reason.
         prompt_lengths: how many tokens of each document are its prompt.
+        told: the places in each document of what an environment said.
         seed: by which the documents were chosen, for the index.
         rows_per_shard: None: about 256 MiB.
 
@@ -107,6 +108,7 @@ class Recorder:
         data: Mapping[str, Any] | None = None,
         dropped: Mapping[str, int] | None = None,
         prompt_lengths: Sequence[int] | None = None,
+        told: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         rows_per_shard: int | None = None,
     ) -> None:
@@ -115,7 +117,7 @@ class Recorder:
             raise UsageError("a recording needs one model or two, and documents that are not empty")
         sections = [ModelSection(name=model) if isinstance(model, str) else model for model in specs]
         names = [str(site) for site in dict.fromkeys(read_site(name) for name in sites)]
-        self.documents, self.prompt_lengths = documents, prompt_lengths
+        self.documents, self.prompt_lengths, self.told = documents, prompt_lengths, told
         self.outliers, self.batch = outliers, batch
         loaded = [load_layers(section, names) for section in sections]
         tokenizers = [tokenizer_hash(each.tokenizer) for each in loaded]
@@ -152,7 +154,7 @@ class Recorder:
             UsageError: the folder holds something else, or a recording under other settings.
             StorageError: the disk is full or not writable.
         """
-        writer = StoreWriter(folder, self.index, self.documents, self.prompt_lengths)
+        writer = StoreWriter(folder, self.index, self.documents, self.prompt_lengths, self.told)
         for number in range(writer.next_shard, len(self.plan)):
             if observe is not None:
                 observe(number, len(self.plan))
@@ -264,6 +266,7 @@ def recording_key(
     batch: int | None = None,
     data: Mapping[str, Any] | None = None,
     prompt_lengths: Sequence[int] | None = None,
+    told: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
     """16 hexadecimal digits of all that decides the rows of a recording; no model is loaded for it.
 
@@ -283,7 +286,7 @@ def recording_key(
         "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
         "devices": [_kind_of_device(model.device) for model in models],
         "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
-        "documents": documents_hash(documents, prompt_lengths),
+        "documents": documents_hash(documents, prompt_lengths, told),
         "data": dict(data or {}),
         "sites": list(sites),
         "settings": [dtype, outliers, batch],

@@ -267,6 +267,12 @@ class ActivationStore:
         """How many leading tokens of the given documents are their prompts, ``int64 [n]``; 0 in a plain text."""
         return self._documents["prompt_lengths"][documents].long()
 
+    def told(self, rows: Tensor) -> Tensor:
+        """Whether the token at each row is what an environment said between two turns, ``bool [n]``."""
+        if "told" not in self._documents:
+            return torch.zeros(len(rows), dtype=torch.bool)
+        return self._documents["told"][self._documents["offsets"][self.documents(rows)] + self.positions(rows)].bool()
+
     def _shard(self, number: int) -> Mapping[str, Tensor]:
         return self._shards[number]
 
@@ -306,6 +312,7 @@ class StoreWriter:
         index: what is recorded; its ``settings`` decide whether an interrupted recording may go on.
         documents: token ids of all documents.
         prompt_lengths: how many of each document's tokens are its prompt (default: none).
+        told: the places in each document of what an environment said (default: none).
 
     Raises:
         UsageError: the folder holds something else, or a recording under other settings (named).
@@ -318,9 +325,10 @@ class StoreWriter:
         index: StoreIndex,
         documents: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int] | None = None,
+        told: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.folder = Path(folder)
-        content = pack_documents(documents, prompt_lengths)
+        content = pack_documents(documents, prompt_lengths, told)
         self.index = replace(index, documents=len(documents), documents_sha256=_hash(content))
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
@@ -445,18 +453,35 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
             )
 
 
-def documents_hash(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> str:
+def documents_hash(
+    documents: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int] | None = None,
+    told: Sequence[Sequence[int]] | None = None,
+) -> str:
     """SHA-256 of the documents as they are stored, by which the same texts in the same tokens are known."""
-    return _hash(pack_documents(documents, prompt_lengths))
+    return _hash(pack_documents(documents, prompt_lengths, told))
 
 
-def pack_documents(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> bytes:
-    """The documents as a safetensors file: ``ids`` of all, ``offsets`` of each, ``prompt_lengths`` (0 by default)."""
+def pack_documents(
+    documents: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int] | None = None,
+    told: Sequence[Sequence[int]] | None = None,
+) -> bytes:
+    """The documents as a safetensors file: ``ids`` of all, ``offsets`` of each, ``prompt_lengths`` (0 by default).
+
+    Where an environment said something in one of them, ``told`` is 1 at each such token and 0 at all others.
+    """
     offsets = torch.tensor([0, *np.cumsum([len(ids) for ids in documents], dtype=np.int64).tolist()], dtype=torch.long)
     flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents]
     ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int32)
     lengths = torch.as_tensor(prompt_lengths or [0] * len(documents), dtype=torch.int32)
-    return bytes(save({"ids": ids, "offsets": offsets, "prompt_lengths": lengths}))
+    tensors = {"ids": ids, "offsets": offsets, "prompt_lengths": lengths}
+    if told is not None and any(told):
+        tensors["told"] = torch.zeros(len(ids), dtype=torch.int32)
+        tensors["told"][
+            [start + place for start, its in zip(offsets.tolist(), told, strict=False) for place in its]
+        ] = 1
+    return bytes(save(tensors))
 
 
 def _map_tensors(path: Path) -> dict[str, Tensor]:

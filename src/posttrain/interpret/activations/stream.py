@@ -41,7 +41,7 @@ class ActivationStream(ActivationStore):
     def __init__(self, recorder: Recorder, notify: Callable[[str], None] = lambda message: None) -> None:
         self.recorder, self.index = recorder, recorder.index
         self.folder = Path("what is computed")  # what messages call it
-        self._documents = load(pack_documents(recorder.documents, recorder.prompt_lengths))
+        self._documents = load(pack_documents(recorder.documents, recorder.prompt_lengths, recorder.told))
         sizes = [sum(self._num_rows(recorder.documents[i]) for i in chunk) for chunk in recorder.plan]
         ends = torch.tensor([0, *sizes]).cumsum(0)
         self._starts = ends

@@ -63,6 +63,7 @@ def open_or_record(
         "batch": section.batch,
         "data": documents.data,
         "prompt_lengths": documents.prompt_lengths,
+        "told": documents.told,
     }
     key = recording_key(models, documents.ids, sites, **options)
     if section.stream_rows is not None:

@@ -206,7 +206,8 @@ def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tupl
         rows = torch.arange(start, min(start + 8192, store.num_rows))
         delta = store.gather(rows, site, "post").double() - store.gather(rows, site, "base").double()
         place = store.positions(rows) - store.prompt_lengths(store.documents(rows))
-        masks = [place < 0, place >= 0, *(place == i for i in range(places))]
+        own = ~store.told(rows)
+        masks = [place < 0, (place >= 0) & own, *((place == i) & own for i in range(places))]
         for index, mask in enumerate(masks):
             totals[index] += delta[mask].sum(0)
             counts[index] += int(mask.sum())

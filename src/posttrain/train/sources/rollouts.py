@@ -27,8 +27,14 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
+<<<<<<< HEAD
 from posttrain.train.credit import Credit, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches, row_order
+=======
+from posttrain.train.credit import Credit, number_turns, same_sizes
+from posttrain.train.sources import TrainBatch, num_batches
+from posttrain.train.sources.order import row_order
+>>>>>>> main
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -88,6 +94,7 @@ class RolloutSource:
         self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
+        self.turn_weight = sum(word.weight for word in recipe.rewards if word.name == "turn_rewards")
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
@@ -209,15 +216,21 @@ class RolloutSource:
         units = self._choose(rewards)
         if not self.credit.needs_batch:
             _record_advantages(chosen, self.credit.from_groups(rewards))
-        batch = self._batch_of(chosen, units) if units else None
+        trained = self._unmasked(chosen, units)
+        rows = units if self.credit.needs_batch else trained  # the credit of tokens is over all completions, too
+        batch = self._batch_of(chosen, rows) if rows else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
         if batch is not None:
-            metrics |= self._fill_streams(batch, chosen, units, rewards)
-        metrics |= _describe_choice(chosen, units, self.options.drop_uniform_groups, drawn.accepted)
+            metrics |= self._fill_streams(batch, chosen, rows, rewards)
+            if len(trained) < len(rows):
+                batch = _of_units(batch, rows, trained)
+        metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
+        if self.options.mask_truncated:
+            metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
-            metrics |= self._describe_parts(cycle, sampled, chosen, units)
+            metrics |= self._describe_parts(cycle, sampled, chosen, trained)
             self.order.record(cycle, sampled)
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
@@ -281,7 +294,8 @@ class RolloutSource:
             return True
         part = self.options.uniform_by
         seen = {r.reward if part == "reward" else r.parts[part] for r in played}
-        return len(seen) > 1 and bool(self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)]))
+        units = self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)])
+        return len(seen) > 1 and bool(self._unmasked([played], units))
 
     def _played(self, groups: Groups) -> Groups:
         """The groups without the completions whose environment failed; one that has too few left is left out.
@@ -316,6 +330,18 @@ class RolloutSource:
             chosen = choose_units(self.select, table, self.rows_per_unit)
             units += [tuple((places[n], g) for n, g in unit) for unit in chosen]
         return sorted(units, key=lambda unit: unit[0][0])
+
+    def _unmasked(self, groups: Groups, units: Units) -> Units:
+        """The units that are trained on: with ``mask_truncated`` those without a completion that was cut off.
+
+        Such a completion is as if it were not in the batch: no weight counts it. Its reward counts where its group is
+        compared (DAPO's overlong filtering "masks the loss", Yu et al. 2025, section 3.4; TRL's
+        ``mask_truncated_completions`` takes rewards and advantages over the whole group, too. There the masked rows
+        still count in the means over sequences).
+        """
+        if not self.options.mask_truncated:
+            return units
+        return [unit for unit in units if not any(groups[n][g].completion.is_truncated for n, g in unit)]
 
     def _sample(self, cycle: int, step: int, attempt: int) -> tuple[Groups, float]:
         turn = self.order.turn(cycle, attempt)
@@ -365,13 +391,25 @@ class RolloutSource:
         if not self.credit.needs_batch:
             return {}
         flat = [r for g in groups for r in g]
-        truncated = torch.tensor([r.completion.finish in ("length", "out_of_turns") for r in flat])
-        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs)
+        truncated = torch.tensor([r.completion.is_truncated for r in flat])
+        of_turns = pay_turns(batch, flat, self.turn_weight) if self.turn_weight else None
+        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs, of_turns)
         self.streams(batch, teacher_batch)  # those that need advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
         means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
         _record_advantages(groups, means)
         return metrics
+
+
+def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
+    """``float64 [B, T]``: ``weight`` times what the environment paid for each turn, at the last token of it."""
+    numbers, columns = number_turns(batch.mask), torch.arange(batch.mask.shape[1])
+    paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for b, rollout in enumerate(rollouts):
+        for k, turn in enumerate(rollout.turns):
+            if turn.reward is not None:
+                paid[b, int(columns[batch.mask[b] & (numbers[b] == k)].amax())] = weight * turn.reward
+    return paid
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
@@ -384,6 +422,13 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         prefix=len(prompt),
         streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
     )
+
+
+def _of_units(batch: Batch, units: Units, trained: Units) -> Batch | None:
+    """The rows of ``trained`` out of a batch of ``units``; None where that is none."""
+    kept, each = set(trained), batch.rows_per_unit
+    rows = [b for u, unit in enumerate(units) if unit in kept for b in range(u * each, (u + 1) * each)]
+    return batch.select(rows) if rows else None
 
 
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
@@ -401,8 +446,10 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
     ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
     so are ``num_tokens_right`` and ``num_tokens_wrong``, mean lengths of right and other answers among these.
     ``grading_failures``: the share whose grading had to be stopped, if there are any. Lengths are of what the model
-    wrote. With an environment also ``num_turns``, ``num_calls`` and the share of calls that ``failed_calls``; what it
-    failed in counts in ``environment_failures`` alone, and what had to be played again in ``played_again``.
+    wrote. ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it
+    (the rest ran out of tokens), and there are ``num_turns``, ``num_calls`` and the share of calls that
+    ``failed_calls``; what it failed in counts in ``environment_failures`` alone, and what had to be played again in
+    ``played_again``.
     """
     everything = [r for group in groups for r in group]
     groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
@@ -416,7 +463,7 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
         **({"accuracy": len(right) / len(graded)} if graded else {}),
         "format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts),
         "num_tokens": statistics.fmean(lengths),
-        "truncated": statistics.fmean(float(r.completion.finish == "length") for r in rollouts),
+        "truncated": statistics.fmean(float(r.completion.is_truncated) for r in rollouts),
         "uniform_groups": statistics.fmean(float(len({r.reward for r in g}) == 1) for g in groups),
     }
     names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
@@ -439,6 +486,8 @@ def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) ->
         facts["num_turns"] = statistics.fmean(len(r.turns) for r in played)
         facts["num_calls"] = len(calls) / len(played)
         facts["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
+        for finish in ("out_of_turns", "tool_failed"):
+            facts[finish] = statistics.fmean(float(r.completion.finish == finish) for r in played)
     if any(r.failures for r in everything):
         facts["environment_failures"] = statistics.fmean(float(r.has_failed) for r in everything)
         facts["played_again"] = statistics.fmean(float(bool(r.failures)) for r in everything)
