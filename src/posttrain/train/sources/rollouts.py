@@ -27,14 +27,8 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
-<<<<<<< HEAD
-from posttrain.train.credit import Credit, same_sizes
-from posttrain.train.sources import TrainBatch, num_batches, row_order
-=======
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import TrainBatch, num_batches
-from posttrain.train.sources.order import row_order
->>>>>>> main
+from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
