@@ -84,13 +84,8 @@ def jsonl(
     keys = (prompt_key, messages_key, answer_key, solution_key, response_key)
 
     def read(row: Row) -> Example:
-        example = read_example(row, split, *keys)
-        solution, said = (
-            text and answer_text(text, strip_thinking=strip_thinking)
-            for text in (example.solution, example.demonstration)
-        )
-        meta = _read_meta(row, meta_keys or ())
-        return replace(example, meta=meta, grader=grader, solution=solution, demonstration=said)
+        example = _without_thinking(read_example(row, split, *keys), strip_thinking)
+        return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
 
     collected = collect(read_file(path), read, path)
     examples = keep_correct(collected, grader, path) if correct_only else collected.examples
@@ -135,6 +130,13 @@ def read_example(
         answer = row.answer(answer_key)
     example_id = f"jsonl/{split}/{row.line}"
     return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration, turns=turns)
+
+
+def _without_thinking(example: Example, strip_thinking: bool) -> Example:
+    solution, said = (
+        text and answer_text(text, strip_thinking=strip_thinking) for text in (example.solution, example.demonstration)
+    )
+    return replace(example, solution=solution, demonstration=said)
 
 
 def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]:
