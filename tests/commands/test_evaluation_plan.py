@@ -93,6 +93,7 @@ def test_one_answer_is_greedy_and_several_are_drawn() -> None:
         (["--engine", "natve"], "there is no engine named 'natve'. Did you mean 'native'?"),
         (["--engine.slotz", "3"], "engine 'native' has no key 'slotz'. Did you mean 'slots'?"),
         (["--task", "gsm8k", "--template", "boxd"], "there is no template named 'boxd'"),  # before the data are read
+        (["--task", "episodes"], "--task episodes: it asks nothing by itself, and tiny has no environment"),
         (["--modle.name", "x"], "there is no option --modle.name"),
     ],
 )

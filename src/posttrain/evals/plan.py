@@ -216,8 +216,13 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
     for _, _, template in combinations:  # before a task is read, which may take long
         build_template(template, "--template")
-    for source, _, template in combinations:
+    for source, task, template in combinations:
         check_rewards(source, template)
+        if (registry.traits_of("task", task.name) or {}).get("played") and not plays(source, template):
+            raise UsageError(
+                f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
+                "template; name a run that was trained in one, or another task"
+            )
     tasks = _build_tasks([task for _, task, _ in combinations])
     folder, names = _choose_folders(asked.out, combinations, tasks)
     refuse_other(folder)
