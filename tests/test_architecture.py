@@ -61,6 +61,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("tasks/verifiable/reasoning_gym",),
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
+    "gymnasium": ("environments/gymnasium.py",),
     "starlette": ("commands/serve/",),
     "lm_eval": ("commands/evaluate/",),
     "uvicorn": ("commands/serve/",),

@@ -51,6 +51,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.environments.python": "python",
         "posttrain.environments.search": "search",
         "posttrain.environments.games": "nim number_guess",
+        "posttrain.environments.gymnasium": "gymnasium",
     },
     "reward": {
         "posttrain.rewards.correct": "correct",

@@ -1,0 +1,136 @@
+"""Environments of Gymnasium: what is told, what is paid, and what cannot be played."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from posttrain import registry
+from posttrain.environments.contract import build_toolset
+from posttrain.errors import MissingExtra, UsageError
+from posttrain.recipes.sections import Word
+
+NAMES = ["left", "down", "right", "up"]
+LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "actions": NAMES}
+
+
+def make(**options: Any) -> Any:
+    return registry.find("environment", "gymnasium").bind(options)()
+
+
+@pytest.fixture
+def gym() -> Any:
+    return pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
+
+
+def test_the_lake_is_crossed(gym: Any) -> None:
+    lake = make(**LAKE)
+    assert lake.reset(seed=3) == "Actions: left, down, right, up.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert lake.act("down") == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    for action in ("down", "right", "right", "down"):
+        assert "\x1b" not in lake.act(action)
+        assert not lake.done
+    assert (lake.get_reward(), lake.get_turn_reward()) == (0.0, 0.0)
+    assert lake.act("right").endswith("HFF[G]")
+    assert lake.done
+    assert (lake.get_reward(), lake.get_turn_reward(), lake.get_turn_reward()) == (1.0, 1.0, 0.0)
+    with pytest.raises(ValueError, match="the episode is over"):
+        lake.act("left")
+    assert lake.reset(seed=3).endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert (lake.done, lake.get_reward()) == (False, 0.0)
+    lake.close()
+
+
+def test_what_is_no_action_is_told(gym: Any) -> None:
+    lake = make(**LAKE)
+    lake.reset(seed=0)
+    with pytest.raises(ValueError, match="there is no action 'jump'; there are left, down, right, up"):
+        lake.act("jump")
+    numbered = make(id="FrozenLake-v1")
+    numbered.reset(seed=0)
+    assert numbered.act("1")
+
+
+def test_equal_seeds_are_equal_episodes(gym: Any) -> None:
+    def play(seed: int) -> list[str]:
+        lake = make(id="FrozenLake-v1", actions=NAMES)  # slippery: where one goes is drawn
+        told = [lake.reset(seed=seed)]
+        while not lake.done and len(told) < 20:
+            told.append(lake.act("right"))
+        return told
+
+    assert play(5) == play(5)
+    assert len({tuple(play(seed)) for seed in range(8)}) > 1
+
+
+def test_it_is_one_tool(gym: Any) -> None:
+    toolset = build_toolset(Word(name="gymnasium", **LAKE))
+    assert list(toolset.tools) == ["act"]
+    assert toolset.gives_reward
+    assert toolset.pays_turns
+
+
+@pytest.fixture
+def talking(gym: Any) -> Iterator[str]:
+    """An environment that says what it observes, and counts its actions from 1."""
+
+    class Talking(gym.Env):
+        metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+        observation_space, action_space = gym.spaces.Text(20), gym.spaces.Discrete(2, start=1)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            return f"hello {seed}", {}
+
+        def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return f"you said {action}", 0.5, False, False, {}
+
+    gym.register("Talking-v0", entry_point=Talking, max_episode_steps=2)
+    yield "Talking-v0"
+    del gym.registry["Talking-v0"]
+
+
+def test_an_observed_text_is_told_and_a_limit_ends_it(talking: str) -> None:
+    world = make(id=talking)
+    assert world.reset(seed=7) == "Actions: 1, 2.\nhello 7"
+    assert world.act("2") == "you said 2"
+    assert not world.done
+    world.act("1")
+    assert world.done, "max_episode_steps"
+    assert (world.get_reward(), world.get_turn_reward()) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "evil.payload:Lake-v0"}, "would import a module"),
+        ({"id": "FrozenLake-v1", "options": {"render_mode": "human"}}, "environment.options.render_mode: it is chosen"),
+    ],
+)
+def test_what_is_refused_before_anything_is_imported(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "FrozenLak-v1"}, "cannot make 'FrozenLak-v1': .*FrozenLake"),
+        ({"id": "FrozenLake-v1", "options": {"slippery": True}}, "cannot make 'FrozenLake-v1': .*slippery"),
+        ({"id": "FrozenLake-v1", "options": {"map_name": "9x9"}}, "cannot make 'FrozenLake-v1': '9x9'"),
+        ({"id": "FrozenLake-v1", "actions": ["left", "right"]}, "has 4 actions; give each a name of its own"),
+        ({"id": "FrozenLake-v1", "actions": ["a", "a", "b", "c"]}, "has 4 actions; give each a name of its own"),
+        ({"id": "CartPole-v1"}, "CartPole-v1 can't be read: it neither draws as text"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(gym: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(MissingExtra, match=r"needs the package 'gymnasium', which is not installed.*gymnasium\]"):
+        make(id="FrozenLake-v1")
