@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 68920
+MAX_PACKAGE_LINES = 68930
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2350,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 6290,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 5940,
+    "train": 5950,
     "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,

@@ -32,6 +32,7 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "math_shepherd": ("prm_format_samples/math_shepherd", {"split": "test"}),
     "mbpp": ("code/mbpp", {"split": "test"}),
     "minerva_math": ("math_evals/minerva", {}),
+    "mixture": (None, {"parts": [{"task": "stories"}, {"task": "sums", "weight": 2}], "split": "test", "size": 30}),
     "mmlu": ("mmlu/val", {"split": "validation"}),
     "mr_gsm8k": ("mr_gsm8k/mr_gsm8k_wrong", {}),
     "olympiad_bench": ("math_evals/olympiad_bench", {}),

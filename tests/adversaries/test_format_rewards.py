@@ -22,6 +22,8 @@ OTHERS = (
     "reward_model",
     "task_score",
     "tool_calls",
+    "truncated",
+    "turn_rewards",
 )
 
 

@@ -239,7 +239,8 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     if rollout is None or rollout.select is None or w.selection is None:
         return
     every = (
-        ": advantages per token and kl_in_reward, and those per turn, are of every completion; leave rollout.select out"
+        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
+        "leave rollout.select out"
     )
     yield (
         (w.per_token or w.per_turn or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"),

@@ -16,6 +16,7 @@ import torch
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.store.ledger import Ledger
+from posttrain.train.sources import Turn
 from posttrain.train.sources.ahead import Ahead
 from posttrain.train.sources.messages import Weights
 
@@ -103,9 +104,14 @@ class VirtualSource:
         """One for each prompt."""
         return [None] * self.options.prompts
 
-    def places(self, batch: int, attempt: int) -> tuple[int, list[int]]:
-        """(position of the first prompt in the order of all, places of a batch's prompts)."""
-        return batch * self.options.prompts, self.kept
+    @property
+    def order(self) -> VirtualSource:
+        """What says which prompts a batch takes."""
+        return self
+
+    def turn(self, batch: int, attempt: int) -> Turn:
+        """All of them, in every batch."""
+        return Turn(self.kept, [batch] * self.options.prompts)
 
 
 def simulate(
