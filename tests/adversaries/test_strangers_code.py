@@ -20,7 +20,7 @@ from posttrain.cli import build_parser, main
 from posttrain.commands.runs import options as records_options
 from posttrain.errors import UnallowedCode
 
-# Two recipes of strangers: the words that training alone needs, and those that answering needs.
+# Three recipes of strangers: the words that training alone needs, those that answering needs, and those of a mixture.
 TRAINS = {
     "objective": CODE,
     "advantage": CODE,
@@ -30,6 +30,10 @@ TRAINS = {
     "eval": {"tasks": [CODE]},
 }
 ANSWERS = {"task": CODE, "prompt": {"template": CODE}, "rewards": [CODE, {"name": "correct", "mode": CODE}]}
+MIXES = {
+    "task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]},
+    "curriculum": CODE,
+}
 
 SHORT = ["--max-tokens", "4"]
 # Every command that may meet a run, as it would be typed; those that need none say so with an empty list.
@@ -158,7 +162,7 @@ def test_every_command_is_attacked() -> None:
     assert known == set(COMMANDS), "a new command opens runs, or says in COMMANDS that it does not"
 
 
-@pytest.mark.parametrize("changes", [TRAINS, ANSWERS], ids=["trains", "answers"])
+@pytest.mark.parametrize("changes", [TRAINS, ANSWERS, MIXES], ids=["trains", "answers", "mixes"])
 @pytest.mark.parametrize(("command", "arguments"), CASES, ids=[" ".join([n, *a]) for n, a in CASES])
 def test_opening_a_strangers_run_runs_nothing_of_it(
     command: str,

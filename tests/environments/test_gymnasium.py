@@ -106,6 +106,7 @@ def test_an_observed_text_is_told_and_a_limit_ends_it(talking: str) -> None:
     ("options", "message"),
     [
         ({"id": "evil.payload:Lake-v0"}, "would import a module"),
+        ({"id": "GymV26Environment-v0", "options": {"env_id": "evil.payload:Lake-v0"}}, "would import a module"),
         ({"id": "FrozenLake-v1", "options": {"render_mode": "human"}}, "environment.options.render_mode: it is chosen"),
     ],
 )

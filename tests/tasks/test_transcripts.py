@@ -91,7 +91,13 @@ def test_what_is_trained_of_it(tmp_path: Path) -> None:
         ([*ASKED, calling("1"), told("1"), ANSWER, ASKED[1]], "the assistant answers, in one last message"),
         ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
         ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
-        ([*ASKED, {**calling("1"), "tool_calls": "calculator"}, told("1"), ANSWER], "message 3: a message amid"),
+        (
+            [*ASKED, {**calling("1"), "tool_calls": "calculator"}, told("1"), ANSWER],
+            "message 3: 'tool_calls' is a list",
+        ),
+        ([*ASKED, calling("\ud800"), told("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
+        ([*ASKED, calling("\ud800", as_text=False), told("1"), ANSWER], "arguments' holds half of a surrogate pair"),
+        ([*ASKED, calling(float("nan")), told("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
         (
             [*ASKED, {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, told("1"), ANSWER],
             "messages 3 tool_calls 1': a call is",

@@ -56,7 +56,9 @@ def _is_about_tools(item: Mapping[str, Any]) -> bool:
 
 
 def _calls(row: Row, key: str, at: int, item: Any) -> list[Call]:
-    if not isinstance(item, Mapping) or item.get("role") != "assistant" or not isinstance(item.get("tool_calls"), list):
+    if isinstance(item, Mapping) and item.get("tool_calls") and not isinstance(item["tool_calls"], list):
+        raise row.fail(f"{key!r}, message {at + 1}: 'tool_calls' is a list of calls")
+    if not isinstance(item, Mapping) or item.get("role") != "assistant" or not item.get("tool_calls"):
         what = "a result of a tool that was not called" if _role(item) == "tool" else "a message amid the use of tools"
         raise row.fail(
             f"{key!r}, message {at + 1}: {what}; an assistant's message with 'tool_calls' comes before results"
@@ -75,7 +77,11 @@ def _call(row: Row, place: str, stated: Any) -> Call:
     if not isinstance(arguments, dict):
         raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
     name = row.checked(function.get("name"), f"{place} name")
-    return Call(name, json.dumps(arguments, ensure_ascii=False), "", "ok")
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise row.fail(f"{place!r}: its arguments hold a number that JSON has not (NaN, Infinity)") from None
+    return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
 
 
 def _result(row: Row, key: str, at: int, items: Sequence[Any]) -> str:
