@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli import main
+from posttrain.cli import build_parser, main
 from posttrain.commands import demo
 from posttrain.commands.demo_stories import STORIES
 from posttrain.evals.generation import Evaluation
@@ -148,3 +148,9 @@ def test_the_outcome_of_the_calculator_follows_the_figures() -> None:
     )
     for always_or_never in (figures(0.98, 0.99, 0.97, 0.99), figures(0.98, 0.0, 0.02, 0.0)):
         assert tell(before, always_or_never).startswith("In this run it did not find out when a tool pays")
+
+
+def test_the_command_line_knows_every_story() -> None:
+    """It names them without importing them, so that help answers at once."""
+    (told,) = [action for action in build_parser()[1]["demo"]._actions if action.dest == "story"]
+    assert set(told.choices or ()) == set(STORIES)
