@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 68930
+MAX_PACKAGE_LINES = 68940
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2350,
@@ -26,7 +26,7 @@ ROOMS: dict[str, int] = {
     "graders": 6730,
     "rewards": 440,
     "render": 1370,
-    "tasks": 5910,
+    "tasks": 5920,
     "environments": 1240,
     "store": 2580,
     "models": 2820,
