@@ -31,6 +31,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "differences.py": ([["--rows", "3000", "--steps", "20"]], None, "difference_k1_of_24"),
     "engine.py": ([["--threads", "1", "--pairs", "1"]], None, "1 thread(s)  ragged"),
     "extraction.py": ([["--repeats", "1"]], None, '"bit_equal": true'),
+    "game.py": ([["--seeds", "0", "--sft-steps", "2", "--grpo-steps", "2"]], None, "of the best (96 games)"),
     "kill_and_resume.py": ([["--kind", "sft", "--kills", "1", "--steps", "8"]], None, "all equal"),
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),

@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
 from posttrain.environments.calls import Request, describe_tools, read_calls
-from posttrain.environments.contract import Session, Toolset, build_toolset
+from posttrain.environments.contract import Session, Toolset, build_toolset, opened
 from posttrain.environments.pool import Job, Pool
 from posttrain.environments.tools import Tool
 from posttrain.errors import UsageError
@@ -89,18 +89,6 @@ def _showing(template: Template, toolset: Toolset, form: Form) -> Template:
         return template.prompt([Message("system", described), *messages], tokenizer)
 
     return replace(template, prompt=described_first)
-
-
-def opened(example: Example, text: str) -> list[Message]:
-    """The messages of an example with an environment's opening behind the last one of the user."""
-    messages = list(example.messages)
-    if text.strip():
-        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
-        if last is None:
-            return [*messages, Message("user", text)]
-        content = messages[last].content
-        messages[last] = Message("user", f"{content}\n\n{text}" if content.strip() else text)
-    return messages
 
 
 @dataclass(slots=True)

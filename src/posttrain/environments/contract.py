@@ -33,7 +33,7 @@ from posttrain.environments.pool import Job, Pool
 from posttrain.environments.tools import Tool, make_tool, result_text
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Word
-from posttrain.types import Call, CallOutcome, Example
+from posttrain.types import Call, CallOutcome, Example, Message
 
 NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 
@@ -224,3 +224,15 @@ def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str,
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return fields
     return {parameter.name: fields[parameter.name] for parameter in parameters if parameter.name in fields}
+
+
+def opened(example: Example, text: str) -> list[Message]:
+    """The messages of an example with an environment's opening behind the last one of the user."""
+    messages = list(example.messages)
+    if text.strip():
+        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+        if last is None:
+            return [*messages, Message("user", text)]
+        content = messages[last].content
+        messages[last] = Message("user", f"{content}\n\n{text}" if content.strip() else text)
+    return messages

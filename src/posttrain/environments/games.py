@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -12,25 +13,32 @@ from posttrain.errors import UsageError
 from posttrain.randomness import generator
 from posttrain.registry import register
 
+Move = tuple[str, dict[str, Any]]  # a tool and its arguments
+
 
 class TextGame(ABC):
     """A game of turns: what is drawn follows from the seed, moves are tools, ``score`` is paid at its end.
 
     A game of your own sets itself up in ``_begin`` and returns what is said then; its moves are public methods with
-    types and docstrings that call ``_end`` when it is over.
+    types and docstrings that call ``_end`` when it is over. ``split`` is that of the episode.
     """
 
     def __init__(self) -> None:
-        self.done, self.score = False, 0.0
+        self.done, self.score, self.split = False, 0.0, "train"
 
-    def reset(self, *, seed: int) -> str:
+    def reset(self, *, seed: int, split: str = "train") -> str:
         """A new game."""
-        self.done, self.score = False, 0.0
+        self.done, self.score, self.split = False, 0.0, split
         return self._begin(generator(seed, "game"))
 
     def get_reward(self) -> float:
         """The score; 0 of a game that was not played to its end."""
         return self.score if self.done else 0.0
+
+    @property
+    def legal_moves(self) -> list[Move]:
+        """What can be done now; the task ``random_play`` draws from these."""
+        return []
 
     @abstractmethod
     def _begin(self, random: np.random.Generator) -> str:
@@ -72,6 +80,11 @@ class NumberGuess(TextGame):
         self.low, self.high, self.guesses = low, high, guesses
         self.number, self.left = low, guesses
 
+    @property
+    def legal_moves(self) -> list[Move]:
+        """Any number there is."""
+        return [("guess", {"number": number}) for number in range(self.low, self.high + 1)]
+
     def _begin(self, random: np.random.Generator) -> str:
         self.number, self.left = int(random.integers(self.low, self.high + 1)), self.guesses
         return f"Find a number from {self.low} to {self.high} with {self.guesses} guesses."
@@ -92,52 +105,93 @@ class NumberGuess(TextGame):
 
 
 @register("environment")
-def nim(*, max_heap: Annotated[int, Field(ge=5, le=1000)] = 21, take: Annotated[int, Field(ge=1, le=9)] = 3) -> Nim:
+def nim(
+    *,
+    max_heap: Annotated[int, Field(ge=1, le=1000)] = 21,
+    take: Annotated[int, Field(ge=1, le=9)] = 3,
+    held_out: list[int] | None = None,
+    adjudicate: bool = False,
+) -> Nim:
     """A heap of stones, from which two players take 1 to ``take`` in turn; who takes the last wins. Pays 1 for that.
 
-    The model begins, from a heap that can be won (no multiple of ``take + 1``); the opponent plays as well as can be.
-    Whoever leaves a multiple of ``take + 1`` each time wins always, and one other move loses.
+    The model begins, from a heap that can be won; the opponent plays as well as can be, and where every move of its
+    own loses, at random. A move says how many stones are left. So the best play is paid 1, always, and one slip anywhere 0. (Whoever leaves a multiple of
+    ``take + 1`` each time wins. Bouton 1901, "Nim, a game with a complete mathematical theory".)
 
     Args:
-        max_heap: stones at most; more than ``take``.
+        max_heap: stones at most, in the beginning.
         take: stones at a time, at most.
+        held_out: heaps from which games of other splits than ``train`` begin, and those of ``train`` never; by default
+            all begin from any.
+        adjudicate: a game ends once it is lost, for the opponent then claims it. What each play is paid stays the same.
 
     Raises:
-        UsageError: the first move would always win.
+        UsageError: a heap held out that no game begins from, or none left for training.
     """
-    if max_heap <= take + 1:
-        raise UsageError(f"environment nim: max_heap ({max_heap}) must be more than take + 1 ({take + 1})")
-    return Nim(max_heap, take)
+    winnable = {heap for heap, wins in enumerate(winning(max_heap, take)) if wins}
+    kept = set(held_out or ())
+    if not kept <= winnable:
+        raise UsageError(
+            f"environment nim: held_out: no game begins from {min(kept - winnable)}; games begin from "
+            f"{', '.join(map(str, sorted(winnable)))}"
+        )
+    if kept == winnable:
+        raise UsageError("environment nim: held_out: no heap is left to train on; hold out fewer")
+    return Nim(max_heap, take, sorted(winnable - kept), sorted(kept or winnable), adjudicate)
+
+
+def winning(max_heap: int, take: int) -> list[bool]:
+    """Of each heap from 0 on, whether who is to move can win it, from the smallest heap up."""
+    wins = [False]
+    for heap in range(1, max_heap + 1):
+        wins.append(not all(wins[heap - stones] for stones in range(1, min(take, heap) + 1)))
+    return wins
 
 
 class Nim(TextGame):
-    """See ``nim``."""
+    """See ``nim``. ``wins``: of each heap, whether who is to move can win it."""
 
-    def __init__(self, max_heap: int, take: int) -> None:
+    def __init__(
+        self, max_heap: int, most: int, trained: Sequence[int], others: Sequence[int], adjudicate: bool
+    ) -> None:
         super().__init__()
-        self.max_heap, self.most = max_heap, take
+        self.most, self.trained, self.others, self.adjudicate = most, trained, others, adjudicate
+        self.wins = winning(max_heap, most)
         self.heap = max_heap
 
+    @property
+    def legal_moves(self) -> list[Move]:
+        """What may be left."""
+        return [("leave", {"stones": stones}) for stones in self._choices()]
+
+    @property
+    def best_reward(self) -> float:
+        """What the best play is still paid, whatever the opponent draws: 1 where the heap can be won, else 0."""
+        return float(not self.done and self.wins[self.heap])
+
     def _begin(self, random: np.random.Generator) -> str:
-        winnable = [heap for heap in range(self.most + 2, self.max_heap + 1) if heap % (self.most + 1)]
-        self.heap = int(random.choice(winnable))
+        self._random = random
+        self.heap = int(random.choice(self.trained if self.split == "train" else self.others))
         return f"{self.heap} stones. Take 1 to {self.most}; who takes the last wins."
 
-    def take(self, stones: int) -> str:
-        """Takes stones from the heap; says what the other player takes, and how many are left.
+    def leave(self, stones: int) -> str:
+        """Takes stones from the heap until so many are left; says how many the other player leaves.
 
         Args:
-            stones: how many.
+            stones: how many are left.
         """
         if self.done:
             raise ValueError("the game is over")
-        if not 1 <= stones <= min(self.most, self.heap):
-            raise ValueError(f"take 1 to {min(self.most, self.heap)}")
-        self.heap -= stones
+        if stones not in self._choices():
+            raise ValueError(f"of {self.heap} stones leave {self._choices()[0]} to {self._choices()[-1]}")
+        self.heap = stones
         if self.heap == 0:
             return self._end(1.0, "you win")
-        theirs = self.heap % (self.most + 1) or 1  # any move loses from a multiple
-        self.heap -= theirs
-        return (
-            self._end(0.0, f"I take {theirs} and win") if self.heap == 0 else f"I take {theirs}, {self.heap} are left"
-        )
+        if self.adjudicate and self.wins[self.heap]:
+            return self._end(0.0, f"I win from {self.heap}")
+        good = [left for left in self._choices() if not self.wins[left]]
+        self.heap = int(self._random.choice(good or self._choices()))
+        return f"I leave {self.heap}" if self.heap else self._end(0.0, "I leave 0 and win")
+
+    def _choices(self) -> range:
+        return range(max(0, self.heap - self.most), self.heap)

@@ -73,8 +73,13 @@ def call_form(tokenizer: Any, template: Template) -> Form:
     return "hermes" if template.chat and "<tool_call>" in (tokenizer.chat_template or "") else "tagged"
 
 
-def encode_turns(tokenizer: Any, template: Template, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+def encode_turns(
+    tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool
+) -> tuple[list[int], list[bool]]:
     """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
+
+    Args:
+        answered: an answer follows; otherwise the last call ended the episode, and nobody heard what came of it.
 
     Raises:
         UsageError: the chat template rewrites history, or the tokenizer has no end token.
@@ -91,7 +96,8 @@ def encode_turns(tokenizer: Any, template: Template, turns: Sequence[Turn]) -> t
         heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], end)
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
-    return ids, own
+    length = len(ids) if answered else len(ids) - len(heard)
+    return ids[:length], own[:length]
 
 
 def _call_pieces(call: Call, form: Form) -> list[Piece]:

@@ -42,8 +42,9 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
         elif example.demonstration is not None and not template.response(example):
             yield f"a response without an answer, which template {template.name} would write between tags"
         else:
-            turns, own = encode_turns(tokenizer, template, example.turns) if example.turns else ([], [])
-            ids = [*prompt, *turns, *encode_response(tokenizer, template, example)]
+            answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
+            turns, own = encode_turns(tokenizer, template, example.turns, answers) if example.turns else ([], [])
+            ids = [*prompt, *turns, *(encode_response(tokenizer, template, example) if answers else [])]
             yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
         return
     if not example.responses:

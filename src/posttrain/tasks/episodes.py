@@ -26,7 +26,7 @@ def episodes(
 
     Args:
         prompt: what the user says before the environment does.
-        split: episodes of another name, and so of other seeds.
+        split: episodes of another name, and so of other seeds; an environment may ask for it, and hold out beginnings.
         size: how many there are; the environment is seeded anew each time that one is played.
         seed: names other episodes.
     """
@@ -36,7 +36,7 @@ def episodes(
 class _Episodes(ExamplesOnDemand):
     def __init__(self, prompt: str, split: str, size: int, seed: int) -> None:
         super().__init__(size)
-        self.prompt, self.name = prompt, f"episodes/{split}/{seed}"
+        self.prompt, self.split, self.name = prompt, split, f"episodes/{split}/{seed}"
 
     def make(self, item: int) -> Example:
-        return Example(f"{self.name}/{item}", (Message("user", self.prompt),))
+        return Example(f"{self.name}/{item}", (Message("user", self.prompt),), meta={"split": self.split})
