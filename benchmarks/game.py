@@ -4,8 +4,8 @@
     python benchmarks/game.py --seeds 0 --sft-steps 150 --grpo-steps 40
 
 For each seed ``posttrain train tiny/sft-nim``, and from there ``tiny/grpo-nim``, as they ship. Told is what greedy play
-wins of the games that training began from, of those that it never began from, and of games from heaps larger than any
-that it met; each beside what the best play wins of the same (the environment's ``best_reward``). Writes results/game.json.
+wins of games that begin as those of training did, as none of training did, and with heaps larger than any that was met;
+each beside what the best play wins of the same. Writes results/game.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def train(recipe: str, folder: Path, run: str, words: Sequence[str]) -> float:
 
 
 def played(run: Path, name: str, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the games of an evaluation: how many, what greedy play was paid, what the best play is, and each heap's share."""
+    """Of the games of an evaluation: how many, what greedy play and the best play are paid, and the share by heap."""
     store = RolloutStore(run / "rollouts.db", read_only=True)
     rows = [row for row in store.evaluations() if row.evaluation == name and row.step == step]
     game = registry.find("environment", "nim").bind(options)()
@@ -66,7 +66,10 @@ def run_seed(seed: int, folder: Path, sft_steps: int | None, grpo_steps: int | N
     seconds["grpo"] = train("tiny/grpo-nim", folder, "grpo", [*words, *start, *short[1]])
     last = grpo_steps or load_recipe("tiny/grpo-nim").train.steps
     results = {
-        label: {"before": played(folder / "grpo", name, 0, options), "after": played(folder / "grpo", name, last, options)}
+        label: {
+            "before": played(folder / "grpo", name, 0, options),
+            "after": played(folder / "grpo", name, last, options),
+        }
         for name, label in STARTS.items()
     }
     larger = [heap for heap in range(options["max_heap"] + 1, BEYOND + 1) if heap % (options["take"] + 1)]

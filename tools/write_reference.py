@@ -82,6 +82,23 @@ def demo_text() -> str:
     )
 
 
+def game_text() -> str:
+    """A game of two players, seed by seed: what greedy play wins, as a share of the best play."""
+    rows, seeds = [], read("game.json")["seeds"]
+    kinds = [(label, when) for label, result in seeds[0]["results"].items() for when in result]
+    for one in seeds:
+        played = [one["results"][label][when] for label, when in kinds]
+        shares = [f"{100 * result['reward'] / result['best']:.1f} %" for result in played]
+        rows.append([str(one["seed"]), *shares, *(f"{one['seconds'][part]:.0f}" for part in ("sft", "grpo"))])
+    head = ["seed", *(f"{label}, {when} GRPO" for label, when in kinds), "seconds of SFT", "seconds of GRPO"]
+    about = (
+        "Nim, `tiny/sft-nim` then `tiny/grpo-nim` (`python benchmarks/game.py`): games won by greedy play, as a share "
+        "of what the best play wins; 96 games of each kind, that begin from heaps as in training, from four heaps that "
+        "no game of training began from, and from heaps larger than any that training met (26 to 49 stones)."
+    )
+    return f"## A game against an opponent who makes no mistake\n\n{about}\n\n{table(head, rows)}"
+
+
 def reward_model_text() -> str:
     """A reward model of human preferences, by kind of dialogue."""
     runs = read("reward_model_hh.json")["seeds"]
@@ -102,7 +119,8 @@ def read(name: str) -> dict[str, Any]:
 
 def reference_text() -> str:
     """The whole document."""
-    return "\n".join([HEADING, demo_text(), *(comparison_text(name) for name in COMPARISONS), reward_model_text()])
+    comparisons = [comparison_text(name) for name in COMPARISONS]
+    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text()])
 
 
 def main() -> int:

@@ -114,9 +114,10 @@ def nim(
 ) -> Nim:
     """A heap of stones, from which two players take 1 to ``take`` in turn; who takes the last wins. Pays 1 for that.
 
-    The model begins, from a heap that can be won; the opponent plays as well as can be, and where every move of its
-    own loses, at random. A move says how many stones are left. So the best play is paid 1, always, and one slip anywhere 0. (Whoever leaves a multiple of
-    ``take + 1`` each time wins. Bouton 1901, "Nim, a game with a complete mathematical theory".)
+    The model begins, from a heap that can be won, and its move says how many stones are left. The opponent plays as
+    well as can be, and where every move of its own loses, at random. So the best play is paid 1, always, and one slip
+    anywhere 0. (Whoever leaves a multiple of ``take + 1`` each time wins. Bouton 1901, "Nim, a game with a complete
+    mathematical theory".)
 
     Args:
         max_heap: stones at most, in the beginning.
