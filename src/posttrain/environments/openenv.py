@@ -197,10 +197,9 @@ def _method(action: _Action) -> Callable[..., Any]:
         if name == "metadata" and name not in required:  # every action of OpenEnv has it
             continue
         described = _inlined(stated, action.schema.get("$defs", {}))
-        kind: Any = Annotated[_type(described), WithJsonSchema(described)]
         default = inspect.Parameter.empty if name in required else described.get("default")
-        if default is None:
-            kind = kind | None
+        kind: Any = _type(described) if default is not None else _type(described) | None
+        kind = Annotated[kind, WithJsonSchema(described)]
         try:
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
         except ValueError as error:
