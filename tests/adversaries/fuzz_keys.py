@@ -273,6 +273,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "dictionary": (("sae", "train"), SAE, "dictionary"),
 }
 REQUIRED = {
+    "id": "FrozenLake-v1",
     "path": "rows.jsonl",
     "dataset": "chain_sum",
     "run": "runs/x",
