@@ -156,8 +156,8 @@ def test_gpt2_on_human_preferences_on_a_twin(
     folder = tmp_path / "runs" / "pipeline-hh-gpt2"
     results = json.loads((folder / "results.json").read_text())
     assert results["policies"].keys() == {"ppo", "grpo", "dpo", "dpo-files"}
-    assert all(
-        0 <= policy["win_rate"]["mean"] <= 1 and policy["kl"]["mean"] >= 0 for policy in results["policies"].values()
+    assert all(  # one step of 1e-5 moves a policy by less than what float32 rounds
+        0 <= policy["win_rate"]["mean"] <= 1 and policy["kl"]["mean"] > -1e-5 for policy in results["policies"].values()
     )
     assert (folder / "report.html").is_file()
     before = (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns
