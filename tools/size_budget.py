@@ -17,25 +17,25 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 68940
+MAX_PACKAGE_LINES = 69330
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2350,
-    "recipes": 1210,
+    "recipes": 1220,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
     "render": 1370,
     "tasks": 5920,
     "environments": 1240,
-    "store": 2580,
+    "store": 2590,
     "models": 2820,
     "engines": 6290,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 5950,
+    "train": 6320,
     "interpret": 7620,
-    "runs": 2900,
+    "runs": 2890,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8540,

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent
-from posttrain.train.sources.messages import Weights, read_drawn, weight_sums, write_drawn
+from posttrain.train.process import Weights, weight_sums
+from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn, RolloutSource
 from posttrain.train.sources.sampling_process import SamplingProcess
 
