@@ -17,20 +17,20 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 69330
+MAX_PACKAGE_LINES = 69680
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2350,
+    "ground": 2440,
     "recipes": 1220,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
     "render": 1370,
-    "tasks": 5920,
-    "environments": 1240,
+    "tasks": 5930,
+    "environments": 1560,
     "store": 2590,
     "models": 2820,
-    "engines": 6290,
+    "engines": 6210,
     "evals": 2950,
     "reward_models": 1640,
     "train": 6320,

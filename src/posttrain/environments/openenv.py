@@ -141,7 +141,9 @@ def _actions(door: _Door) -> tuple[_Action, ...]:
         raise UsageError(f"environment.url: {door.url}/schema names no action; is it an OpenEnv server?")
     if stated.get("title") in _MCP_ACTIONS:
         tools = asyncio.run(_list_tools(door))
-        actions = [_Action(tool.get("name"), tool.get("description"), tool["input_schema"], True) for tool in tools]
+        actions = [
+            _Action(tool.get("name", ""), tool.get("description", ""), tool["input_schema"], True) for tool in tools
+        ]
     else:
         actions = [_Action("act", stated.get("description") or "Takes an action.", stated, False)]
     # A marker of a chat template in what a stranger's server says of its tools stays text.
