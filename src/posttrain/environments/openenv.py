@@ -226,7 +226,8 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> Any
         return schema if depth else {}
     if "$ref" in schema:
         return _inlined(definitions.get(str(schema["$ref"]).rpartition("/")[2], {}), definitions, depth - 1)
-    return {key: _inlined(value, definitions, depth - 1) for key, value in schema.items() if key != "title"}
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: _inlined(value, definitions, depth - 1) for key, value in kept.items()}
 
 
 def _type(schema: Mapping[str, Any]) -> Any:
