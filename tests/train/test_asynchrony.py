@@ -32,6 +32,7 @@ from posttrain.train.sources import ahead, sampling_worker
 from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn
+from posttrain.train.sources.sampling_process import KEPT
 from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
@@ -65,8 +66,8 @@ def stale_recipe(staleness: int, *, rollout: Mapping[str, Any] = ROLLOUT, **chan
 class InlineProcess:
     """A ``SamplingProcess`` that is none: another model in this process, told the same in the same words."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.source, self.model = prepare_sampling(recipe)
+    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        self.source, self.model = prepare_sampling(recipe, None if folder is None else folder / KEPT)
 
     def draw(
         self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]

@@ -233,13 +233,13 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
 def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, list[str]]:
     """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
 
-    Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine keeps things
-    in ``folder``.
+    Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine and rewards
+    keep things in ``folder``.
 
     Raises:
         UsageError: as ``prepare``.
     """
-    base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), None)
+    base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), folder)
     evaluator, notices = _build_evaluator(base, _eval_tasks(recipe))
     return evaluator, base, notices
 
@@ -277,10 +277,11 @@ def _build_shards(
     return Shards(forward, heads, world)
 
 
-def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
+def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
-    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``).
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``), whose engine and
+    rewards keep things in ``folder``.
 
     Raises:
         UsageError: as ``prepare``.
@@ -289,8 +290,8 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     loaded = _load_trained(recipe, task)
     policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
     context = context_length(loaded.model.config)
-    grader, stage = _build_grader(recipe, loaded.tokenizer, None)
-    engine = EngineSite().build(loaded, words.engine, words.engine_options, "rollout.engine")
+    grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
+    engine = EngineSite(folder).build(loaded, words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
     return source, loaded.model

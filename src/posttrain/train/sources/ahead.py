@@ -66,7 +66,7 @@ class Ahead:
             assert recipe.train.passes is not None, "a recipe says steps or passes"
             steps, _ = source.length_of(recipe.train.passes)
         self.num_batches = -(-steps // source.updates)
-        self._process = process or SamplingProcess(recipe)
+        self._process = process or SamplingProcess(recipe, None if ledger is None else ledger.path.parent)
         self._courier = courier
         self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
         self._next = 0  # the first batch that was not given away

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.process import BesideProcess, Weights, send, send_weights
 
+KEPT = "ahead"  # folder of a run
 WORKER = "posttrain.train.sources.sampling_worker"
 
 
@@ -15,10 +17,11 @@ class SamplingProcess:
     """A process that draws rollout batches; see ``BesideProcess``.
 
     One that is started again is given the same batch: its weights and random numbers are the same, so its answers are.
+    ``folder``: of the run, where there is one; what engine and rewards keep (what a judge said) has a place there.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._beside = BesideProcess(WORKER, recipe)
+    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        self._beside = BesideProcess(WORKER, recipe, {"folder": None if folder is None else str(folder / KEPT)})
         self._version: int | None = None  # of the weights that it has
 
     def draw(

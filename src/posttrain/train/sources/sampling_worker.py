@@ -6,6 +6,7 @@ It builds task, model, engine and rewards from the recipe as the trainer does.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -26,7 +27,8 @@ def main() -> None:
 
 
 def _prepare(recipe: Recipe, settings: dict[str, Any]) -> Answer:
-    source, model = prepare_sampling(recipe)
+    folder = settings["folder"]
+    source, model = prepare_sampling(recipe, None if folder is None else Path(folder))
     return partial(_answer, source, model)
 
 
