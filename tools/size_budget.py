@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 69680
+MAX_PACKAGE_LINES = 69690
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 6210,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6320,
+    "train": 6330,
     "interpret": 7620,
     "runs": 2890,
     "sweeps": 3290,
