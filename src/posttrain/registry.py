@@ -52,6 +52,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.environments.search": "search",
         "posttrain.environments.games": "nim number_guess",
         "posttrain.environments.gymnasium": "gymnasium",
+        "posttrain.environments.openenv": "openenv",
     },
     "reward": {
         "posttrain.rewards.correct": "correct",

@@ -19,8 +19,6 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
 from posttrain.sweeps.study import StudyFile
 
-# Sections whose keys all have defaults: nothing said is something.
-ALL_OPTIONAL = ("adapter", "patching", "causal", "activations.model")
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (text, frozenset(types.split()))
@@ -103,9 +101,11 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
         return []
     last = key.rpartition(".")[2]
     lists_enum = any("enum" in c or "const" in c for c in choices)
+    section = section_of(field.annotation)
+    says_enough = section is not None and not any(f.is_required() for f in section.model_fields.values())
     bad = []
     for text, fits in POOL:
-        if text == "{}" and {key, last} & set(ALL_OPTIONAL):
+        if text == "{}" and says_enough:  # every key of the section has a default
             continue
         taken = set(types)
         if last in SEEDS and text in ("100000000000", "1e11", "1e30"):
@@ -273,6 +273,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "dictionary": (("sae", "train"), SAE, "dictionary"),
 }
 REQUIRED = {
+    "id": "FrozenLake-v1",
     "path": "rows.jsonl",
     "dataset": "chain_sum",
     "run": "runs/x",

@@ -16,7 +16,7 @@ from strangers import contents, make_evil, plain_recipe
 from test_strangers_code import run
 
 from posttrain import consent
-from posttrain.engines.vllm.http import server_address
+from posttrain.addresses import server_address
 from posttrain.errors import RunFailure, UsageError, hide_secrets
 from posttrain.evals.tables import TextTable, to_markdown
 from posttrain.markdown import code, paragraph, plain

@@ -121,7 +121,7 @@ def write_gpt2(folder: Path) -> None:
 def test_gpt2_on_human_preferences_on_a_twin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shipped file from start to page: a random small GPT-2, forty dialogues, one step of everything."""
+    """The shipped file from start to page: a random small GPT-2, 400 dialogues, one step of everything."""
     write_gpt2(tmp_path / "gpt2")
     pairs = [
         {
@@ -129,7 +129,7 @@ def test_gpt2_on_human_preferences_on_a_twin(
             "rejected": f"\n\nHuman: {a} and {a + 3}?\n\nAssistant: {a}!",
             "subset": "helpful-base",
         }
-        for a in range(40)
+        for a in range(400)  # a fiftieth is held out, and each reward model has half of that
     ]
     (tmp_path / "data" / "hh_rlhf").mkdir(parents=True)
     for split in ("train", "test"):
@@ -156,8 +156,8 @@ def test_gpt2_on_human_preferences_on_a_twin(
     folder = tmp_path / "runs" / "pipeline-hh-gpt2"
     results = json.loads((folder / "results.json").read_text())
     assert results["policies"].keys() == {"ppo", "grpo", "dpo", "dpo-files"}
-    assert all(
-        0 <= policy["win_rate"]["mean"] <= 1 and policy["kl"]["mean"] >= 0 for policy in results["policies"].values()
+    assert all(  # one step of 1e-5 moves a policy by less than what float32 rounds
+        0 <= policy["win_rate"]["mean"] <= 1 and policy["kl"]["mean"] > -1e-5 for policy in results["policies"].values()
     )
     assert (folder / "report.html").is_file()
     before = (folder / "cells" / "grpo-seed0" / "metrics.jsonl").stat().st_mtime_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import socket
 from dataclasses import fields
@@ -34,7 +35,7 @@ from posttrain.recipes.sections import Word
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.types import Message
+from posttrain.types import Call, Message, Turn
 
 EVIL = "<script>alert(1)</script>${1+1}{{value}}"
 QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
@@ -85,7 +86,10 @@ def test_text_of_models_and_data_is_escaped() -> None:
     token = SpokenToken(EVIL, -0.1, 0.3, ((EVIL, -0.1),))
     texts = dict.fromkeys(("example_id", "prompt", "completion", "answer", "extracted", "outcome", "finish"), EVIL)
     numbers = dict.fromkeys((field.name for field in fields(RecordedRollout) if field.name not in texts), 1)
-    rollout = RecordedRollout(**numbers | texts | {"parts": {EVIL: 1.0}})
+    plain = {"parts": {EVIL: 1.0}, "turns": (), "failures": ()}
+    rollout = RecordedRollout(**numbers | texts | plain)
+    turns = (Turn(f"one {EVIL}", (Call("add", EVIL, f"sum {EVIL}", "ok"),)), Turn("two"))
+    episode = RecordedRollout(**numbers | texts | plain | {"turns": turns})
     for page in (
         draw_conversation([Message("user", EVIL)]),
         draw_reply([token], "entropy", EVIL),
@@ -96,6 +100,9 @@ def test_text_of_models_and_data_is_escaped() -> None:
         assert "<script>" not in page
         assert "&lt;script&gt;" in page
     assert '<span class="marked">alert</span>(1)&lt;/script&gt;' in page
+    page = draw_rollouts([[episode]])
+    assert "<script>" not in page
+    assert re.search(r"one &lt;script&gt;.*\n-&gt; add \(ok\): sum &lt;script&gt;.*\ntwo", page)
 
 
 def test_colours_go_from_red_to_green() -> None:

@@ -51,7 +51,7 @@ LOOP, CHECKPOINT, FILES = "posttrain.train.loop", "posttrain.train.checkpoint", 
 GAPS = [
     ("posttrain.runs.launch", "_claim", "before", 1),
     ("posttrain.runs.launch", "_claim", "after", 1),
-    ("posttrain.train.held_out", "evaluate", "after", 1),
+    ("posttrain.train.evaluating.held_out", "evaluate", "after", 1),
     (LOOP, "save_checkpoint", "before", 1),
     (CHECKPOINT, "seal", "before", 1),
     (CHECKPOINT, "seal", "after", 1),

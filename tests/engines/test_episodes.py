@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar
@@ -75,8 +76,23 @@ class NoNumber(Flaky):
         return float("nan")
 
 
+class Lender(Flaky):
+    """Takes a while to give back what it holds."""
+
+    given_back: ClassVar[list[str]] = []
+    id = "the one that was made to see what it can"
+
+    def reset(self, id: str) -> str:
+        self.id = id
+        return "Begin."
+
+    def close(self) -> None:
+        time.sleep(0.02)
+        Lender.given_back.append(self.id)
+
+
 def recipe(template: str = "r1_zero", environment: Any = "calculator", **rollout: Any) -> Any:
-    declare_code(["test_episodes:Flaky", "test_episodes:NoNumber"])
+    declare_code(["test_episodes:Flaky", "test_episodes:NoNumber", "test_episodes:Lender"])
     rollout = {"max_turns": 4, "show_tools": False} | rollout
     return validate_recipe(
         {
@@ -192,6 +208,13 @@ def test_a_failed_episode_is_played_again_from_the_same_seed(tokenizer: Any, lev
     assert len(set(seeds)) == 1
     keys = {row[0] for _, rows, _ in engine.calls for row in rows}
     assert len(keys) == (1 if level == 3 else 2), "the same numbers are drawn again"
+
+
+def test_whatever_was_played_has_been_given_back(tokenizer: Any) -> None:
+    Lender.given_back.clear()
+    examples = [example(n) for n in range(30)]
+    rollouts(tokenizer, script(tokenizer, ANSWER), recipe(environment="test_episodes:Lender"), examples, group=2)
+    assert sorted(Lender.given_back) == sorted([Lender.id, *[one.id for one in examples] * 2])
 
 
 def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(tokenizer: Any) -> None:

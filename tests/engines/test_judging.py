@@ -405,6 +405,40 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
 
 
+def test_a_judge_is_not_asked_again_by_a_run_that_samples_ahead_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A judge of moods: asked again it would say something else, and training would go elsewhere."""
+    monkeypatch.chdir(tmp_path)
+
+    def moody(body: dict[str, Any], count: int) -> str:
+        return said(1 + (7 * len(server.chats)) % 10)
+
+    with FakeJudge(moody) as server:
+        rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}', concurrency: 1}}]"
+        changes = "rollout: {prompts: 2, group: 2, max_tokens: 8, staleness: 1}\neval: {every: 0}"
+        train = "train: {steps: 4, save_every: 2, keep: 9}"
+        Path("mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\n{changes}\n{train}\n")
+        assert main(["train", "mine.yaml", "--run", "whole", "--quiet"]) == 0
+        asked = len(server.chats)
+        assert len(Path("runs/whole/ahead", CACHE).read_text().splitlines()) == asked >= 4
+        assert not Path("runs/whole", CACHE).exists()
+        shutil.copytree("runs/whole", "runs/killed", symlinks=True)
+        shutil.rmtree("runs/killed/checkpoints/step-000004")
+        assert main(["train", "mine.yaml", "--run", "killed", "--resume", "--quiet"]) == 0
+        assert len(server.chats) == asked
+    whole, killed = (
+        [(row.step, row.metrics) for row in MetricsLog(f"runs/{name}/metrics.jsonl").read()]
+        for name in ("whole", "killed")
+    )
+    cost = [name for name in whole[-1][1] if "judge_" in name]  # what is known is not paid for
+    assert cost
+    for _, metrics in [*whole, *killed]:
+        for name in cost:
+            metrics.pop(name, None)
+    assert killed == whole
+
+
 # Two models
 
 

@@ -6,13 +6,19 @@ import gzip
 import json
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
+from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import jsonl
+from posttrain.tasks.preferences.task import preferences
 from posttrain.tasks.reading import Row, read_file, read_hub, read_hub_file
+from posttrain.tasks.verifiable.math_suites import svamp
 from posttrain.types import Message
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
@@ -108,6 +114,29 @@ def test_wrong_paths(tmp_path: Path) -> None:
 def test_bad_texts(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"f.jsonl:7: .*{message}"):
         Row("f.jsonl", 7, data).text("question")
+
+
+def test_what_is_kept_as_it_is_can_be_written_again() -> None:
+    row = Row("f.jsonl", 7, {"a": [1, {"b": "é"}], "bad": {"kinds": ["x", "\udfff"]}, "nan": float("nan")})
+    assert row.plain("a") == [1, {"b": "é"}]
+    assert row.plain("nothing") is None
+    assert row.plain("nan") != row.plain("nan")
+    with pytest.raises(DataError, match=r"f\.jsonl:7: 'bad' holds half of a surrogate pair"):
+        row.plain("bad")
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        (svamp, {"Body": "Ann has 1.", "Question": "How many?", "Answer": 1, "Type": "\ud800"}),
+        (partial(jsonl, meta_keys=["kind"]), {"prompt": "1?", "answer": 1, "kind": ["\ud800"]}),
+        (preferences, {"prompt": "1?", "chosen": "1", "rejected": "2", "meta": {"kind": "\ud800"}}),
+    ],
+)
+def test_no_task_keeps_half_a_character(read: Callable[..., Task], row: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        list(read(path=str(tmp_path / "rows.jsonl"), split="test").examples)
 
 
 def test_an_answer_may_be_a_number() -> None:

@@ -27,10 +27,12 @@ from posttrain.train import loop
 from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
+from posttrain.train.process import Weights, receive, send, send_weights, weight_sums
 from posttrain.train.sources import ahead, sampling_worker
 from posttrain.train.sources.ahead import HELD, Ahead
-from posttrain.train.sources.messages import Weights, read_drawn, receive, send, send_weights, weight_sums, write_drawn
+from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn
+from posttrain.train.sources.sampling_process import KEPT
 from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
@@ -64,8 +66,8 @@ def stale_recipe(staleness: int, *, rollout: Mapping[str, Any] = ROLLOUT, **chan
 class InlineProcess:
     """A ``SamplingProcess`` that is none: another model in this process, told the same in the same words."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.source, self.model = prepare_sampling(recipe)
+    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        self.source, self.model = prepare_sampling(recipe, None if folder is None else folder / KEPT)
 
     def draw(
         self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]
@@ -78,7 +80,7 @@ class InlineProcess:
         for _ in range(2):
             message = receive(pipe)
             assert message is not None
-            sampling_worker._answer(message, self.source, self.model, replies)
+            sampling_worker._answer(self.source, self.model, message, replies)
         replies.seek(0)
         while (reply := receive(replies)) is not None and "drawn" not in reply:
             begins(reply["begins"])
@@ -291,7 +293,7 @@ def test_a_process_beside_it_gives_the_same_bits_also_when_it_is_killed(
             def kill(attempt: int) -> None:
                 begins(attempt)
                 if not seen:
-                    seen.append(process._process.pid)
+                    seen.append(process._beside._process.pid)
                     os.kill(seen[0], signal.SIGKILL)
 
             return ask(batch, step, weights, kill)

@@ -12,7 +12,7 @@ import pytest
 from ranks import shard_case, train_case, world_of
 from torch import Tensor
 
-from posttrain.store.metrics import MetricsLog
+from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.world import ONE, World
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
 
@@ -125,6 +125,23 @@ def several(request: pytest.FixtureRequest) -> Iterator[World]:
 def test_several_processes_train_as_one(case: str, several: World, alone: Callable[..., Path], tmp_path: Path) -> None:
     train_case(several, recipe_of(case, "float64", train={"steps": 2}), tmp_path)
     check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
+
+
+def test_the_main_process_has_them_evaluated_beside(several: World, tmp_path: Path) -> None:
+    options = {**EVALUATION, "every": 2, "loss": True, "beside": True}
+    folders = {}
+    for name, world, is_beside in (("alone", ONE, False), ("together", several, True)):
+        recipe = recipe_of("sft", "float64", train={"steps": 3}, eval={**options, "beside": is_beside})
+        folders[name] = tmp_path / name
+        train_case(world, recipe, folders[name])
+    own, theirs = ({r.step: r.metrics for r in _evaluations(folder)} for folder in folders.values())
+    assert own.keys() == theirs.keys() == {0, 2, 3}
+    assert all(theirs[step] == pytest.approx(own[step], rel=1e-9) for step in own)
+    check_same(folders["alone"], folders["together"], "float64", steps=3)
+
+
+def _evaluations(folder: Path) -> list[MetricsRow]:
+    return [row for row in MetricsLog(folder / "metrics.jsonl").read() if is_evaluation(row)]
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out
 from posttrain.models.forward import linear
 from posttrain.models.sources import TINY
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import held_out, loop
+from posttrain.train import loop
 from posttrain.train.build import prepare
+from posttrain.train.evaluating import held_out
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}

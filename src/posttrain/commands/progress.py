@@ -135,7 +135,7 @@ class History:
         self.started = self.pace_started = self._clock()
 
     def evaluated(self, payload: dict[str, Any]) -> None:
-        if int(payload["step"]) == self.first_step:
+        if int(payload["step"]) == self.first_step == self.step:  # later, where it took place beside training
             self.pace_started = self._clock()
 
     def add(self, payload: dict[str, Any]) -> None:

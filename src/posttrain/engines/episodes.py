@@ -260,6 +260,9 @@ class Episodes:
             played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
             messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
             episodes[place] = replace(played, messages=messages)
+        for closing in [session.close() for session in sessions.values()]:
+            if closing is not None:  # the next to be played may need the place, or what it holds
+                pool.wait(closing)
         return episodes
 
     def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
@@ -280,7 +283,6 @@ class Episodes:
 
     def _result(self, prompt: Sequence[int], completion: Completion, session: Session, actor: _Actor | None) -> Episode:
         reward = session.reward()
-        session.close()
         turns = tuple(actor.turns) if actor is not None else ()
         if session.failure:
             completion = replace(completion, finish="environment_failed")

@@ -181,10 +181,10 @@ class Session:
         """What get_turn_reward says of the turn whose calls were run; None as ``reward``."""
         return self._number("get_turn_reward") if self.toolset.pays_turns else None
 
-    def close(self) -> None:
-        """Let the environment give back what it holds; nobody waits for it."""
-        if callable(getattr(self.environment, "close", None)):
-            self.pool.submit(self.environment.close, self.seconds)
+    def close(self) -> Job | None:
+        """Begin to let the environment give back what it holds; None where there is nothing to do."""
+        closes = callable(getattr(self.environment, "close", None))
+        return self.pool.submit(self.environment.close, self.seconds) if closes else None
 
     def _is_free(self, what: str) -> bool:
         if self._late is not None and not self.pool.has_come_back(self._late):

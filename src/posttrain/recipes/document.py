@@ -34,6 +34,7 @@ PLACE_KEYS = (
     "scale",
     "model.device",
     "train.device",
+    "eval.device",
     "activations.model.device",
     *(
         f"{section}.engine.{key}"

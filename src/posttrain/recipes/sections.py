@@ -432,6 +432,8 @@ class EvalSection(Section):
     by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
     ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
+    ``beside``: evaluate in a process beside training, which goes on meanwhile, on ``device`` (auto, cpu, cuda, cuda:1;
+    by default the model's); a checkpoint is saved at every evaluation's step, for it is evaluated from that.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -448,6 +450,16 @@ class EvalSection(Section):
     best: str | None = None
     loss: bool | None = None
     engine: Word | None = None
+    beside: bool = False
+    device: str | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.device is not None and not self.beside:
+            raise ValueError("'device' is where a process beside training evaluates; give 'beside: true' with it")
+        if self.beside and not self.every:
+            raise ValueError("'beside' says where to evaluate, and 'every: 0' never does; give 'every'")
+        return self
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

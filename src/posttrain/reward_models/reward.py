@@ -129,8 +129,8 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(
-            f"reward_model: {run} has no {NUM_CALIBRATED} held-out answers with different scores to normalize by; "
-            "leave normalize out"
+            f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
+            "whose scores differ; leave normalize out"
         )
     return Scale(statistics.fmean(scores), statistics.stdev(scores))
 

@@ -14,10 +14,9 @@ from typing import Any
 from posttrain.errors import DataError
 from posttrain.recipes.document import flatten
 from posttrain.runs.directory import RunDirectory
-from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.metrics import MetricsLog, is_evaluation
 from posttrain.store.remembered import Remembered
 
-EVALUATION = "eval/"
 NAMES = ("model.name", "teacher.name")  # `tiny` and hub names stand here too
 _MAX_CHARACTERS = 200
 _WORTH_SAVING = 20  # new facts: fewer are found again in less time than writing all takes
@@ -67,11 +66,6 @@ def last_metrics(folder: Path) -> dict[str, float]:
     """The metrics of the last step, evaluations left out. Raises ``DataError`` for a damaged line on the way there."""
     row = MetricsLog(folder / "metrics.jsonl").last(lambda row: not is_evaluation(row))
     return row.metrics if row is not None else {}
-
-
-def is_evaluation(row: MetricsRow) -> bool:
-    """Whether a line is of an evaluation alone."""
-    return bool(row.metrics) and all(key.startswith(EVALUATION) for key in row.metrics)
 
 
 def save_facts() -> None:

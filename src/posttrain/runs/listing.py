@@ -16,7 +16,6 @@ from posttrain.runs.facts import (
     RecipeFacts,
     created_of,
     environment_facts,
-    is_evaluation,
     last_metrics,
     recipe_facts,
     save_facts,
@@ -25,7 +24,7 @@ from posttrain.runs.notes import Notes, read_notes
 from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
-from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
 from posttrain.store.reading import read_record, read_yaml
 from posttrain.store.rollouts import RolloutStore
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from posttrain.registry import find
 from posttrain.store.durable import replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
+EVALUATION = "eval/"  # begins the name of an evaluation's result
 MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
 _MAX_LINE_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 16
@@ -122,8 +123,8 @@ class MetricsLog:
             pass
         return None
 
-    def trim(self, after_step: int) -> TrimmedMetrics:
-        """Drop every line with ``step > after_step``, and a torn last line; atomic.
+    def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> TrimmedMetrics:
+        """Drop every line with ``step > after_step``, the evaluations of some steps, and a torn last line; atomic.
 
         Raises:
             DataError: another line than the last is malformed; the file is unchanged.
@@ -132,10 +133,11 @@ class MetricsLog:
         self.close()
         self._num_rows = None
         rows, torn = self._read()
-        dropped = sum(row.step > after_step for row in rows)
+        keeps = [row.step <= after_step and not (row.step in unevaluated and is_evaluation(row)) for row in rows]
+        dropped = len(rows) - sum(keeps)
         if dropped or torn:
             lines = self.path.read_bytes().split(b"\n")[: len(rows)]
-            kept = [line + b"\n" for line, row in zip(lines, rows, strict=True) if row.step <= after_step]
+            kept = [line + b"\n" for line, is_kept in zip(lines, keeps, strict=True) if is_kept]
             replace_file(self.path, b"".join(kept))
         return TrimmedMetrics(dropped, torn)
 
@@ -279,6 +281,11 @@ def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
     ]
 
 
+def is_evaluation(row: MetricsRow) -> bool:
+    """Whether a line is of an evaluation alone."""
+    return bool(row.metrics) and all(name.startswith(EVALUATION) for name in row.metrics)
+
+
 @dataclass(frozen=True)
 class EvaluationPoint:
     """The results of one evaluation during a run (``evals/generation.py``) after ``step`` updates."""
@@ -294,8 +301,8 @@ def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
     for row in rows:
         by_task: dict[str, dict[str, float]] = {}
         for name, value in row.metrics.items():
-            if name.startswith("eval/"):
-                task, _, result = name.removeprefix("eval/").rpartition("/")
+            if name.startswith(EVALUATION):
+                task, _, result = name.removeprefix(EVALUATION).rpartition("/")
                 by_task.setdefault(task, {})[result] = value
         points += [EvaluationPoint(row.step, task, results) for task, results in by_task.items()]
     return points

@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +22,8 @@ from posttrain.errors import DataError, PosttrainError
 from posttrain.store.database import MIGRATIONS, check_schema, connect, migrate, sqlite_errors
 from posttrain.store.durable import sync_folder
 from posttrain.types import Call, Example, Rollout, Turn
+
+Row = tuple[Any, ...]
 
 COLUMNS = (
     "step",
@@ -121,7 +123,8 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
 
 
-def to_row(rollout: Rollout) -> tuple[Any, ...]:
+def to_row(rollout: Rollout) -> Row:
+    """The columns of a rollout (``COLUMNS``): numbers, texts and bytes."""
     completion, version = rollout.completion, rollout.completion.version
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return (
@@ -259,7 +262,7 @@ _ALIVE_CHECK_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class _Rows:
     evaluation: str | None
-    rows: list[tuple[Any, ...]]
+    rows: list[Row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +294,11 @@ class RolloutStore:
         self._failure: PosttrainError | None = None
         self._prepare(about or {})
 
-    def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
+    def record(self, rollouts: Sequence[Rollout | Row], *, evaluation: str | None = None) -> None:
         """Queue rollouts for writing, in order; ``evaluation`` names the evaluation they belong to.
 
-        The rollouts are read before this returns, so they may change afterwards.
+        Rollouts of another process come as the rows that it made of them (``to_row``). They are read before this
+        returns, so they may change afterwards.
 
         Raises:
             StorageError: an earlier write failed.
@@ -302,7 +306,7 @@ class RolloutStore:
         assert not self.read_only, "opened for reading"
         self._raise_failure()
         if rollouts:
-            self._send(_Rows(evaluation, [to_row(rollout) for rollout in rollouts]))
+            self._send(_Rows(evaluation, [to_row(x) if isinstance(x, Rollout) else x for x in rollouts]))
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk.
@@ -341,8 +345,8 @@ class RolloutStore:
             if failure is not error:  # the first error is the one to show
                 error.add_note(str(failure))
 
-    def trim(self, after_step: int) -> int:
-        """Delete training and evaluation rollouts with ``step > after_step``; returns how many.
+    def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
+        """Delete rollouts with ``step > after_step``, and those of evaluations of some steps; returns how many.
 
         ``after_step=-1`` also deletes the evaluation before the first step.
 
@@ -355,6 +359,8 @@ class RolloutStore:
             db.execute("BEGIN IMMEDIATE")
             deleted = db.execute("DELETE FROM rollouts WHERE step > ?", (after_step,)).rowcount
             deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step > ?", (after_step,)).rowcount
+            for step in unevaluated:
+                deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step = ?", (step,)).rowcount
             db.execute("COMMIT")
         return deleted
 

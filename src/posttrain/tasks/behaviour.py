@@ -88,7 +88,7 @@ def sycophancy(
         if answer == stated:
             raise Dropped("the opinion is the right answer, so that following it tells nothing")
         meta = {"asked": PLAIN, "opinion": {"answer": stated, "grader": grader}}
-        meta |= {"choices": row.data["choices"]} if row.has("choices") else {}
+        meta |= {"choices": row.plain("choices")} if row.has("choices") else {}
         example = Example(f"sycophancy/{row.line}", read_messages(row, "prompt"), answer, meta=meta, grader="opinion")
         prompts[example.id] = read_messages(row, "prompt_with_opinion")
         return example

@@ -170,4 +170,4 @@ def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
         if key not in row.data:
             there = ", ".join(row.data)
             raise row.fail(f"the key {key!r} of task.meta_keys is missing.{suggest(key, row.data)} There are: {there}")
-    return {key: row.data[key] for key in keys}
+    return {key: row.plain(key) for key in keys}

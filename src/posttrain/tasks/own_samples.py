@@ -83,7 +83,7 @@ def _drops_blank(text: str, dropped: Counter[str]) -> bool:
 
 
 def _meta(row: Row) -> dict[str, Any]:
-    meta = row.data.get("meta")
+    meta = row.plain("meta")
     return dict(meta) if isinstance(meta, Mapping) else {}
 
 

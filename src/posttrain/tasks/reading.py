@@ -27,6 +27,7 @@ HUB = "hf:"
 _HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 ROLES = ("system", "user", "assistant")
+_NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
 # A message's keys, and the names of its roles, in the two common layouts: of chat templates, and of ShareGPT.
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -95,7 +96,20 @@ class Row:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise self.fail(f"{name!r} holds half of a surrogate pair, which is no character; write it whole") from None
+            raise self.fail(f"{name!r} {_NO_CHARACTER}") from None
+        return value
+
+    def plain(self, key: str) -> Any:
+        """Whatever is under ``key``, to be kept as it is; None where nothing is.
+
+        Raises:
+            DataError: a text in it is not encodable.
+        """
+        value = self.data.get(key)
+        try:
+            json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8")
+        except UnicodeEncodeError:
+            raise self.fail(f"{key!r} {_NO_CHARACTER}") from None
         return value
 
     def messages(self, key: str) -> tuple[Message, ...]:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
-    from posttrain.train.held_out import Evaluator
+    from posttrain.train.evaluating.beside import Beside
+    from posttrain.train.evaluating.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.mixed_order import Curriculum
@@ -68,6 +69,7 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    beside: Beside | None = None  # what evaluates instead, in the main process of a run that asks for it
     guarantee: str = "L1"  # see ``Words.guarantee``
     notices: Sequence[str] = ()  # what was built otherwise than asked for
 
@@ -81,6 +83,8 @@ class Parts:
         """Give back what the engines hold."""
         for engine in self.engines:
             engine.close()
+        if self.beside is not None:
+            self.beside.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -115,55 +119,129 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     """
     task = build_task(recipe.task)
     eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
-    words = words_of(recipe)
-    loaded = _load_trained(recipe, task)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    policy = Forward(model, scoring_temperature(recipe, words.needs))
-    forward, heads = forward_with_head(recipe, words.objective, policy)
-    method = _build_method(words, forward)
-    grader, stage = _build_grader(recipe, tokenizer, folder)
-    place = EnginePlace(loaded, folder, world)
-    engine = place.build(words.engine, words.engine_options, "rollout.engine")
-    context = context_length(model.config)
-    reference = _build_reference(words, policy)
-    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
+    base = _build_base(recipe, task, EngineSite(folder, world), folder)
+    words, model, heads = base.words, base.loaded.model, base.heads
     source: SupervisedSource | RolloutSource
-    read: Callable[..., SupervisedSource] | None = None
-    if recipe.rollout is None:
-        read = _reader(words, grader, tokenizer, context, streams)
-        source = read(task, cache=folder, curriculum=_build_curriculum(words))
+    if base.read is not None:
+        source = base.read(task, cache=folder, curriculum=_build_curriculum(words))
     else:
-        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
+        source = build_rollout_source(
+            words, task, base.grader, base.loaded.tokenizer, base.engine, base.context, base.streams, base.stage
+        )
         source.ahead = _build_ahead(recipe, source, model, folder, world)
-    evaluator, notices = None, list[str]()
-    if eval_tasks:
-        from posttrain.train.held_out import Evaluator, choose_held_out
+    evaluator, beside, notices = None, None, list[str]()
+    if eval_tasks and not recipe.eval.beside:
+        evaluator, notices = _build_evaluator(base, eval_tasks)
+    elif eval_tasks and world.is_main:
+        from posttrain.train.evaluating.beside import Beside
 
-        asked = (eval_tasks, words.shape, recipe.eval.n)
-        held_out = choose_held_out(read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss) if read else {}
-        evaluating, notices = place.build_evaluating(words, engine)
-        sampler = Sampler(evaluating, tokenizer, grader, recipe.within(context), world=world, stage=stage)
-        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
-    shards = _build_shards(recipe, forward, heads, world)
+        beside = Beside(recipe, folder)
+    shards = _build_shards(recipe, base.method.forward, heads, world)
     named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
-        tokenizer=tokenizer,
-        policy=policy,
-        method=method,
+        tokenizer=base.loaded.tokenizer,
+        policy=base.policy,
+        method=base.method,
         heads=heads,
         parameters=named,
         optimizer=optimizer,
         source=source,
-        grader=grader,
-        engine=engine,
-        origins=_origins(recipe, loaded),
+        grader=base.grader,
+        engine=base.engine,
+        origins=_origins(recipe, base.loaded),
         shards=shards,
-        reference=reference,
+        reference=base.reference,
         evaluator=evaluator,
+        beside=beside,
         guarantee=words.guarantee,
         notices=notices,
     )
+
+
+@dataclass(frozen=True)
+class EngineSite:
+    """Where an engine stands: a folder for what it keeps, the processes that train."""
+
+    folder: Path | None = None
+    world: World = ONE
+
+    def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        """What samples with a trained model's weights, by reference or handed over."""
+        built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
+        built.folder, built.world = self.folder, self.world
+        return built
+
+
+@dataclass(frozen=True)
+class Base:
+    """What training and evaluation both stand on; ``read``: of a recipe with ``data``, its source over a task."""
+
+    words: Words
+    loaded: LoadedModel
+    policy: Forward
+    method: Method
+    heads: dict[str, torch.nn.Module]
+    grader: Grader
+    stage: Stage | None
+    site: EngineSite
+    engine: Engine
+    context: int
+    reference: Reference | None
+    streams: Streams
+    read: Callable[..., SupervisedSource] | None
+
+
+def _build_base(recipe: Recipe, task: Task, site: EngineSite, folder: Path | None) -> Base:
+    """``folder``: of the run, where rewards keep something in it."""
+    words = words_of(recipe)
+    loaded = _load_trained(recipe, task)
+    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    forward, heads = forward_with_head(recipe, words.objective, policy)
+    method = _build_method(words, forward)
+    grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
+    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
+    context = context_length(loaded.model.config)
+    reference = _build_reference(words, policy)
+    streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
+    read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
+    return Base(words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
+
+
+def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:
+    """What evaluates, and a line where ``eval.engine`` cannot be had: then the rollouts' answers."""
+    from posttrain.train.evaluating.held_out import Evaluator, choose_held_out
+
+    words, recipe, engine, notices = base.words, base.words.recipe, base.engine, list[str]()
+    asked = (tasks, words.shape, recipe.eval.n)
+    held_out = {}
+    if base.read is not None:
+        held_out = choose_held_out(base.read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss)
+    word = recipe.eval.engine
+    if word is not None and (word.name, word.options) != (words.engine.name, words.engine_options):
+        try:
+            entry = registry.find("engine", word.name, "eval.engine")
+            engine = base.site.build(base.loaded, entry, word.options, "eval.engine")
+        except UsageError as error:
+            notices.append(f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead")
+    limit, world = recipe.within(base.context), base.site.world
+    sampler = Sampler(engine, base.loaded.tokenizer, base.grader, limit, world=world, stage=base.stage)
+    evaluator = Evaluator(recipe, tasks, held_out, base.method, sampler, base.policy, base.reference, words.shape)
+    return evaluator, notices
+
+
+def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, list[str]]:
+    """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
+
+    Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine and rewards
+    keep things in ``folder``.
+
+    Raises:
+        UsageError: as ``prepare``.
+    """
+    base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), folder)
+    evaluator, notices = _build_evaluator(base, _eval_tasks(recipe))
+    return evaluator, base, notices
 
 
 def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
@@ -199,35 +277,11 @@ def _build_shards(
     return Shards(forward, heads, world)
 
 
-@dataclass(frozen=True)
-class EnginePlace:
-    """What an engine is built with: the model that it follows, a folder for what it keeps, the processes that train."""
-
-    loaded: LoadedModel
-    folder: Path | None = None
-    world: World = ONE
-
-    def build(self, entry: Entry, options: dict[str, Any], where: str) -> Engine:
-        """What samples with the trained model's weights, by reference or handed over."""
-        built: Engine = entry.bind(options, where)(self.loaded.model, self.loaded.tokenizer)
-        built.folder, built.world = self.folder, self.world
-        return built
-
-    def build_evaluating(self, words: Words, engine: Engine) -> tuple[Engine, list[str]]:
-        """What answers in evaluations: ``eval.engine``; where that cannot be had the rollouts', and a line about it."""
-        word = words.recipe.eval.engine
-        if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
-            return engine, []
-        try:
-            return self.build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
-        except UsageError as error:
-            return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
-
-
-def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
+def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
-    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``).
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``), whose engine and
+    rewards keep things in ``folder``.
 
     Raises:
         UsageError: as ``prepare``.
@@ -236,8 +290,8 @@ def prepare_sampling(recipe: Recipe) -> tuple[RolloutSource, Any]:
     loaded = _load_trained(recipe, task)
     policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
     context = context_length(loaded.model.config)
-    grader, stage = _build_grader(recipe, loaded.tokenizer, None)
-    engine = EnginePlace(loaded).build(words.engine, words.engine_options, "rollout.engine")
+    grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
+    engine = EngineSite(folder).build(loaded, words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
     return source, loaded.model
@@ -252,7 +306,8 @@ def _bind_objective(words: Words) -> Objective:
 
 def _build_reference(words: Words, policy: Forward) -> Reference | None:
     """The model as it is now, where a stream or an evaluation reads it."""
-    if "reference" not in words.parts and not words.recipe.eval.drift_prompts:
+    options = words.recipe.eval
+    if "reference" not in words.parts and (options.beside or not options.drift_prompts):
         return None
     from posttrain.models.reference import Reference
 

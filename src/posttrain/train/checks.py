@@ -183,6 +183,9 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
+    unclear = w.recipe.eval.beside and evaluating is None and w.engine.name != "native" and not w.only_scores
+    own = f": beside training evaluations need an engine of their own, and rollouts have {w.engine.name!r}; name one"
+    yield unclear, "eval.engine", own
     if w.recipe.rollout is None or w.selection is None:
         return
     fresh = (

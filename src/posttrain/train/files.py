@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.types import Rollout
-
 # Called with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and its facts.
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -22,10 +20,10 @@ class NoRecords:
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
         """Nothing."""
 
-    def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
+    def record(self, rollouts: Sequence[Any], *, evaluation: str | None = None) -> None:
         """Nothing."""
 
-    def trim(self, after_step: int) -> None:
+    def trim(self, after_step: int, unevaluated: Sequence[int] = ()) -> None:
         """Nothing."""
 
     def flush(self) -> None:

@@ -3,18 +3,19 @@
 Update number k (1-based) has step k: its rollouts and metrics carry k, evaluation at step k is of
 the weights after k updates, and checkpoint ``step-k`` is the state after them. A run that is
 killed resumes from its newest checkpoint that verifies, drops every record behind it, and repeats
-the rest bit for bit.
+the rest bit for bit. An evaluation beside training (``eval.beside``) reads the checkpoint of its
+step; until its results are recorded it is owed, and a resumed run makes it again.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save as serialize
@@ -40,6 +41,10 @@ from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
 from posttrain.world import ONE, World
+
+if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.evals.generation import Evaluation
+    from posttrain.train.evaluating.beside import WrittenEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class Loop:
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
-    owes_evaluation: bool = False  # the weights of ``step`` are still to be evaluated
+    owed: list[int] = field(default_factory=list)  # steps whose weights are still to be evaluated
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
 
@@ -94,14 +99,14 @@ class Loop:
             self.step = checkpoint.step
             self.best = checkpoint.state.get("best")
             self.evaluations = checkpoint.state.get("evaluations")
-            self.owes_evaluation = bool(checkpoint.state.get("owes_evaluation"))
+            self.owed = list(checkpoint.state.get("owed_evaluations", ()))
             self._compare_length(checkpoint.state.get("steps"))
             self._compare_size(checkpoint.state.get("processes", 1))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
-        self.metrics.trim(keep)
-        self.rollouts.trim(keep)
+        self.metrics.trim(keep, self.owed)
+        self.rollouts.trim(keep, self.owed)
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
@@ -133,22 +138,32 @@ class Loop:
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
         """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
-        steps = self.steps
+        steps, beside = self.steps, self.recipe.eval.beside
         saved = self.step
         same_weights(self.parts.whole_parameters(), self.world, "before training")
-        if self.owes_evaluation:  # it failed when the run stood here; the checkpoint is written again with it
-            self.evaluate()
-            self.save()
-        elif self.step == 0 and self.parts.evaluator is not None:
-            self.evaluate()
+        if self.owed:  # the run was stopped, or an evaluation failed
+            self._settle()
+        elif self.step == 0 and self.recipe.eval.every:
+            self.owed = [0]
+            self._settle()
         while self.step < steps and not self.world.agree(should_stop(), "being stopped"):
             self.update()
-            if self.owes_evaluation:
+            if self.owed and not beside:
                 self.evaluate()
-            if self._is_saved() or self._is_best():
+            is_owed = self.step in self.owed
+            if is_owed:
+                self._take_evaluation(wait=True)
+            if self._is_saved() or is_owed or (self._is_best() and not beside):
                 self.save()
                 saved = self.step
+            if is_owed:
+                self._hand_over(self.step)
+            if self.step < steps:
+                self._take_evaluation(wait=False)
         if saved != self.step:
+            self.save()
+        if self.step >= steps and self.owed:  # the checkpoint is written again with it
+            self._take_evaluation(wait=True)
             self.save()
         reason = "finished" if self.step >= steps else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
@@ -200,8 +215,8 @@ class Loop:
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
-        is_due = self._due(self.recipe.eval.every) or step == self.steps
-        self.owes_evaluation = self.parts.evaluator is not None and is_due
+        if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
+            self.owed.append(step)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
@@ -229,29 +244,65 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task; remembers the step with the best mean of the run's headline.
+        """Evaluate on every held-out task here and now; see ``_record``."""
+        assert self.parts.evaluator is not None
+        done = self.parts.evaluator(self.step)
+        self._pass_on_notices()
+        self._record(self.step, done)
 
-        Records are written when all of it is done, so that a failure leaves no part of them behind. Nothing is the
-        best where there is no headline; a later step is where it equals an earlier one.
+    def _settle(self) -> None:
+        """Evaluate what is owed when the run begins or goes on; a checkpoint is written again with it."""
+        if self.recipe.eval.beside:
+            for step in list(self.owed):
+                self._hand_over(step)
+            return
+        self.evaluate()
+        if self.step:
+            self.save()
+
+    def _hand_over(self, step: int) -> None:
+        """Have the weights after ``step`` updates evaluated beside training, when what was handed over before is done.
+
+        Of several processes the main one does.
+        """
+        if self.parts.beside is not None:
+            self._take_evaluation(wait=True)
+            self.parts.beside.begin(step)
+
+    def _take_evaluation(self, *, wait: bool) -> None:
+        """Record what was evaluated beside training, if it is done."""
+        if self.parts.beside is None:  # one of several processes; the main one has what was to be waited for
+            self.owed = self.owed[-1:] if wait else self.owed
+            return
+        if (evaluated := self.parts.beside.take(wait=wait)) is None:
+            return
+        for message in evaluated.notices:
+            self.observer("notice", {"message": message})
+        self._record(evaluated.step, evaluated.evaluations)
+        self._tidy()
+
+    def _record(self, step: int, done: Sequence[Evaluation | WrittenEvaluation]) -> None:
+        """Write down the evaluations of a step; remembers the step with the best mean of the run's headline.
+
+        They are written when all of it is done, so that a failure leaves no part of them behind. Nothing is the best
+        where there is no headline; a later step is where it equals an earlier one.
 
         Raises:
             UsageError: no evaluation has the result that the recipe names (``eval.best``).
         """
-        assert self.parts.evaluator is not None
-        done = self.parts.evaluator(self.step)
-        self._pass_on_notices()
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
         headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
-            self.metrics.append(self.step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-        if self.step > 0 and headline is not None:
-            self._remember_best(headline, headline.mean(evaluations.values()))
-        self.owes_evaluation, self.consistent = False, True
+            self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
+        if step > 0 and headline is not None:
+            self._remember_best(step, headline, headline.mean(evaluations.values()))
+        self.owed.remove(step)
+        self.consistent = True
         for evaluation in done:
-            about: dict[str, Any] = {"step": self.step, "name": evaluation.name, "headline": headline}
+            about: dict[str, Any] = {"step": step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _pass_on_notices(self) -> None:
@@ -259,10 +310,10 @@ class Loop:
             for message in engine.take_notices():
                 self.observer("notice", {"message": message})
 
-    def _remember_best(self, headline: Headline, value: float | None) -> None:
+    def _remember_best(self, step: int, headline: Headline, value: float | None) -> None:
         before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
         if value is not None and (before is None or headline.goodness(value) >= headline.goodness(before)):
-            self.best = {"step": float(self.step), headline.metric: value}
+            self.best = {"step": float(step), headline.metric: value}
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
@@ -280,7 +331,7 @@ class Loop:
         """Records are durable before the checkpoint appears under its name."""
         self.rollouts.flush()
         self.metrics.flush()
-        owed = {"owes_evaluation": True} if self.owes_evaluation else {}
+        owed = {"owed_evaluations": self.owed} if self.owed else {}
         return save_checkpoint(
             self.files.checkpoints,
             step=self.step,
@@ -312,7 +363,7 @@ class Loop:
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best, *self.owed})
 
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""

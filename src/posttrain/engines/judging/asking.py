@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from posttrain.addresses import LOOPBACK, key_for, server_address
 from posttrain.engines.judging.questions import Question, Unusable
 from posttrain.engines.rollout import Sampler
-from posttrain.engines.vllm.http import LOOPBACK, HttpServer, Refused, Unanswered, key_for, server_address
+from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
 from posttrain.errors import UsageError
 from posttrain.render import encode_prompt

@@ -74,6 +74,7 @@ class Opinions:
             if self.path is None or not known:
                 return
             lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
+            self.path.parent.mkdir(exist_ok=True)  # of a process beside the trainer's
             with storage_errors("what the judge said", self.path), open(self.path, "ab+") as file:
                 if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                     lines = f"\n{lines}"  # a kill has torn the last line

@@ -11,8 +11,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from posttrain.addresses import ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm.http import HttpServer, Refused, ServerUrl, Unanswered, key_for, server_address
+from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from posttrain.addresses import checked_url
 from posttrain.engines.rollout import Sampler
-from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered, checked_url
+from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Unreadable, read_models
 from posttrain.errors import RunFailure, UsageError
 from posttrain.render import encode_prompt

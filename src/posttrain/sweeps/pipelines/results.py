@@ -203,7 +203,7 @@ def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
     if estimate is None:
         return NOTHING
     scale, places, unit = (100.0, 1, " %") if is_share else (1.0, 2, "")
-    mean, low, high = (f"{value * scale:.{places}f}" for value in (estimate.mean, estimate.low, estimate.high))
+    mean, low, high = (f"{value * scale:z.{places}f}" for value in (estimate.mean, estimate.low, estimate.high))
     return f"{mean}{unit}" + (f" [{low}, {high}]" if low != high else "")
 
 

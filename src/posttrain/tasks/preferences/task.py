@@ -95,7 +95,7 @@ def preferences(
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:
-    meta = row.data.get("meta")
+    meta = row.plain("meta")
     return meta if isinstance(meta, Mapping) else {}
 
 

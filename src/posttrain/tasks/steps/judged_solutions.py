@@ -74,7 +74,7 @@ def judged_solutions(
             id=f"judged_solutions/{split}/{first.line}",
             messages=(Message("user", problem),),
             responses=tuple(responses),
-            meta={key: first.data[key] for key in META_KEYS if first.has(key)},
+            meta={key: first.plain(key) for key in META_KEYS if first.has(key)},
         )
         collected.examples.append(example)
     collected.require_examples(path)

@@ -189,7 +189,7 @@ def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -
     meta: dict[str, Any] = {}
     for key, kept in _META.items():
         if row.has(key) and kept not in meta:
-            value = row.data[key]
+            value = row.plain(key)
             is_endless = isinstance(value, float) and not isfinite(value)
             if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
                 raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")

@@ -16,9 +16,9 @@ import torch
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.store.ledger import Ledger
+from posttrain.train.process import Weights
 from posttrain.train.sources import Turn
 from posttrain.train.sources.ahead import Ahead
-from posttrain.train.sources.messages import Weights
 
 
 class VirtualClock:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent
-from posttrain.train.sources.messages import Weights, read_drawn, weight_sums, write_drawn
+from posttrain.train.process import Weights, weight_sums
+from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn, RolloutSource
 from posttrain.train.sources.sampling_process import SamplingProcess
 
@@ -65,7 +66,7 @@ class Ahead:
             assert recipe.train.passes is not None, "a recipe says steps or passes"
             steps, _ = source.length_of(recipe.train.passes)
         self.num_batches = -(-steps // source.updates)
-        self._process = process or SamplingProcess(recipe)
+        self._process = process or SamplingProcess(recipe, None if ledger is None else ledger.path.parent)
         self._courier = courier
         self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
         self._next = 0  # the first batch that was not given away
