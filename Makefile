@@ -56,7 +56,7 @@ test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
 
 check: $(DEV)    ## lint, format, types, generated documents, size budget
-	$(BIN)/ruff check $(wildcard $(CHECKED))
+	$(BIN)/ruff check --no-cache $(wildcard $(CHECKED))
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/mypy
 	$(BIN)/python tools/write_methods.py --check

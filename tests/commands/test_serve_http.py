@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Served, free_port, serving
 
 from posttrain.cli import main
 from posttrain.engines.judging.asking import RemoteJudge
@@ -25,6 +24,7 @@ from posttrain.randomness import derive_key
 from posttrain.render import decode_response, encode_prompt
 from posttrain.runs.models import find_source
 from posttrain.types import Completion, Message
+from serving import Served, free_port, serving
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")

@@ -184,7 +184,9 @@ def test_a_run_that_stops_owes_the_evaluation(stop: int, tmp_path: Path) -> None
     """Checkpoint 2 stays although only the newest one is kept, until what is owed of it is recorded."""
     recipe = recipe_of("grpo", is_beside=True)
     run(tmp_path / "whole", recipe)
-    run(tmp_path / "parts", recipe, stop_after=stop)
+    events = Events()
+    watched(tmp_path / "parts", recipe, events, stop_after=stop)
+    assert [e["message"].partition(" is still")[0] for e in events.of("notice")] == [f"step {stop - stop % 2}"]
     owed = stop - stop % 2
     state = json.loads((tmp_path / "parts" / "checkpoints" / f"step-{stop:06d}" / "state.json").read_text())
     assert state["owed_evaluations"] == [owed]

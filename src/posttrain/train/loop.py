@@ -165,6 +165,9 @@ class Loop:
         if self.step >= steps and self.owed:  # the checkpoint is written again with it
             self._take_evaluation(wait=True)
             self.save()
+        if self.owed:
+            what = " and ".join(f"step {step}" for step in self.owed)
+            self.observer("notice", {"message": f"{what} is still to be evaluated, which is done when the run goes on"})
         reason = "finished" if self.step >= steps else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
