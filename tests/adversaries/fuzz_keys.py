@@ -274,6 +274,7 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 }
 REQUIRED = {
     "id": "FrozenLake-v1",
+    "environment": "nim",
     "path": "rows.jsonl",
     "dataset": "chain_sum",
     "run": "runs/x",

@@ -40,6 +40,7 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "preferences": ("preference/politeness_pairs", {"split": "test"}),
     "prm800k": ("prm800k/phase1_test", {"split": "test"}),
     "prmbench": ("prmbench/prmbench", {}),
+    "random_play": (None, {"environment": "nim", "size": 20}),
     "reasoning_gym": (None, {"dataset": "chain_sum", "split": "test", "size": 20}),
     "refusals": (None, {}),
     "stories": (None, {"split": "test"}),
