@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import build_tiny_random
 from engines.respondents import Scripted, wordy
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
@@ -26,6 +25,7 @@ from posttrain.engines.native.turns import Turns
 from posttrain.errors import RunFailure, UsageError
 from posttrain.randomness import derive_key, uniforms
 from posttrain.types import Completion
+from tiny_random import build_tiny_random
 
 VOCAB = 300
 STOPS = frozenset(range(40))  # a turn is some 8 tokens long

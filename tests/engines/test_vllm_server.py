@@ -32,7 +32,7 @@ def wait_until(true: Any) -> None:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ends before it is opened, or before it is read
         return False
 
 

@@ -215,5 +215,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"rollout.group=1: advantage 'turn_normalized' compares"):
         prepare(game_recipe(advantage="turn_normalized", rollout={"group": 1}))
     chosen = game_recipe(advantage="turn_normalized", rollout={"select": "best_of"})
-    with pytest.raises(RecipeError, match="advantages per token and kl_in_reward, and those per turn, are of every"):
+    with pytest.raises(
+        RecipeError, match="kl_in_reward are computed over every completion, and advantages per turn are too"
+    ):
         prepare(chosen)
