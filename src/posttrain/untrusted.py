@@ -1,9 +1,11 @@
-"""Text of strangers on a terminal: what a model wrote, and what a run, a recipe or a data file says.
+"""Text of strangers on a terminal and in Markdown: what a model wrote, and what a run, a recipe or a data file says.
 
 A control character in it could move the cursor, write the clipboard, or answer in the user's name; one that turns the
 reading direction or has no width could show another text than there is. ``harmless`` writes such characters out
 (``\\x1b``). It is called wherever text becomes a line of a table (``commands/console.py``) and again by the last door
 before a terminal: ``guard_output`` puts it between ``print`` and the standard streams.
+
+In Markdown it is shown as it is, and never as markup, HTML or a link (``plain``, ``paragraph``, ``bullets``, ``code``).
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ _HIDDEN = re.compile(
     "\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e00ff]"
     f"|(?<!{_JOINED})[\u200c\u200d]|[\u200c\u200d](?!{_JOINED})|(?<={_SELECTOR}){_SELECTOR}"
 )
+_MARKUP = re.compile(r"([\\`\[\]<|])")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_BLOCK = re.compile(r"(?P<number>\d*)(?=[.)]|[-#>=+*~_:!])")
 _CURSOR = re.compile("\n*(?:\x1b\\[A)+")
 
 
@@ -88,3 +93,28 @@ def guard_output() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
         setattr(sys, name, HarmlessStream(stream))
+
+
+def plain(text: str) -> str:
+    """On one line, in a cell of a table or behind other text: no link, image, HTML, code or further cell begins."""
+    return _MARKUP.sub(r"\\\1", _CONTROLS.sub(" ", text))
+
+
+def paragraph(text: str) -> str:
+    """As a paragraph of its own: no heading, list, quotation or front matter either."""
+    shown = plain(" ".join(text.split()))
+    block = _BLOCK.match(shown)
+    return f"{block['number']}\\{shown[block.end() :]}" if block else shown
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A list, a line each; "" for none."""
+    return "".join(f"- {plain(line)}\n" for line in lines)
+
+
+def code(text: str) -> str:
+    """As code within a line; no backtick in it can end it."""
+    shown = _CONTROLS.sub(" ", text).replace("|", "¦")
+    fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
+    padding = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{padding}{shown}{padding}{fence}"

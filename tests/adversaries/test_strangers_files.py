@@ -19,13 +19,13 @@ from posttrain import consent
 from posttrain.addresses import server_address
 from posttrain.errors import RunFailure, UsageError, hide_secrets
 from posttrain.evals.tables import TextTable, to_markdown
-from posttrain.markdown import code, paragraph, plain
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.export import model_card
 from posttrain.store.links import refuse_links
+from posttrain.untrusted import code, paragraph, plain
 
 
 @pytest.fixture

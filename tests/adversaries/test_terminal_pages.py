@@ -11,7 +11,6 @@ from hostile_text import HOSTILE, RAW, leaks
 from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
-from posttrain.markdown import code
 from posttrain.reports.charts.panels import Panel, Series
 from posttrain.reports.comparison import render_comparison
 from posttrain.reports.evaluation import quoted
@@ -23,6 +22,7 @@ from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
 from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
 from posttrain.sweeps.study_results import StudyReport
+from posttrain.untrusted import code
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
 

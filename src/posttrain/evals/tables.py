@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.evals.measures import Kinds
-from posttrain.markdown import plain
+from posttrain.untrusted import plain
 
 NOTHING = "–"  # what was not measured
 MAX_TOO_MANY_CUT = 0.05

@@ -18,7 +18,7 @@ from posttrain.evals.tables import (
     show_number,
     to_markdown,
 )
-from posttrain.markdown import bullets, code, plain
+from posttrain.untrusted import bullets, code, plain
 
 T = TypeVar("T")
 NUM_ITEMS_SHOWN = 3

@@ -19,10 +19,10 @@ from posttrain.evals.tables import (
     show_share,
     to_markdown,
 )
-from posttrain.markdown import plain
 from posttrain.reports.evaluation import first_items, quoted, settings_list
 from posttrain.reward_models.biases import PROBES
 from posttrain.reward_models.evaluation import RewardEvaluation
+from posttrain.untrusted import plain
 
 Results = Mapping[str, float]
 Show = Callable[[Results, str], str]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.evals.tables import NOTHING, TextTable, show_interval, show_share, to_markdown
-from posttrain.markdown import bullets, plain
 from posttrain.reports.evaluation import first_items, quoted, settings_list
+from posttrain.untrusted import bullets, plain
 
 Results = Mapping[str, float]
 

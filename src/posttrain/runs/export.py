@@ -18,7 +18,6 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.markdown import code, paragraph, plain
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
@@ -34,6 +33,7 @@ from posttrain.store.checkpoint_files import (
 from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog
+from posttrain.untrusted import code, paragraph, plain
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")

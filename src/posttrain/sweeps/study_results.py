@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from posttrain.evals.seeds import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
-from posttrain.markdown import paragraph, plain
 from posttrain.sweeps.study import Kind
+from posttrain.untrusted import paragraph, plain
 
 
 @dataclass(frozen=True)
