@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.train.build import _build_optimizer, prepare
+from posttrain.train.build import prepare
+from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
 from small_runs import make_recipe, run, save_perturbed, steps_of
 
@@ -134,7 +135,7 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
 
 def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_path: Path) -> None:
     model = tiny_random("gpt2", n_embd=64)
-    _build_optimizer(make_recipe("sft", optimizer="muon"), model, {})
+    build_optimizer(make_recipe("sft", optimizer="muon"), model, {})
     marked = {name for name, p in model.named_parameters() if getattr(p, "input_first", False)}
     assert {name.split(".", 3)[3] for name in marked} == {
         "attn.c_attn.weight",

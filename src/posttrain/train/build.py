@@ -26,15 +26,15 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, ModelSection, task_words
+from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
-from posttrain.tasks.base import Task, build_task, held_out_task
+from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER
-from posttrain.train.optimizer import mark_input_first
+from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective
 from posttrain.train.streams import Streams, scoring_temperature
 from posttrain.world import ONE, World
@@ -118,7 +118,11 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         UsageError: words that do not fit one another, no data, a model that cannot be loaded.
     """
     task = build_task(recipe.task)
-    eval_tasks = _eval_tasks(recipe) if recipe.eval.every else []
+    eval_tasks: list[Task] = []
+    if recipe.eval.every:
+        from posttrain.train.evaluating.held_out import build_eval_tasks
+
+        eval_tasks = build_eval_tasks(recipe)
     base = _build_base(recipe, task, EngineSite(folder, world), folder)
     words, model, heads = base.words, base.loaded.model, base.heads
     source: SupervisedSource | RolloutSource
@@ -137,7 +141,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         beside = Beside(recipe, folder)
     shards = _build_shards(recipe, base.method.forward, heads, world)
-    named, optimizer = _build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
+    named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
         tokenizer=base.loaded.tokenizer,
@@ -239,8 +243,10 @@ def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, l
     Raises:
         UsageError: as ``prepare``.
     """
+    from posttrain.train.evaluating.held_out import build_eval_tasks
+
     base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), folder)
-    evaluator, notices = _build_evaluator(base, _eval_tasks(recipe))
+    evaluator, notices = _build_evaluator(base, build_eval_tasks(recipe))
     return evaluator, base, notices
 
 
@@ -510,85 +516,6 @@ def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
             raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
-
-
-def _build_optimizer(
-    recipe: Recipe, model: Any, heads: dict[str, torch.nn.Module]
-) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
-    """The trained parameters by name, those of heads and critics included, and their optimizer."""
-    for module in (model, *heads.values()):
-        mark_input_first(module)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    _check_precision(named)
-    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    build = entry.bind(recipe.optimizer.options, "optimizer")
-    optimizer = build(named, recipe.train.lr)
-    named += _add_heads(optimizer, build, heads, recipe)
-    return named, optimizer
-
-
-def _add_heads(
-    optimizer: torch.optim.Optimizer,
-    build_optimizer: Callable[..., torch.optim.Optimizer],
-    heads: dict[str, torch.nn.Module],
-    recipe: Recipe,
-) -> list[tuple[str, Parameter]]:
-    """Let the optimizer train heads and critics too; returns their parameters by name."""
-    if not heads:
-        return []
-    assert recipe.head is not None
-    named = [
-        (f"{name}.{n}", p) for name, module in heads.items() for n, p in module.named_parameters() if p.requires_grad
-    ]
-    of_parameter = {id(p): n for n, p in named}
-    for group in build_optimizer(named, recipe.train.lr).param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
-        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
-    return named
-
-
-def _eval_tasks(recipe: Recipe) -> list[Task]:
-    """What to evaluate on, each under a name of its own: a task may be asked for twice, with other options."""
-    words = recipe.eval.tasks
-    if not words:
-        word = held_out_task(recipe.task)
-        for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
-            if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
-                raise RecipeError(
-                    f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
-                    "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
-                )
-        words = [word]
-    tasks: list[Task] = []
-    for index, word in enumerate(words):
-        task = build_task(word, f"eval.tasks.{index}")
-        if any((task.name, task.split) == (other.name, other.split) for other in tasks):
-            task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(_chosen_items(task, recipe.eval))
-    return tasks
-
-
-def _chosen_items(task: Task, options: EvalSection) -> Task:
-    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
-    if options.items == "sample" and not options.items_seed:
-        return task
-    from posttrain.evals.generation import held_out_indices
-
-    size = len(task.examples)
-    first = list(range(min(options.n, size)))
-    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
-    return replace(task, examples=[task.examples[i] for i in indices])
-
-
-def _check_precision(named: list[tuple[str, Parameter]]) -> None:
-    """Trained weights are fp32: beside a bf16 weight of 0.02 an update of 1e-5 is rounded away."""
-    coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
-    if coarse:
-        raise RecipeError(
-            f"model.dtype: {len(coarse)} trained weights would be bfloat16, where small updates are rounded away; "
-            "use model.dtype float32, or train an adapter (model.adapter), whose weights are float32"
-        )
 
 
 def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:

@@ -1,4 +1,4 @@
-"""Optimizers that a recipe may name, and their state as plain tensors.
+"""Optimizers that a recipe may name, what they are made over, and their state as plain tensors.
 
 Every parameter group carries ``lr_ratio``; the loop sets ``group["lr"] = lr * group["lr_ratio"]``
 before each step, so that one schedule drives groups with different rates. Weight decay never
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from posttrain.errors import CheckpointError
+from posttrain import registry
+from posttrain.errors import CheckpointError, RecipeError
+from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 
 Named = Sequence[tuple[str, Parameter]]
@@ -193,6 +195,56 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     from posttrain.train.distributed import part_of
 
     return part_of(whole, parameter)
+
+
+def build_optimizer(
+    recipe: Recipe, model: Any, heads: dict[str, torch.nn.Module]
+) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
+    """The trained parameters by name, those of heads and critics included, and their optimizer.
+
+    Raises:
+        RecipeError: an optimizer that there is not, or trained weights that are not kept in fp32 at least.
+    """
+    for module in (model, *heads.values()):
+        mark_input_first(module)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    _check_precision(named)
+    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
+    build = entry.bind(recipe.optimizer.options, "optimizer")
+    optimizer = build(named, recipe.train.lr)
+    named += _add_heads(optimizer, build, heads, recipe)
+    return named, optimizer
+
+
+def _check_precision(named: list[tuple[str, Parameter]]) -> None:
+    """Trained weights are fp32: beside a bf16 weight of 0.02 an update of 1e-5 is rounded away."""
+    coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
+    if coarse:
+        raise RecipeError(
+            f"model.dtype: {len(coarse)} trained weights would be bfloat16, where small updates are rounded away; "
+            "use model.dtype float32, or train an adapter (model.adapter), whose weights are float32"
+        )
+
+
+def _add_heads(
+    optimizer: torch.optim.Optimizer,
+    build_optimizer: Callable[..., torch.optim.Optimizer],
+    heads: dict[str, torch.nn.Module],
+    recipe: Recipe,
+) -> list[tuple[str, Parameter]]:
+    """Let the optimizer train heads and critics too; returns their parameters by name."""
+    if not heads:
+        return []
+    assert recipe.head is not None
+    named = [
+        (f"{name}.{n}", p) for name, module in heads.items() for n, p in module.named_parameters() if p.requires_grad
+    ]
+    of_parameter = {id(p): n for n, p in named}
+    for group in build_optimizer(named, recipe.train.lr).param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
+        optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
+    return named
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

@@ -26,9 +26,9 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import TrainSection
+from posttrain.recipes.sections import EvalSection, TrainSection, task_words
 from posttrain.render.rows import Shape
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Example
@@ -53,6 +53,41 @@ class HeldOut:
     def batch(self) -> Batch:
         """All of them, with what depends on the weights of this very moment."""
         return self.source.batch_of(self.units)
+
+
+def build_eval_tasks(recipe: Recipe) -> list[Task]:
+    """What to evaluate on, each under a name of its own: a task may be asked for twice, with other options.
+
+    Raises:
+        RecipeError: training leaves no split of its task to evaluate on.
+    """
+    words = recipe.eval.tasks
+    if not words:
+        word = held_out_task(recipe.task)
+        for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
+            if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
+                raise RecipeError(
+                    f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
+                    "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+                )
+        words = [word]
+    tasks: list[Task] = []
+    for index, word in enumerate(words):
+        task = build_task(word, f"eval.tasks.{index}")
+        if any((task.name, task.split) == (other.name, other.split) for other in tasks):
+            task = replace(task, name=f"{task.name}-{index + 1}")
+        tasks.append(_chosen_items(task, recipe.eval))
+    return tasks
+
+
+def _chosen_items(task: Task, options: EvalSection) -> Task:
+    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
+    if options.items == "sample" and not options.items_seed:
+        return task
+    size = len(task.examples)
+    first = list(range(min(options.n, size)))
+    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
+    return replace(task, examples=[task.examples[i] for i in indices])
 
 
 def choose_held_out(
