@@ -17,7 +17,7 @@ from posttrain.world import ONE, World
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
 
 SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
-TRAIN = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
+TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
 EVALUATION = {"every": 5, "n": 6, "max_tokens": 6}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"kind": "sft", "data": {"batch": 6}, "eval": {**EVALUATION, "loss": True}},
@@ -60,6 +60,13 @@ def recipe_of(case: str, dtype: str, **changes: Any) -> dict[str, Any]:
     return make_recipe(**about).dump()
 
 
+def share_apart(left: dict[str, Tensor], right: dict[str, Tensor], bound: float) -> float:
+    """Which share of the weights differs by more than ``bound``."""
+    weights = {n: t for n, t in left.items() if t.is_floating_point() and "optimizer" not in n}
+    num_apart = sum(int(((tensor - right[name]).abs() > bound).sum()) for name, tensor in weights.items())
+    return num_apart / sum(tensor.numel() for tensor in weights.values())
+
+
 def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, float]:
     """The largest difference of weights: relative to the largest of its tensor, and as it is."""
     assert left.keys() == right.keys()
@@ -76,14 +83,20 @@ def tokens_of(folder: Path, step: int | None = None) -> list[tuple[int, ...]]:
     return [tuple(r.completion) for r in recorded(folder)[0] if step in (None, r.step)]
 
 
-def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5) -> None:
-    """Loss, norm, weights and rollouts of two runs, to the precision that their type allows."""
+def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded: bool = False) -> None:
+    """Loss, norm, weights and rollouts of two runs, to the precision that their type allows.
+
+    ``rounded``: in float32 the loss may be what is left of terms of order 1 that cancel one another, so that rounding
+    is small beside them and not beside it; and Adam divides a gradient that is all but 0 by its own size, so that
+    where there is nothing but rounding a weight goes either way: one in 100,000 may, none farther than all the rates.
+    """
     first, second = steps_of(ours), steps_of(theirs)
     assert len(first) == len(second) == steps
     compared = zip(first, second, strict=True) if dtype == "float64" else [(first[0], second[0])]
     tolerance = 1e-10 if dtype == "float64" else 1e-5
     for one, other in compared:
-        assert other["loss"] == pytest.approx(one["loss"], rel=tolerance, abs=tolerance * 1e-3)
+        small = 0.1 if rounded and dtype == "float32" else 1e-3
+        assert other["loss"] == pytest.approx(one["loss"], rel=tolerance, abs=tolerance * small)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=tolerance)
         assert other.keys() == one.keys()
         assert other == pytest.approx(one | {"padding_share": other["padding_share"]}, rel=1e3 * tolerance, abs=1e-3)
@@ -93,7 +106,9 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5) -> None:
         assert relative < 1e-10
     else:
         assert tokens_of(ours, 1) == tokens_of(theirs, 1)
-        assert absolute < 2e-5
+        assert absolute < (2 * steps * TRAIN["lr"] if rounded else 2e-5)
+        apart = share_apart(saved_tensors(ours, steps), saved_tensors(theirs, steps), 2e-5)
+        assert apart <= (1e-5 if rounded else 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,7 +166,7 @@ def test_several_processes_train_every_method_as_one(
     case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
     _, events = train_case(several, recipe_of(case, dtype), tmp_path)
-    check_same(alone(case, dtype), tmp_path, dtype)
+    check_same(alone(case, dtype), tmp_path, dtype, rounded=case not in METHODS)
     assert len(events.of("step")) == 5
     if dtype == "float64":
         ours, theirs = (MetricsLog(folder / "metrics.jsonl").read() for folder in (tmp_path, alone(case, dtype)))
