@@ -24,7 +24,7 @@ PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-adapters check format bench docs clean
+.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-adapters check format bench bench-cpu docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -70,6 +70,10 @@ format: $(DEV)   ## let ruff rewrite what it can
 bench: $(DEV)    ## every claim about speed, measured again (long)
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script; done
+
+bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU (minutes; docs/reference.md shows it)
+	$(BIN)/pip install -c constraints.txt -e '.[bench]'
+	$(TEST_ENV) $(BIN)/python benchmarks/cpu.py
 
 docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py

@@ -4,8 +4,8 @@
     python benchmarks/training.py            # both parts; --part grpo or --part sft for one
 
 GRPO: 8 prompts × 8 completions × 64 new tokens on the embedded model (random answers do not end, so
-both sides pay for every token), one optimizer step. SFT: rows of ragged length. Medians over steps;
-ratios are what counts, since the machine's speed drifts. Results go to benchmarks/results/.
+both sides pay for every token), one optimizer step. SFT: rows of ragged length. Medians over steps, by the
+clock and in CPU-seconds; ratios are what counts, since the machine's speed drifts. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from posttrain.models.forward import fused
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ModelSection
@@ -38,33 +40,49 @@ def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, Parts]:
     return resolved, prepare(resolved)
 
 
-def our_steps(recipe: Recipe, parts: Parts, first: int, count: int) -> list[float]:
-    """Seconds of each optimizer step, sampling and grading included."""
+class Seconds(NamedTuple):
+    """What a step took: by the clock, and of all threads of this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Seconds) -> Seconds:
+        return Seconds(self.wall - start.wall, self.cpu - start.cpu)
+
+
+def our_steps(recipe: Recipe, parts: Parts, first: int, count: int, *, fused_layers: bool = True) -> list[Seconds]:
+    """What each optimizer step took, sampling and grading included; without the hand-written layers, if asked."""
     seconds = []
+    fused.ENABLED = fused_layers
     for step in range(first, first + count):
-        started = time.perf_counter()
+        started = Seconds.now()
         draw = parts.source(step)
         loss, _ = accumulate(parts.method, draw.batch, recipe.train)
         apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(Seconds.now().since(started))
+    fused.ENABLED = True
     return seconds
 
 
 class StepClock:
-    """Notes the seconds of every TRL step (added to a trainer as a callback)."""
+    """Notes what every TRL step took (added to a trainer as a callback)."""
 
     def __new__(cls) -> Any:
         from transformers import TrainerCallback
 
         class Clock(TrainerCallback):
             def __init__(self) -> None:
-                self.seconds: list[float] = []
+                self.seconds: list[Seconds] = []
 
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-                self.started = time.perf_counter()
+                self.started = Seconds.now()
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                self.seconds.append(time.perf_counter() - self.started)
+                self.seconds.append(Seconds.now().since(self.started))
 
         return Clock()
 
@@ -102,8 +120,8 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     )
     source = parts.source
     if prompt_tokens is not None:  # the same prompts on both sides, cut to one length
-        source.prompts = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
-        source.kept = source.kept[: len(source.prompts)]
+        cut = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
+        source.prompts = [cut[index % len(cut)] for index in range(len(source.prompts))]
     source.sampling = type(source.sampling)(max_tokens=NEW_TOKENS, stop_ids=frozenset())
 
     facts = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
@@ -120,8 +138,9 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     def digits(completions: list[str], **_: Any) -> list[float]:
         return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
-    ours: list[float] = []
-    theirs: list[float] = []
+    ours: list[Seconds] = []
+    theirs: list[Seconds] = []
+    plain: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         options = common_trl_options(folder, steps + 1)
         config = GRPOConfig(
@@ -147,7 +166,8 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             trainer.train()
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
-    return report("grpo", ours, theirs, facts)
+            plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
+    return report("grpo", ours, theirs, facts, plain)
 
 
 def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
@@ -174,8 +194,9 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     loaded = load_model(ModelSection(name="tiny"), seed=0)
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
     dataset = Dataset.from_dict({"input_ids": ids})
-    ours: list[float] = []
-    theirs: list[float] = []
+    ours: list[Seconds] = []
+    theirs: list[Seconds] = []
+    plain: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(**common_trl_options(folder, steps + 1), per_device_train_batch_size=rows, max_length=1024)
         our_steps(recipe, parts, 1, 2)
@@ -191,25 +212,46 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
             trainer.train()
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
+            plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
     tokens = rows * statistics.fmean(lengths)
     facts |= {
-        "our_tokens_per_second": tokens / statistics.median(ours),
-        "trl_tokens_per_second": tokens / statistics.median(theirs),
+        "our_tokens_per_second": tokens / median(ours).wall,
+        "trl_tokens_per_second": tokens / median(theirs).wall,
     }
-    return report("sft", ours, theirs, facts)
+    return report("sft", ours, theirs, facts, plain)
 
 
-def report(name: str, ours: list[float], theirs: list[float], facts: dict[str, float]) -> dict[str, Any]:
-    peer = {"trl_seconds": statistics.median(theirs)} if theirs else {}
+def median(steps: Sequence[Seconds]) -> Seconds:
+    return Seconds(*(statistics.median(one) for one in zip(*steps, strict=True)))
+
+
+def kind_of_cpu() -> str:
+    """What the machine's processor calls itself."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def report(
+    name: str, ours: list[Seconds], theirs: list[Seconds], facts: dict[str, float], plain: Sequence[Seconds] = ()
+) -> dict[str, Any]:
+    """The medians, and their ratios; ``plain``: our steps without the hand-written layers."""
+    our, peer = median(ours), median(theirs) if theirs else None
+    beside: dict[str, Any] = {}
+    if peer is not None:
+        beside = {"trl_seconds": peer.wall, "trl_cpu_seconds": peer.cpu}
+        beside |= {"ratio": peer.wall / our.wall, "ratio_cpu": peer.cpu / our.cpu}
+    if plain:
+        beside["our_plain_cpu_seconds"] = median(plain).cpu
     result = {
         "part": name,
-        "our_seconds": statistics.median(ours),
-        **peer,
-        **({"ratio": statistics.median(theirs) / statistics.median(ours)} if theirs else {}),
+        "our_seconds": our.wall,
+        "our_cpu_seconds": our.cpu,
+        **beside,
         "num_steps": len(ours),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "transformers", *(("trl",) if theirs else ()))},
-        "machine": platform.processor() or platform.machine(),
+        "machine": kind_of_cpu(),
         **facts,
     }
     print(json.dumps(result, indent=2))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training import RESULTS, StepClock, common_trl_options, our_parts, our_steps, report
+from training import RESULTS, Seconds, StepClock, common_trl_options, our_parts, our_steps, report
 
 PAIRS = 16
 
@@ -94,8 +94,9 @@ def compare(part: str, rounds: int, steps: int, pairs_file: str | None, precompu
     """Steps of both sides in turns."""
     recipe, parts = our_parts(our_recipe(part, pairs_file))
     dataset = trl_dataset(part, parts.source)
-    ours: list[float] = []
-    theirs: list[float] = []
+    ours: list[Seconds] = []
+    theirs: list[Seconds] = []
+    plain: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         our_steps(recipe, parts, 1, 2)
         for index in range(rounds):
@@ -103,8 +104,9 @@ def compare(part: str, rounds: int, steps: int, pairs_file: str | None, precompu
             trl_trainer(part, dataset, folder, steps + 1, clock, precompute).train()
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + index * steps, steps)
+            plain += our_steps(recipe, parts, 10 + index * steps, steps, fused_layers=False)
     lengths = [len(row.ids) for unit in parts.source.units for row in unit]
-    result = report(f"{part}_precomputed" if precompute else part, ours, theirs, {})
+    result = report(f"{part}_precomputed" if precompute else part, ours, theirs, {}, plain)
     return result | {
         "our_pairs_per_second": PAIRS / result["our_seconds"],
         "trl_pairs_per_second": PAIRS / result["trl_seconds"],

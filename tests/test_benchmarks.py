@@ -22,6 +22,11 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "",
     ),
+    "cpu.py": (
+        [["--rows", "sft,ppo,sampling-ragged,grading,help", "--rounds", "1", "--steps", "1"]],
+        None,
+        "times as fast",
+    ),
     "demo.py": ([["--seeds", "0"], ["--seeds", "0", "--story", "tools"]], None, "seed 0: base 0.0%"),
     "dictionaries.py": (
         [["--only", "speed", "--steps", "1", "--repeats", "1"], ["--only", "planted", "--scale", "0.01"]],

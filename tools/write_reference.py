@@ -99,6 +99,27 @@ def game_text() -> str:
     return f"## A game against an opponent who makes no mistake\n\n{about}\n\n{table(head, rows)}"
 
 
+def speed_text() -> str:
+    """What a step costs beside the peers, a table for each kind of CPU that was measured."""
+    tables = []
+    for path in sorted(RESULTS.glob("cpu-*.json")):
+        measured = read(path.name)
+        rows = []
+        for row in measured["rows"].values():
+            costs = [row["our_cpu_seconds"], row.get("plain_cpu_seconds"), row.get("peer_cpu_seconds")]
+            ratio = f"{row['ratio']:.2f} ×" if row.get("ratio") else "–"
+            peer = "–" if row["peer"] is None else f"{row['peer']} {measured['versions'][row['peer']]}"
+            rows.append([row["work"], *("–" if one is None else f"{one:.3f}" for one in costs), ratio, peer])
+        threads = sorted({row["threads"] for row in measured["rows"].values()})
+        about = f"{measured['cpu']}, threads: {', '.join(map(str, threads))}; torch {measured['versions']['torch']}."
+        tables.append(f"{about}\n\n{table(['work', 'ours', 'ours, plain', 'the peer', 'ratio', 'peer'], rows)}")
+    intro = (
+        "`make bench-cpu`: CPU-seconds, medians, ours and the peer's in turns in one process. `plain` is ours without "
+        "the layers whose backward passes are written by hand."
+    )
+    return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables])
+
+
 def reward_model_text() -> str:
     """A reward model of human preferences, by kind of dialogue."""
     runs = read("reward_model_hh.json")["seeds"]
@@ -120,7 +141,7 @@ def read(name: str) -> dict[str, Any]:
 def reference_text() -> str:
     """The whole document."""
     comparisons = [comparison_text(name) for name in COMPARISONS]
-    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text()])
+    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text(), speed_text()])
 
 
 def main() -> int:
