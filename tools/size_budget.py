@@ -17,11 +17,11 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 69840
+MAX_PACKAGE_LINES = 69900
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
-    "recipes": 1220,
+    "recipes": 1230,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1720,
     "store": 2590,
-    "models": 2820,
+    "models": 2840,
     "engines": 6200,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6330,
+    "train": 6370,
     "interpret": 7620,
     "runs": 2890,
     "sweeps": 3290,

@@ -117,7 +117,7 @@ def speed_text() -> str:
         "`make bench-cpu`: CPU-seconds, medians, ours and the peer's in turns in one process. `plain` is ours without "
         "the layers whose backward passes are written by hand."
     )
-    return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables])
+    return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables]) if tables else ""
 
 
 def reward_model_text() -> str:

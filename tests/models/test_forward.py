@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from small_models import CONFIGS, SHAPE, gradients, ragged_batch, random_model, relative_difference, unshared
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS, Forward
+from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS, Forward, Precision
 from posttrain.models.forward.packing import pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Sample, collate
@@ -324,3 +325,27 @@ def test_a_row_that_fills_the_context_on_the_padded_path():
     packed = forward(batch).logprobs
     forward.path = "padded"
     assert float((forward(batch).logprobs - packed).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_in_bf16_log_probabilities_and_gradients_are_those_of_fp32_but_for_rounding(family: str, path: str) -> None:
+    model, batch = random_model(family), ragged_batch()
+    logprobs, slopes = [], []
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for precision in precisions:
+        forward = Forward(model, precision=precision)
+        assert forward.path == "packed"
+        forward.path = path
+        model.zero_grad()
+        outputs = forward(batch)
+        with forward.backward_context():
+            outputs.logprobs.sum().backward()
+        logprobs.append(outputs.logprobs[batch.mask].detach())
+        slopes.append(gradients(model))
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    difference = (logprobs[1] - logprobs[0]).abs()
+    assert logprobs[1].dtype == torch.float32
+    assert 1e-4 < float(difference.mean()) < 0.03
+    assert float(difference.max()) < 0.15
+    assert 0.99 < float(F.cosine_similarity(*slopes, dim=0)) < 0.9999999

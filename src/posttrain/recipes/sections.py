@@ -366,6 +366,10 @@ class TrainSection(Section):
     ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``, which the update after the last would have.
     ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
     a third more time for an update.
+
+    ``precision``: of the products in the model while it is trained; weights, optimizer state, log-probabilities and the
+    LM head's products are fp32 always (``tf32``, and the LM head beside ``bf16`` on a GPU: TF32). The native engine
+    samples in the weights' own type.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -378,6 +382,7 @@ class TrainSection(Section):
     tokens_per_micro: int = Field(default=16_384, ge=1)
     rows_per_micro: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0

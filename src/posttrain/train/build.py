@@ -18,7 +18,7 @@ from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.forward import ActorCritic, Forward, Precision
 from posttrain.models.load import LoadedModel, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
@@ -200,7 +200,7 @@ def _build_base(recipe: Recipe, task: Task, site: EngineSite, folder: Path | Non
     """``folder``: of the run, where rewards keep something in it."""
     words = words_of(recipe)
     loaded = _load_trained(recipe, task)
-    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    policy = _build_policy(words, loaded)
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
@@ -210,6 +210,25 @@ def _build_base(recipe: Recipe, task: Task, site: EngineSite, folder: Path | Non
     streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
     read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
     return Base(words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
+
+
+def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
+    """The language model's forward pass, in ``train.precision``.
+
+    Raises:
+        RecipeError: TF32 where no GPU multiplies.
+    """
+    recipe, device = words.recipe, next(loaded.model.parameters()).device.type
+    coarse = recipe.train.precision != "fp32"
+    if recipe.train.precision == "tf32" and device != "cuda":
+        raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
+    # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
+    torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
+    return Forward(loaded.model, scoring_temperature(recipe, words.needs), precision=_of_products(recipe))
+
+
+def _of_products(recipe: Recipe) -> Precision:
+    return "bf16" if recipe.train.precision == "bf16" else "fp32"
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:
@@ -294,7 +313,7 @@ def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[Rollou
     """
     words, task = words_of(recipe), build_task(recipe.task)
     loaded = _load_trained(recipe, task)
-    policy = Forward(loaded.model, scoring_temperature(recipe, words.needs))
+    policy = _build_policy(words, loaded)
     context = context_length(loaded.model.config)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
     engine = EngineSite(folder).build(loaded, words.engine, words.engine_options, "rollout.engine")
@@ -460,7 +479,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
             f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
             "can only be compared within one. Choose a teacher of the same family"
         )
-    return Forward(loaded.model.eval().requires_grad_(False), temperature)
+    return Forward(loaded.model.eval().requires_grad_(False), temperature, precision=_of_products(recipe))
 
 
 def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:

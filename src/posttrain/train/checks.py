@@ -194,6 +194,12 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     )
     stale = w.recipe.rollout.staleness and w.recipe.rollout.old_logprobs == "trainer"
     yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
+    rounded = (
+        ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
+        "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
+    )
+    apart = w.recipe.train.precision == "bf16" and w.recipe.rollout.old_logprobs == "sampler"
+    yield apart and any(comes_from_rollouts(name) for name in w.needs), "train.precision", rounded
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     cut = "top_k" if w.recipe.rollout.top_k is not None else "top_p"

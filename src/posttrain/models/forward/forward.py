@@ -7,7 +7,7 @@ and only at trained positions; ``[tokens, V]`` never exists whole when it would 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from posttrain.types import Batch, Outputs
 MAX_LOGIT_ELEMENTS = 1 << 24
 
 Entropy = Literal["none", "detached", "differentiable"]
+Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 
 def causal_lm(model: Any) -> Any:
@@ -73,6 +74,9 @@ class Forward:
         reads: for the trained token t the head reads the state before it (``before``: the value of
             the state in which t was chosen) or t's own (``at``: rewards and step labels).
         scores_only: the LM head is not computed (reward models, separate critics).
+        precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
+            LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
+            arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Forward:
         head: ScalarHead | None = None,
         reads: Reads = "before",
         scores_only: bool = False,
+        precision: Precision = "fp32",
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
@@ -91,7 +96,9 @@ class Forward:
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
         self.fused = FusedLayers(causal_lm(model))
+        self.precision: Precision = "fp32"  # that of the probe
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
+        self.precision = precision
         self.last_packing: Packing | None = None
         self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -195,10 +202,11 @@ class Forward:
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
-        with packed_attention(packing), self.fused, fast_linear():
+        with packed_attention(packing), self.fused, fast_linear(), self._products():
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
+        hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
         if self.head is not None:
@@ -211,6 +219,10 @@ class Forward:
             num_targets=packing.num_targets,
             where=packing.where,
         )
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Where the model's products are computed in its ``precision``."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _padded(self, batch: Batch, columns: int, predicts: bool) -> States:
         places = torch.arange(columns, device=batch.tokens.device)
@@ -227,12 +239,14 @@ class Forward:
             # Logits are the model's own, which may scale or cap what the LM head gives.
             hook = decoder.register_forward_hook(lambda _, __, output: hidden_states.append(output.last_hidden_state))
             try:
-                logits = self.model(**inputs).logits
+                with self._products():
+                    logits = self.model(**inputs).logits
             finally:
                 hook.remove()
             predicting = logits[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
         else:
-            hidden_states.append(decoder(**inputs).last_hidden_state)
+            with self._products():
+                hidden_states.append(decoder(**inputs).last_hidden_state)
         reading = None
         if self.head is not None:
             hidden = hidden_states[-1]
