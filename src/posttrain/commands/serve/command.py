@@ -96,6 +96,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
             print(f"serves {name} at {address}v1  (Ctrl-C ends it)", flush=True)
             if arguments.api_key == "":
                 print(f"key: {key}", flush=True)
+            if not api.conversations.shows:
+                print(
+                    "its run did not tell it which tools there are (rollout.show_tools), nor does this server",
+                    flush=True,
+                )
 
         with suppress(KeyboardInterrupt):
             asyncio.run(
