@@ -27,7 +27,7 @@ ROOMS: dict[str, int] = {
     "rewards": 440,
     "render": 1390,
     "tasks": 5930,
-    "environments": 1750,
+    "environments": 1760,
     "store": 2600,
     "models": 2820,
     "engines": 6200,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 2890,
     "sweeps": 3290,
     "reports": 3130,
-    "commands": 8880,
+    "commands": 8870,
 }
 
 

@@ -120,7 +120,7 @@ def test_the_prompt_says_which_tools_there_are_unless_the_run_did_not(served: Se
     body = {"messages": ASKED, **OFFER}
     silent = list(played(runs, "silent", QUESTIONS[0]).prompt)
     assert served.ask("/tokenize", body)[1]["tokens"] == silent
-    assert "did not tell it which tools there are (rollout.show_tools)" in str(served.process.stdout.readline())
+    assert "tools of a request are not shown to the model" in str(served.process.stdout.readline())
     wanted = list(played(runs, "telling", QUESTIONS[0]).prompt)
     assert len(wanted) > len(silent)
     for name in ("telling", "shown"):
@@ -410,6 +410,7 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
         return conversations.encode(asked.messages, [])
 
     assert after()[: len(start) + len(ids)] == [*start, *ids]
+    assert after(content=[{"type": "text", "text": said.content}])[: len(start) + len(ids)] == [*start, *ids]
     function = {"name": "calculator", "arguments": '{"expression": "2 + 4"}'}
     for changes in ({"content": "<think> Hm. "}, {"tool_calls": [said.tool_calls[0] | {"function": function}]}):
         changed = after(**changes)

@@ -166,7 +166,7 @@ class Api:
         ids = (
             self._encode(asked.prompt, asked.add_special_tokens)
             if asked.messages is None
-            else self.conversations.encode(asked.messages, wire.schemas_of(asked.tools))
+            else self.conversations.encode(asked.messages, asked.offered)
         )
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 

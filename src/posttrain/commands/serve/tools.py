@@ -26,7 +26,6 @@ from posttrain.types import Call, Turn
 MOST_REMEMBERED = 4096  # answers with calls whose ids are kept
 
 Schemas = Sequence[Mapping[str, Any]]
-_Told = tuple[str | None, tuple[tuple[str, str, str], ...]]  # what a client reads of an answer with calls
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Conversations:
         recipe = opened.source.recipe
         rollout = recipe.rollout if recipe and plays(opened.source, Word(name=self.template.name)) else None
         self.shows = rollout is None or bool(rollout.show_tools)
-        self._sampled: OrderedDict[str, tuple[_Told, list[int]]] = OrderedDict()
+        self._sampled: OrderedDict[str, tuple[Said, list[int]]] = OrderedDict()
 
     @property
     def call_tag(self) -> str:
@@ -115,7 +114,7 @@ class Conversations:
                 calls.append((f"call_{secrets.token_hex(12)}", request.tool, arguments))
         said = Said("".join([*outside, text[at:]]), tuple(calls))
         if calls and speech.ids[-1] in ends:
-            self._sampled[calls[0][0]] = ((said.content, said.calls), list(speech.ids))
+            self._sampled[calls[0][0]] = (said, list(speech.ids))
             if len(self._sampled) > MOST_REMEMBERED:
                 self._sampled.popitem(last=False)
         return said
@@ -136,9 +135,8 @@ class Conversations:
     def _spoken(self, said: wire.Turn, at: int) -> list[int]:
         """The ids of a message of the assistant: those that were sampled, or else those of its text."""
         calls = tuple((call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ())
-        content = None if said.content is None else said.text
         told, ids = self._sampled.get(calls[0][0] if calls else "", (None, []))
-        if told == (content, calls):
+        if told == Said(said.text, calls):
             self._sampled.move_to_end(calls[0][0])
             return list(ids)
         for n, (_, _, arguments) in enumerate(calls):

@@ -151,21 +151,33 @@ class ToolOffer(Options):
     function: Function
 
 
-def schemas_of(tools: list[ToolOffer] | None) -> list[dict[str, Any]]:
-    """The tools as the client wrote them.
+class Offering(Options):
+    """Which tools there are, and whether they may be called."""
 
-    Raises:
-        BadRequest: two of one name.
-    """
-    names = [tool.function.name for tool in tools or ()]
-    for n, name in enumerate(names):
-        if name in names[:n]:
-            raise BadRequest(f"tools.{n}: there is a tool named {name!r} already", "tools")
-    stated = [(tool.function, tool.function.model_fields_set) for tool in tools or ()]
-    return [
-        {"type": "function", "function": {key: getattr(function, key) for key in Function.model_fields if key in keys}}
-        for function, keys in stated
-    ]
+    tools: list[ToolOffer] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as the client wrote them.
+
+        Raises:
+            BadRequest: two of one name, or one call at most.
+        """
+        if self.tools and self.parallel_tool_calls is False:
+            raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
+        functions = [tool.function for tool in self.tools or ()]
+        names: set[str] = set()
+        for n, function in enumerate(functions):
+            if function.name in names:
+                raise BadRequest(f"tools.{n}: there is a tool named {function.name!r} already", "tools")
+            names.add(function.name)
+        schemas = [
+            {key: getattr(function, key) for key in Function.model_fields if key in function.model_fields_set}
+            for function in functions
+        ]
+        return [] if self.tool_choice == "none" else [{"type": "function", "function": schema} for schema in schemas]
 
 
 class StreamOptions(Options):
@@ -205,7 +217,7 @@ class Asking(Drawing):
     return_tokens_as_token_ids: bool = False
 
 
-class ChatRequest(Asking):
+class ChatRequest(Asking, Offering):
     """``POST /v1/chat/completions``."""
 
     messages: list[Turn]
@@ -213,16 +225,6 @@ class ChatRequest(Asking):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[ToolOffer] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools that may be called."""
-        if self.tools and self.parallel_tool_calls is False:
-            raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
-        return [] if self.tool_choice == "none" else schemas_of(self.tools)
 
 
 class CompletionRequest(Asking):
@@ -251,13 +253,12 @@ class GenerateRequest(Options):
     stream: bool = False
 
 
-class TokenizeRequest(Options):
+class TokenizeRequest(Offering):
     """``POST /tokenize``: a text as it is, or a conversation as this server's template writes it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Turn] | None = None
-    tools: list[ToolOffer] | None = None
     add_special_tokens: bool = True
 
 
