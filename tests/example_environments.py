@@ -89,6 +89,17 @@ class HangsInReset:
         return "here"
 
 
+class ShowsNoText:
+    """Begins with what only a program reads."""
+
+    def reset(self):
+        return {"board": [0, 0, 0]}
+
+    def answer(self) -> str:
+        """Answers."""
+        return "here"
+
+
 class Broken:
     """Fails by itself, in every episode whose seed is even."""
 

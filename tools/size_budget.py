@@ -17,7 +17,7 @@ COUNTED = (".py", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 69900
+MAX_PACKAGE_LINES = 70290
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -25,10 +25,10 @@ ROOMS: dict[str, int] = {
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
-    "render": 1380,
+    "render": 1390,
     "tasks": 5930,
-    "environments": 1720,
-    "store": 2590,
+    "environments": 1760,
+    "store": 2600,
     "models": 2840,
     "engines": 6200,
     "evals": 2950,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 2890,
     "sweeps": 3290,
     "reports": 3130,
-    "commands": 8540,
+    "commands": 8870,
 }
 
 

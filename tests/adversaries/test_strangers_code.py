@@ -20,7 +20,8 @@ from posttrain.cli import build_parser, main
 from posttrain.commands.runs import options as records_options
 from posttrain.errors import UnallowedCode
 
-# Three recipes of strangers: the words that training alone needs, those that answering needs, and those of a mixture.
+# Recipes of strangers: the words that training alone needs, those that answering needs, those of a mixture, those of
+# completions of several turns, and of a game that is shown.
 TRAINS = {
     "objective": CODE,
     "advantage": CODE,
@@ -34,6 +35,8 @@ MIXES = {
     "task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]},
     "curriculum": CODE,
 }
+PLAYS = {"environment": CODE, "tools": [CODE]}
+SHOWS = {"task": {"name": "random_play", "environment": CODE}}
 
 SHORT = ["--max-tokens", "4"]
 # Every command that may meet a run, as it would be typed; those that need none say so with an empty list.
@@ -162,7 +165,9 @@ def test_every_command_is_attacked() -> None:
     assert known == set(COMMANDS), "a new command opens runs, or says in COMMANDS that it does not"
 
 
-@pytest.mark.parametrize("changes", [TRAINS, ANSWERS, MIXES], ids=["trains", "answers", "mixes"])
+@pytest.mark.parametrize(
+    "changes", [TRAINS, ANSWERS, MIXES, PLAYS, SHOWS], ids=["trains", "answers", "mixes", "plays", "shows"]
+)
 @pytest.mark.parametrize(("command", "arguments"), CASES, ids=[" ".join([n, *a]) for n, a in CASES])
 def test_opening_a_strangers_run_runs_nothing_of_it(
     command: str,
@@ -195,14 +200,27 @@ def test_the_payload_would_run(place: Path) -> None:
     assert marker.exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rewards": [CODE]}, "rewards.0: reward"),
+        ({"environment": CODE}, "environment: environment"),
+        ({"tools": [CODE]}, "tools.0: tool"),
+        (SHOWS, "task.environment: environment"),
+    ],
+)
 def test_a_resume_says_what_the_recipe_names_and_how_to_allow_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    named: str,
 ) -> None:
-    marker = lay_out(place, {"rewards": [CODE]})
+    marker = lay_out(place, changes)
     before = {path: path.read_bytes() for path in (place / "runs" / "evil").rglob("*") if path.is_file()}
     assert run("runs resume", ["evil"], monkeypatch) == 2
     said = capsys.readouterr().err
-    assert f"rewards.0: reward '{CODE}' is Python code that a stored recipe names" in said
+    assert f"{named} '{CODE}' is Python code that a stored recipe names" in said
     assert f"--allow-code {CODE}" in said
     assert {path: path.read_bytes() for path in before} == before
     assert run("runs resume", ["evil", "--allow-code", CODE], monkeypatch) != 0  # it has no optimizer to go on with

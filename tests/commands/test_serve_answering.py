@@ -122,6 +122,27 @@ def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(opened: Opene
     assert answerer.num_batches == 2
 
 
+class Bytes:
+    """A token is a byte of UTF-8; 256 is the end."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
+def test_text_from_a_call_on_is_told_with_the_last_token(text: str) -> None:
+    speech = Speech(Bytes(), frozenset({256}), call_tag="<tool>")
+    tokens = [*text.encode(), 256]
+    told = [speech.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
+    assert "".join(told) == speech.text == text
+    before = text.partition("<tool>")[0]
+    assert "".join(told[:-1]) == before[: len("".join(told[:-1]))]
+    held = len(before) - len("".join(told[:-1]))
+    assert held < len("<tool>"), "no more is held back than may be the beginning of a call"
+    if "<tool>" in text:
+        assert held == 0
+
+
 @settings(max_examples=200)
 @given(
     st.text(alphabet="abé🎈 \n", max_size=24),
@@ -129,12 +150,6 @@ def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(opened: Opene
     st.booleans(),
 )
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
-    class Bytes:
-        """A token is a byte of UTF-8; 256 is the end."""
-
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return bytes(i for i in ids if i < 256).decode(errors="replace")
-
     ids = list(text.encode())[: -1 if is_cut else None]
     speech = Speech(Bytes(), frozenset({256}), stops, opening="<")
     said = []

@@ -218,7 +218,7 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, {"messages": TURNS, "seed": "x"}, 400, "seed", "valid integer"),
         (CHAT, {"messages": TURNS, "stop": ""}, 400, "stop", "an empty text"),
         (CHAT, {"messages": TURNS, "presence_penalty": 0.5}, 400, "presence_penalty", "leave it out, or give 0"),
-        (CHAT, {"messages": TURNS, "tools": [{"type": "function"}]}, 400, "tools", "does not do that"),
+        (COMPLETE, {"prompt": "x", "tools": [{"type": "function"}]}, 400, "tools", "does not do that"),
         (CHAT, {"messages": TURNS, "response_format": {"type": "json_object"}}, 400, "response_format", "does not do"),
         (CHAT, {"messages": TURNS, "model": "gpt-5"}, 404, "model", "there is no model 'gpt-5' here"),
         (CHAT, {"messages": []}, 400, None, "no messages"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -366,13 +367,34 @@ def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_ch
         assert prompt == (*one.prompt, *before), "a turn is sampled behind all that was said, as it was"
 
 
-def test_logprobs_of_all_turns_are_those_of_one_pass(tokenizer: Any) -> None:
+CALLED: dict[str, tuple[dict[str, Any], str, str]] = {  # of each environment its options, a tool, and what it is told
+    "calculator": ({}, "calculator", "1 + 1"),
+    "python": ({"level": "process"}, "python", "print(6 * 7)"),
+    "search": ({"path": "."}, "search", "shells"),
+    "number_guess": ({"high": 1000, "guesses": 9}, "guess", "500"),
+    "nim": ({"max_heap": 900}, "leave", "0"),  # no legal move: what it answers stands there as well
+}
+
+
+def test_every_environment_that_ships_is_among_them() -> None:
+    elsewhere = {"gymnasium", "openenv"}  # packages of others: tests/adapters plays them
+    assert {*registry.names("environment")} == {*CALLED} | elsewhere
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_logprobs_of_all_turns_are_those_of_one_pass(
+    tokenizer: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, tool, stated = CALLED[name]
+    (tmp_path / "sea.txt").write_text("Eva found 12 shells at the beach.")
+    monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
-    stage = build_stage(recipe(max_turns=6), registry.find("template", "r1_zero").bind({})(), tokenizer)
+    made = recipe(environment={"name": name, **options}, max_turns=6)
+    stage = build_stage(made, registry.find("template", "r1_zero").bind({})(), tokenizer)
     stops = frozenset(range(0, 768, 5))
     sampling = Sampling(160, temperature=1.3, stop_ids=stops)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(played, "read_calls", lambda text, form: [Request("calculator", "1 + 1", "1 + 1")])
+        patch.setattr(played, "read_calls", lambda text, form: [Request(tool, stated, stated)])
         episodes = Episodes(stage, native(model, tokenizer), tokenizer, sampling, 1000)
         groups = episodes.play([example(1), example(2)], [[11, 12], [13, 14]], [1, 2])
     assert sum(len(one.turns) for group in groups for one in group) > 8

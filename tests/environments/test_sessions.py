@@ -100,6 +100,13 @@ def test_a_reset_that_hangs_is_a_failure_of_the_environment(pool: Pool) -> None:
     assert session.failure == "reset took longer than 0.05 seconds (rollout.tool_seconds)"
 
 
+def test_a_reset_that_returns_no_text_is_a_failure_that_says_what_to_return(pool: Pool) -> None:
+    session = begun(toolset("ShowsNoText").open(pool, LONG))
+    assert session.failure == "reset returned dict, which is no text; return what the model is to read, or None"
+    silent = begun(toolset("Waiting").open(pool, LONG))
+    assert (silent.opening(), silent.failure) == ("", ""), "None opens with nothing"
+
+
 def test_the_pool_is_not_blocked_by_what_hangs() -> None:
     stop = threading.Event()
     with Pool(num_threads=2) as small:

@@ -15,7 +15,7 @@ from posttrain.types import Call, Completion, Example, Message, Rollout, Turn
 
 OWN = (True, True, False, False, False, True)
 TURNS = (
-    Turn("<think>2 + 2?", (Call("calculator", "2 + 2", "4", "ok"), Call("", "", "no \ud800", "malformed"))),
+    Turn("<think>2 + 2?", (Call("calculator", "2 + 2", "4", "ok"), Call("", "", "no \ud800", "malformed")), -0.25),
     Turn("4"),
 )
 
@@ -36,17 +36,28 @@ def test_turns_come_back_whole(tmp_path: Path) -> None:
     assert (row.own, row.num_tokens, row.num_own) == (OWN, 6, 3)
     assert row.mean_sampler_logprob == pytest.approx(-1.0), "of what the model wrote"
     told = Call("", "", "no \\ud800", "malformed")
-    assert row.turns == (Turn(TURNS[0].text, (TURNS[0].calls[0], told)), TURNS[1])
+    assert row.turns == (Turn(TURNS[0].text, (TURNS[0].calls[0], told), -0.25), TURNS[1])
     assert row.failures == ("the server is down",)
     assert row.transcript.splitlines() == [
         "<think>2 + 2?",
         "-> calculator (ok): 4",
         "->  (malformed): no \\ud800",
+        "-> paid -0.25",
         "4",
         "-> failed: the server is down",
     ]
     assert (plain.own, plain.turns, plain.failures, plain.num_own) == (None, (), (), 1)
     assert plain.transcript == plain.completion
+
+
+def test_turns_of_an_earlier_posttrain_have_no_rewards(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "r.db") as store:
+        store.record([make_rollout()])
+    with connect(tmp_path / "r.db", read_only=False) as db:
+        db.execute("UPDATE rollouts SET turns = json_remove(turns, '$[0].reward')")
+    (row,) = RolloutStore(tmp_path / "r.db", read_only=True).training()
+    assert [turn.reward for turn in row.turns] == [None, None]
+    assert "paid" not in row.transcript
 
 
 @given(st.lists(st.booleans()))
@@ -65,6 +76,9 @@ def test_spans_are_the_mask(own: list[bool]) -> None:
         "turns = '[1]'",
         'turns = \'[{"text": 3, "calls": []}]\'',
         'turns = \'[{"text": "a", "calls": [{"tool": "b"}]}]\'',
+        'turns = \'[{"text": "a", "calls": [], "reward": "much"}]\'',
+        'turns = \'[{"text": "a", "calls": [], "reward": true}]\'',
+        'turns = \'[{"text": "a", "calls": [], "reward": NaN}]\'',
         "failures = '[3]'",
         "failures = '3'",
         "turns = 'no JSON'",

@@ -56,7 +56,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     toolset = build_toolset(recipe.environment, recipe.tools or ())
     form = call_form(tokenizer, template)
     if options.show_tools:
-        template = _showing(template, toolset, form)
+        template = show_tools(template, toolset.schemas, form)
     if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:
         raise UsageError(f"rewards: {toolset.name!r} has no get_reward, which the reward environment asks; write one")
     if any(word.name == "turn_rewards" for word in recipe.rewards) and not toolset.pays_turns:
@@ -71,22 +71,24 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     return Stage(toolset, template, form, frame, *limits)
 
 
-def _showing(template: Template, toolset: Toolset, form: Form) -> Template:
-    """The template with a prompt that says which tools there are: by itself, in a chat, or in a system message."""
+def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: Form) -> Template:
+    """The template with a prompt that says which tools there are: by itself, in a chat, or in a system message.
+
+    A chat template writes the schemas itself, and what it writes is trusted.
+    """
     if form == "hermes":
-        variables = {**template.variables, "tools": toolset.schemas}
+        variables = {**template.variables, "tools": list(schemas)}
 
         def natively(messages: Sequence[Message], tokenizer: Any) -> Any:
             return template.prompt(messages, tokenizer, variables)
 
         return replace(template, prompt=natively, variables=variables)
-    described = describe_tools(toolset.tools)
+    described = describe_tools(schemas)
 
     def described_first(messages: Sequence[Message], tokenizer: Any) -> Any:
-        first, *rest = messages
-        if first.role == "system":
-            return template.prompt([Message("system", f"{described}\n\n{first.content}"), *rest], tokenizer)
-        return template.prompt([Message("system", described), *messages], tokenizer)
+        own = [message.content for message in messages[:1] if message.role == "system"]
+        told = [Message("system", "\n\n".join([described, *own]))] if messages else []
+        return template.prompt([*told, *messages[len(own) :]], tokenizer)
 
     return replace(template, prompt=described_first)
 

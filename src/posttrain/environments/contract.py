@@ -139,7 +139,8 @@ class Session:
             return ""
         text = self._outcome(self._job, "reset")
         if text is not None and not isinstance(text, str) and not self.failure:
-            self.failure = f"reset returned {type(text).__name__}, which is no text"
+            what = type(text).__name__
+            self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
         return text if isinstance(text, str) else ""
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:

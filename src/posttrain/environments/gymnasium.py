@@ -70,7 +70,10 @@ def _make(id: str, options: dict[str, Any]) -> tuple[Any, bool]:
         raise UsageError(f"environment: gymnasium cannot make {id!r}: {harmless(str(error))}") from error
     reads_text = isinstance(env.observation_space, gym.spaces.Text)
     if not draws and not reads_text:
-        raise UsageError(f"environment.id: {id} can't be read: it neither draws as text (ansi) nor observes text")
+        raise UsageError(
+            f"environment.id: {id} can't be read: it neither draws as text (ansi) nor observes text; choose one that "
+            "does, as FrozenLake-v1, or say what is seen in an environment of your own (module:Class)"
+        )
     return env, reads_text
 
 

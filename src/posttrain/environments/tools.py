@@ -54,7 +54,8 @@ class Tool:
             ValueError: they do not fit; the message says what is wrong.
         """
         if isinstance(stated, str):
-            stated = self._by_name(stated)
+            texts = {name: self.arguments.model_fields[name].annotation is str for name in self.parameters}
+            stated = by_name(self.name, texts, stated)
         try:
             checked = self.arguments.model_validate(dict(stated))
         except ValidationError as error:
@@ -65,29 +66,49 @@ class Tool:
     @property
     def usage(self) -> str:
         """Its parameters with their types, as a reader would write them."""
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties.items()) or "nothing"
+        return usage_of(self.schema)
 
-    def _by_name(self, text: str) -> Mapping[str, Any]:
-        if text.startswith("{"):
-            try:
-                named = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{self.name}: its arguments are no JSON ({error})") from None
-            if isinstance(named, dict):
-                return named
-        if not text and not self.parameters:
-            return {}
-        if len(self.parameters) != 1:
-            names = ", ".join(f'"{name}": ...' for name in self.parameters)
-            raise ValueError(f"{self.name}: give its arguments as {{{names}}}")
-        (name,) = self.parameters
-        if self.arguments.model_fields[name].annotation is str:
-            return {name: text}
+
+def usage_of(schema: Mapping[str, Any]) -> str:
+    """The parameters in a tool's schema with their types, as a reader would write them."""
+    return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()) or "nothing"
+
+
+def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, Any]:
+    """Arguments by name, of a text that states them as a JSON object, or the bare value of the only one.
+
+    Args:
+        tool: its name, for messages.
+        parameters: which there are, and whether each is a text.
+
+    Raises:
+        ValueError: no JSON, or a bare value for a tool that takes another number of arguments.
+    """
+    if text.startswith("{"):
         try:
-            return {name: json.loads(text)}
-        except (ValueError, RecursionError):
-            return {name: text}
+            named = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{tool}: its arguments are no JSON ({error})") from None
+        if isinstance(named, dict):
+            return named
+    if not text and not parameters:
+        return {}
+    if len(parameters) != 1:
+        names = ", ".join(f'"{name}": ...' for name in parameters)
+        raise ValueError(f"{tool}: give its arguments as {{{names}}}")
+    ((name, is_text),) = parameters.items()
+    if is_text:
+        return {name: text}
+    try:
+        return {name: json.loads(text)}
+    except (ValueError, RecursionError):
+        return {name: text}
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters in a tool's schema, which may be a stranger's."""
+    properties = (schema["function"].get("parameters") or {}).get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
@@ -163,12 +184,15 @@ def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> di
     return plain | {"properties": properties}
 
 
-def _type_of(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
+def _type_of(schema: Any) -> str:
+    if not isinstance(schema, Mapping):
+        return "anything"
+    if isinstance(schema.get("enum"), list):
         return "one of " + ", ".join(map(str, schema["enum"]))
-    if "anyOf" in schema:
+    if isinstance(schema.get("anyOf"), list):
         return " or ".join(_type_of(one) for one in schema["anyOf"])
-    return str(schema.get("type", "anything"))
+    kind = schema.get("type", "anything")
+    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
 
 
 def _explain(item: Any) -> str:

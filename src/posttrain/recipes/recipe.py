@@ -162,6 +162,9 @@ class Recipe(Content):
             word = getattr(resolved, key)
             if word is not None:
                 setattr(resolved, key, _resolve_word(word, kind, key))
+        for index, tool in enumerate(resolved.tools or ()):
+            if not to_read and ":" in tool:  # one without a module is refused where it is built
+                registry.import_word("tool", tool, f"tools.{index}")
         resolved.prompt.template = _resolve_word(resolved.prompt.template, "template", "prompt.template")
         if resolved.rollout is not None:
             resolved.rollout.engine = _resolve_word(resolved.rollout.engine, "engine", "rollout.engine")

@@ -84,20 +84,30 @@ def encode_turns(
     Raises:
         UsageError: the chat template rewrites history, or the tokenizer has no end token.
     """
-    frame, form, end = reply_frame(tokenizer, template), call_form(tokenizer, template), end_id(tokenizer, template)
+    frame, form = reply_frame(tokenizer, template), call_form(tokenizer, template)
     ids: list[int] = []
     own: list[bool] = []
     for turn in turns:
-        pieces = [Piece(" " if template.opening else "", trusted=True)]
-        pieces += [Piece(turn.text, trusted=False), Piece("\n", trusted=True)] if turn.text else []
-        for number, call in enumerate(turn.calls):
-            pieces += [Piece("\n" if number else "", trusted=True), *_call_pieces(call, form)]
-        written = [*encode_pieces(tokenizer, pieces), end]
-        heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], end)
+        written = encode_turn(tokenizer, template, turn, form)
+        heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], written[-1])
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
     length = len(ids) if answered else len(ids) - len(heard)
     return ids[:length], own[:length]
+
+
+def encode_turn(tokenizer: Any, template: Template, turn: Turn, form: Form) -> list[int]:
+    """The ids of a turn as a model would write it, the end included: its text behind the template's opening, its calls.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    pieces = [Piece(" " if template.opening else "", trusted=True)]
+    pieces += [Piece(turn.text, trusted=False)] if turn.text else []
+    pieces += [Piece("\n", trusted=True)] if turn.text and turn.calls else []
+    for number, call in enumerate(turn.calls):
+        pieces += [Piece("\n" if number else "", trusted=True), *_call_pieces(call, form)]
+    return [*encode_pieces(tokenizer, pieces), end_id(tokenizer, template)]
 
 
 def _call_pieces(call: Call, form: Form) -> list[Piece]:
@@ -108,12 +118,13 @@ def _call_pieces(call: Call, form: Form) -> list[Piece]:
     else:
         arguments = json.loads(call.stated)
         only = next(iter(arguments.values())) if len(arguments) == 1 else None
-        said = f"{call.tool}: {only if isinstance(only, str | int | float) else call.stated}"
+        is_bare = isinstance(only, str | int | float) and not isinstance(only, bool)
+        said = f"{call.tool}: {only if is_bare else call.stated}"
     return [Piece(opening, trusted=True), Piece(said, trusted=False), Piece(closing, trusted=True)]
 
 
-def reply_frame(tokenizer: Any, template: Template) -> ReplyFrame:
-    """The frame of a template with a tokenizer.
+def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
+    """The frame of a template with a tokenizer, in a chat for the first of the roles that the template has.
 
     Raises:
         UsageError: the chat template rewrites history; the message shows where.
@@ -122,7 +133,7 @@ def reply_frame(tokenizer: Any, template: Template) -> ReplyFrame:
         before, after = template.frame
         return ReplyFrame(before, "\n", after, None, strips=False, wrapped=False)
     refusals = []
-    for role in ("tool", "user"):
+    for role in roles:
         try:
             return _by_difference(tokenizer, template.variables, role)
         except UsageError as error:

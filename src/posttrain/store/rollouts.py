@@ -113,13 +113,14 @@ class RecordedRollout:
 
 
 def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
-    """Turns for a reader, with the results of the calls below each; empty where one says all and nothing failed."""
+    """Turns for a reader, below each the results of its calls and what it was paid; empty where one turn says all."""
     if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
         return ""
     lines = []
     for turn in turns:
         lines.append(turn.text)
         lines += [f"-> {call.tool} ({call.outcome}): {call.result}" for call in turn.calls]
+        lines += [] if turn.reward is None else [f"-> paid {turn.reward:g}"]
     return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
 
 
@@ -188,7 +189,9 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a turn holds something else than text")
         reward = row.get("reward")
-        turns.append(Turn(row["text"], calls, None if reward is None else float(reward)))
+        if reward is not None and (not isinstance(reward, float) or not math.isfinite(reward)):
+            raise ValueError("the reward of a turn is no finite number")
+        turns.append(Turn(row["text"], calls, reward))
     return tuple(turns)
 
 

@@ -29,8 +29,9 @@ GATHER_SECONDS = 0.005  # what comes within it of the first request is sampled w
 class Order:
     """``n`` answers to each prompt (token ids), drawn as ``seed`` says: those of ``posttrain generate --seed``.
 
-    ``stops``: texts that end an answer. ``opening``: the template's, in front of the text. An answer does not depend
-    on what else is asked, nor on whether it is streamed.
+    ``stops``: texts that end an answer. ``opening``: the template's, in front of the text. ``call_tag``: what a call
+    begins with, where tools are offered. An answer does not depend on what else is asked, nor on whether it is
+    streamed.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -39,6 +40,7 @@ class Order:
     n: int = 1
     stops: tuple[str, ...] = ()
     opening: str = ""
+    call_tag: str = ""
 
     @property
     def keys(self) -> list[int]:
@@ -109,7 +111,7 @@ class Answerer:
 
     def speech(self, order: Order) -> Speech:
         """An answer that has not begun."""
-        return Speech(self.opened.tokenizer, order.sampling.stop_ids, order.stops, order.opening)
+        return Speech(self.opened.tokenizer, order.sampling.stop_ids, order.stops, order.opening, order.call_tag)
 
     async def _work_off(self) -> None:
         """Sample whatever waits, those of equal options together, until nothing does."""

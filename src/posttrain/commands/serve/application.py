@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,9 +23,10 @@ from posttrain.commands.serve.doorway import Application, Doorway, Headers, Rece
 from posttrain.commands.serve.forms import ChatForm, CompletionForm, Form, GenerateForm, Names, usage
 from posttrain.commands.serve.records import Recorder
 from posttrain.commands.serve.speech import Scored, Speech
+from posttrain.commands.serve.tools import Conversations, Said, Schemas
 from posttrain.engines.base import Sampling
 from posttrain.errors import PosttrainError
-from posttrain.render import Piece, encode_prompt, stop_ids
+from posttrain.render import Piece, stop_ids
 from posttrain.render.encoding import encode_pieces, markers_of
 
 MAX_BODY_BYTES = 4 << 20
@@ -97,7 +98,7 @@ class Asked:
     """A request, ready to be answered.
 
     ``num_likely``: how many of the likeliest tokens are told at each place; None: no log-probabilities. ``echo``: the
-    prompt is told too.
+    prompt is told too. ``tools``: what may be called in an answer.
     """
 
     order: Order
@@ -106,6 +107,7 @@ class Asked:
     num_likely: int | None = None
     echo: bool = False
     with_usage: bool = True
+    tools: Schemas = ()
 
 
 class Api:
@@ -128,6 +130,7 @@ class Api:
         self.answerer, self.name, self.aliases = answerer, name, (name, *aliases)
         self.max_tokens, self.recorder = max_tokens, recorder
         self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
+        self.conversations = Conversations(answerer.opened)
         self.started = int(time.time())
 
     def application(self) -> Starlette:
@@ -163,7 +166,7 @@ class Api:
         ids = (
             self._encode(asked.prompt, asked.add_special_tokens)
             if asked.messages is None
-            else self._turns(asked.messages)
+            else self.conversations.encode(asked.messages, asked.offered)
         )
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
@@ -172,12 +175,14 @@ class Api:
         asked = wire.read_request(wire.ChatRequest, await _read_json(request))
         self._check_model(asked.model)
         limit = asked.max_completion_tokens or asked.max_tokens
-        order = self._order(asked, [self._turns(asked.messages)], limit, self.template.opening)
+        prompt = self.conversations.encode(asked.messages, asked.offered)
+        order = self._order(asked, [prompt], limit, self.template.opening)
+        if asked.offered:
+            order = replace(order, call_tag=self.conversations.call_tag)
         num_likely = (asked.top_logprobs or 0) if asked.logprobs else None
         form = self._form(ChatForm, asked, num_likely)
-        return await self._answer(
-            request, Asked(order, form, "chat", num_likely, with_usage=_wants_usage(asked)), asked.stream
-        )
+        ready = Asked(order, form, "chat", num_likely, with_usage=_wants_usage(asked), tools=asked.offered)
+        return await self._answer(request, ready, asked.stream)
 
     async def complete(self, request: Request) -> Response:
         """What follows a text."""
@@ -213,9 +218,6 @@ class Api:
         """A text of the client's own, in which a marker is the token that it is."""
         leading = markers_of(self.tokenizer).leading if add_special_tokens else ()
         return [*leading, *encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])]
-
-    def _turns(self, turns: Sequence[wire.Turn]) -> list[int]:
-        return encode_prompt(self.tokenizer, self.template, [turn.message() for turn in turns])
 
     def _prompts(self, asked: wire.CompletionRequest) -> list[list[int]]:
         prompt: Any = asked.prompt
@@ -255,11 +257,20 @@ class Api:
                 choice = {"index": len(choices), **form.choice(speech, scored, prompt)}
                 if asked.echo:
                     choice["text"] = self._text(prompt) + speech.text
-                choices.append(choice | {"finish_reason": speech.finish or "length"})
+                said = self._read(asked, speech)
+                if said.calls:
+                    choice["message"] |= {"content": said.content, "tool_calls": said.tool_calls}
+                choices.append(choice | {"finish_reason": "tool_calls" if said.calls else speech.finish or "length"})
                 if samples:
                     self._record(asked, len(choices) - 1, prompt, speech)
         num_sampled = sum(len(speech.ids) for several in speeches for speech in several)
         return JSONResponse(form.around(choices) | {"usage": usage(order.prompts, num_sampled)})
+
+    def _read(self, asked: Asked, speech: Speech) -> Said:
+        """The text and the calls of an answer that has ended."""
+        if not asked.tools:
+            return Said(speech.text)
+        return self.conversations.read(speech, asked.tools, asked.order.sampling.stop_ids)
 
     async def _scored(self, asked: Asked, prompt: Sequence[int], speech: Speech) -> list[Scored | None]:
         if asked.num_likely is None:
@@ -312,10 +323,16 @@ class Api:
         tokens = self.answerer.stream(prompt, key, asked.order.sampling, asked.num_likely or 0)
         async with aclosing(tokens):
             async for token in tokens:
+                told = len(speech.text)
                 text = speech.push(token.id, token.logprob, is_last=token.is_last)
+                said = self._read(asked, speech) if speech.finish else Said(speech.text)
+                if said.calls:
+                    text = said.text[told:]
                 if text or speech.finish or tells_tokens:
                     event = form.event(text, Scored(token.id, token.logprob, token.likely))
-                    yield {**event, "finish_reason": speech.finish}
+                    yield {**event, "finish_reason": None if said.calls else speech.finish}
+                if said.calls:
+                    yield _calls_event(said)
                 if speech.finish:
                     return
 
@@ -330,6 +347,12 @@ class Api:
 
 def _wants_usage(asked: wire.Asking) -> bool:
     return asked.stream_options is not None and asked.stream_options.include_usage
+
+
+def _calls_event(said: Said) -> dict[str, Any]:
+    """The last event of an answer with calls: each of them whole."""
+    calls = [{"index": index, **call} for index, call in enumerate(said.tool_calls)]
+    return {"delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": "tool_calls"}
 
 
 def _new_id(form: type[Form]) -> str:

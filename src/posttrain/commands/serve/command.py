@@ -16,6 +16,7 @@ any program that can ask OpenAI can ask this one; give it the address that is pr
 for large models on GPUs, the line of a vLLM server:
   posttrain serve-command runs/tiny-grpo
 """
+UNTOLD = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +91,12 @@ def run_serve(arguments: argparse.Namespace) -> int:
         api = Api(
             answerer, name, aliases=[source.label, source.name, *others], max_tokens=max_tokens, recorder=recorder
         )
-        address = show_address(host, arguments.port)
+        lines = [f"serves {name} at {show_address(host, arguments.port)}v1  (Ctrl-C ends it)"]
+        lines += [f"key: {key}"] if arguments.api_key == "" else []
+        lines += [] if api.conversations.shows else [UNTOLD]
 
         def announce() -> None:
-            print(f"serves {name} at {address}v1  (Ctrl-C ends it)", flush=True)
-            if arguments.api_key == "":
-                print(f"key: {key}", flush=True)
+            print(*lines, sep="\n", flush=True)
 
         with suppress(KeyboardInterrupt):
             asyncio.run(

@@ -29,16 +29,19 @@ class Speech:
         ends: tokens that end an answer and are no text of it.
         stops: texts that end it.
         opening: of the template, what stands in front (``<think>``); no stop text is looked for in it.
+        call_tag: what a call begins with; text from it on is certain with the last token alone.
     """
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int], stops: Sequence[str] = (), opening: str = "") -> None:
-        self.ends, self.stops = ends, stops
+    def __init__(
+        self, tokenizer: Any, ends: frozenset[int], stops: Sequence[str] = (), opening: str = "", call_tag: str = ""
+    ) -> None:
+        self.ends, self.stops, self.call_tag = ends, stops, call_tag
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.text = opening
         self.finish: Finish | None = None
         self._decoded = TextStream(tokenizer)
-        self._held = ""  # may be the beginning of a stop text
+        self._held = ""  # may be the beginning of a stop text, or a call
 
     def push(self, token: int, logprob: float, *, is_last: bool) -> str:
         """The text that is certain with this token, maybe none."""
@@ -55,14 +58,17 @@ class Speech:
         elif is_last:
             self.finish = "length"
         certain = min(places) if places else len(self._held) - (0 if self.finish else self._open_length())
+        if self.call_tag and self.finish is None and (place := self._held.find(self.call_tag)) >= 0:
+            certain = min(certain, place)
         said, self._held = self._held[:certain], self._held[certain:]
         self.text += said
         return said
 
     def _open_length(self) -> int:
-        """How many of the last characters could be the beginning of a stop text."""
-        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        """How many of the last characters could be the beginning of a stop text, or of a call."""
+        awaited = (*self.stops, self.call_tag)
+        longest = max(len(text) - 1 for text in awaited)
         for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self.stops):
+            if any(text.startswith(self._held[-length:]) for text in awaited):
                 return length
         return 0

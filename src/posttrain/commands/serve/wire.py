@@ -6,9 +6,9 @@ value at which it changes nothing; a key that is not known is refused with a sug
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain.errors import PosttrainError, UsageError
@@ -79,17 +79,105 @@ class Text(Options):
     text: str
 
 
-class Turn(Options):
-    """A message; ``developer`` is what OpenAI calls the system."""
+class CalledFunction(Options):
+    """What is called: ``arguments`` is the text of a JSON object; OpenAI's client may add what it read in it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Text]
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(Options):
+    """A call in a message of the assistant; ``index`` is there where it came in a stream."""
+
+    id: str = Field(min_length=1)
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Turn(Options):
+    """A message; ``developer`` is what OpenAI calls the system. Answers that come back hold keys that are null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Text] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: None = None
+    parsed: None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "tool_calls stand in messages of the assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise PydanticCustomError("role", "a message of the role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "content is required where nothing is called")
+        return self
+
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether it calls a tool, or says what came of that."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    @property
+    def text(self) -> str:
+        """Its content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def message(self) -> Message:
         """The same as a message of ours."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+        return Message("system" if self.role == "developer" else self.role, self.text)
+
+
+class Function(Options):
+    """A tool by its name; ``parameters`` is a JSON schema. The model is not held to it, so ``strict`` is refused."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolOffer(Options):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Offering(Options):
+    """Which tools there are, and whether they may be called."""
+
+    tools: list[ToolOffer] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as the client wrote them.
+
+        Raises:
+            BadRequest: two of one name, or one call at most.
+        """
+        if self.tools and self.parallel_tool_calls is False:
+            raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
+        functions = [tool.function for tool in self.tools or ()]
+        names: set[str] = set()
+        for n, function in enumerate(functions):
+            if function.name in names:
+                raise BadRequest(f"tools.{n}: there is a tool named {function.name!r} already", "tools")
+            names.add(function.name)
+        schemas = [
+            {key: getattr(function, key) for key in Function.model_fields if key in function.model_fields_set}
+            for function in functions
+        ]
+        return [] if self.tool_choice == "none" else [{"type": "function", "function": schema} for schema in schemas]
 
 
 class StreamOptions(Options):
@@ -129,7 +217,7 @@ class Asking(Drawing):
     return_tokens_as_token_ids: bool = False
 
 
-class ChatRequest(Asking):
+class ChatRequest(Asking, Offering):
     """``POST /v1/chat/completions``."""
 
     messages: list[Turn]
@@ -165,7 +253,7 @@ class GenerateRequest(Options):
     stream: bool = False
 
 
-class TokenizeRequest(Options):
+class TokenizeRequest(Offering):
     """``POST /tokenize``: a text as it is, or a conversation as this server's template writes it."""
 
     model: str | None = None
