@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70420
+MAX_PACKAGE_LINES = 70450
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -30,10 +30,10 @@ ROOMS: dict[str, int] = {
     "environments": 1720,
     "store": 2590,
     "models": 2820,
-    "engines": 6710,
+    "engines": 6720,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6400,
+    "train": 6420,
     "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,

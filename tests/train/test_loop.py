@@ -146,7 +146,9 @@ def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str)
     for told in (native_kernel, "off"):
         loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_, told=told: told))
         assert build.kernel() == told
-    with pytest.raises(UsageError, match=f"rank 1: native_kernel: this machine builds '{native_kernel}', and rank 0 '00'"):
+    with pytest.raises(
+        UsageError, match=f"rank 1: native_kernel: this machine builds '{native_kernel}', and rank 0 '00'"
+    ):
         loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_: "00"))
     assert loop._use_same_kernel(make_recipe("grpo"), SimpleNamespace()) == []  # nobody is asked
 

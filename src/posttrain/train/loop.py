@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.engines.native.kernel.build import OFF, has_kernel, kernel, use_kernel, usual_kernel, why_none
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.forward.linear import has_products, products, use_products, usual_products
 from posttrain.models.load import num_parameters
@@ -36,6 +35,7 @@ from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Trac
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checks import asks_for_kernel, kernel_in_use
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
@@ -94,8 +94,11 @@ class Loop:
             check_origins(self.recipe, self.parts.origins, checkpoint.state)
             if has_products(kept := checkpoint.state.get("products")):  # else `--accept-changes` has said so
                 use_products(kept)
-            if has_kernel(kept := checkpoint.state.get("native_kernel")):  # likewise
-                use_kernel(kept)
+            if asks_for_kernel(self.recipe):
+                from posttrain.engines.native.kernel.build import has_kernel, use_kernel
+
+                if has_kernel(kept := checkpoint.state.get("native_kernel")):  # likewise
+                    use_kernel(kept)
             restore_model(self.parts.model, checkpoint.path)
             restore_heads(self.parts.heads, checkpoint.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
@@ -360,7 +363,7 @@ class Loop:
                 "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
                 **self.parts.origins,
                 "products": products(),
-                **({"native_kernel": kernel()} if asks_for_kernel(self.recipe) else {}),
+                **kernel_in_use(self.recipe),
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "steps": self.steps,
@@ -471,10 +474,11 @@ def _use_same_products(world: World) -> None:
     use_products(library)
 
 
-def asks_for_kernel(recipe: Recipe) -> bool:
-    """Whether one of the recipe's engines is to decode with the native kernel."""
-    words = [recipe.eval.engine, None if recipe.rollout is None else recipe.rollout.engine]
-    return any(word is not None and word.options.get("native_kernel") for word in words)
+def usual_kernel() -> str:
+    """As ``build.usual_kernel``."""
+    from posttrain.engines.native.kernel import build
+
+    return build.usual_kernel()
 
 
 def _use_same_kernel(recipe: Recipe, world: World) -> list[str]:
@@ -485,6 +489,8 @@ def _use_same_kernel(recipe: Recipe, world: World) -> list[str]:
     """
     if not asks_for_kernel(recipe):
         return []
+    from posttrain.engines.native.kernel.build import OFF, has_kernel, use_kernel, why_none
+
     name = world.tell(usual_kernel(), "native kernel")
     if not has_kernel(name):
         raise UsageError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from torch.nn import functional as F
 
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import pad_right
-from posttrain.engines.native.kernel.attention import NativeAttention
 from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
 from posttrain.engines.native.projection import Projection, multiply, rms_norm
 from posttrain.models.lora import low_rank_terms
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernel.attention import NativeAttention
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -118,6 +120,8 @@ class LeanDecoder:
     def take_kernel(self) -> None:
         """Decode with the native kernel of this process, if it has one and the model is in float32 on a CPU."""
         if self.can_share and self.dtype == torch.float32 and self.cos.shape[-1] == self.head_dim:
+            from posttrain.engines.native.kernel.attention import NativeAttention
+
             self.native = NativeAttention.make(self.num_queries, self.num_keys, self.head_dim, self.scale)
             self.transposed = self.native is None
 
