@@ -179,7 +179,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
     if gone:
         parts.append(f"it would go on with other last bits:\n  {gone[0]}")
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
-    back.append("with a torch that has it" if gone else "")
+    back.append("on a machine that has it" if gone else "")
     return (
         f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "
         f"go on with it as it is now with {ACCEPT} (log.txt keeps what was different), or start under another name "
