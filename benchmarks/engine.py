@@ -10,6 +10,8 @@ as the model's distribution is nearly uniform, lengths are geometric with mean 4
 128). Rates count the tokens that belong to a completion: what ``generate`` computes for rows that have
 ended is not output.
 
+``native_kernel`` is ``native`` with its attention compiled (``rollout.engine.native_kernel``), given a compiler.
+
 One pair = one call of each side, one after the other; the figure is the median of the pairs' ratios.
 Wall time and CPU time are both given, since the machine may be shared. Writes results/engine.json.
 """
@@ -33,6 +35,7 @@ import transformers
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.kernel.build import usual_kernel
 from posttrain.randomness import derive_key
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"
@@ -102,7 +105,11 @@ def measure(work: Callable[[], int]) -> tuple[float, float]:
 def compare(model: Any, stop_ids: tuple[int, ...], pairs: int) -> dict[str, Any]:
     """Alternate the sides ``pairs`` times, after one unmeasured call of each."""
     prompts = make_prompts()
-    engines = {"native": NativeEngine(model), "native_modules_path": NativeEngine(model, path="modules")}
+    engines = {
+        "native": NativeEngine(model),
+        "native_kernel": NativeEngine(model, native_kernel=True),
+        "native_modules_path": NativeEngine(model, path="modules"),
+    }
     found: dict[str, list[tuple[float, float]]] = {"transformers_generate": [], **{name: [] for name in engines}}
     for repeat in range(pairs + 1):
         torch.manual_seed(repeat)
@@ -140,6 +147,7 @@ def main() -> None:
         "pairs": arguments.pairs,
         "load_average_before": round(os.getloadavg()[0], 2),
         "path": NativeEngine(model).path,
+        "native_kernel": usual_kernel(),
         "runs": [],
     }
     for threads in arguments.threads:

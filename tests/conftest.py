@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,28 @@ def small_tokenizer() -> Any:
 
     texts = ["Eva starts with 19 shells. She finds 12 at the beach.", "Tom has 7 apples and eats 2 of them."] * 20
     return train_tokenizer(iter(texts), 300)
+
+
+@pytest.fixture(scope="session")
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests keep what ``native_kernel`` builds."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def native_kernel(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of this machine's native kernel, which the process has not chosen yet; skipped without a compiler."""
+    from posttrain.engines.native.kernel import build
+
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("there is no compiler for C++")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_folder))
+    monkeypatch.setattr(build, "_in_use", None)
+    build._find.cache_clear()
+    assert build.usual_kernel() != build.OFF, build.why_none()
+    yield build.usual_kernel()
+    build._find.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
-COUNTED = (".py", ".html", ".js", ".css", ".jinja")
+COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70290
+MAX_PACKAGE_LINES = 70900
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -30,12 +30,12 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2600,
     "models": 2840,
-    "engines": 6200,
+    "engines": 6720,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6370,
+    "train": 6460,
     "interpret": 7620,
-    "runs": 2890,
+    "runs": 2900,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8870,

@@ -86,11 +86,11 @@ def cut_first_line(folder: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
 
 
-def other_products(folder: Path) -> None:
-    """As if the run had begun where torch multiplies by a library that is not here, or as a stranger would say."""
+def change_state(folder: Path, **changes: str) -> None:
+    """As if the run had begun where another library multiplies or decodes, or as a stranger would say."""
     place = folder / "checkpoints" / "step-000002"
     state = json.loads((place / "state.json").read_text())
-    (place / "state.json").write_text(json.dumps(state | {"products": "cu\x1b[2Jda"}))
+    (place / "state.json").write_text(json.dumps(state | changes))
     (place / "manifest.json").unlink()
     seal(place, 2)
 
@@ -102,7 +102,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
     "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),
     "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
-    "other products": (other_products, r"matrix products: by 'cu\x1b[2Jda' then, which this torch has not; now by "),
+    "other kernel": (
+        lambda f: change_state(f, native_kernel="0\x1b[2J1"),
+        r"native_kernel: '0\x1b[2J1' then, which cannot be built here; now '",
+    ),
+    "other products": (
+        lambda f: change_state(f, products="cu\x1b[2Jda"),
+        r"matrix products: by 'cu\x1b[2Jda' then, which this torch has not; now by ",
+    ),
     "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
 }
 

@@ -318,6 +318,24 @@ def test_a_process_beside_it_gives_the_same_bits_also_when_it_is_killed(
     assert timing[4]["staleness_in_flight"] + timing[4]["staleness_in_queue"] == 1.0
 
 
+def test_a_process_beside_it_decodes_with_the_native_kernel_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernel: str
+) -> None:
+    """The run has chosen none, as where its first machine had no compiler; by itself the process would take it."""
+    engine = {"name": "native", "native_kernel": True}
+    recipe = stale_recipe(1, rollout=ROLLOUT | {"engine": engine}, train=TRAIN | {"steps": 2})
+    monkeypatch.setattr(loop, "usual_kernel", lambda: "off")
+    run(tmp_path / "beside", recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead, "SamplingProcess", InlineProcess)
+        patch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
+        run(tmp_path / "off", recipe)
+        patch.setattr(loop, "usual_kernel", lambda: native_kernel)
+        run(tmp_path / "on", recipe)
+    assert recorded(tmp_path / "beside") == recorded(tmp_path / "off")
+    assert recorded(tmp_path / "on") != recorded(tmp_path / "off")
+
+
 def test_a_reward_that_fails_beside_it_is_one_message(tmp_path: Path) -> None:
     recipe = stale_recipe(1, rewards=["test_asynchrony:fails_at_last"], train={"steps": 8}, rollout={"max_tokens": 4})
     with pytest.raises(RewardFailure, match=r"while sampling ahead: .*fails_at_last.*no more"):

@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from posttrain.engines.native.kernel import build
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
@@ -24,6 +26,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop
 from posttrain.train.build import prepare
 from posttrain.train.evaluating import held_out
+from posttrain.world import ONE
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
@@ -80,6 +83,91 @@ def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monk
     assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
     run(tmp_path / "other", recipe)
     assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
+
+
+@pytest.mark.parametrize("began", ["kernel", "off"])
+def test_a_resumed_run_keeps_the_native_kernel_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernel: str, began: str
+) -> None:
+    """Where a compiler came or went meanwhile, the other way to decode would be chosen: its bits are others."""
+    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 3})
+    first, second = (native_kernel, "off") if began == "kernel" else ("off", native_kernel)
+    monkeypatch.setattr(loop, "usual_kernel", lambda: first)
+    run(tmp_path / "whole", recipe)
+    run(tmp_path / "cut", recipe, stop_after=1)
+    monkeypatch.setattr(loop, "usual_kernel", lambda: second)
+    run(tmp_path / "cut", recipe, resume=True)
+    assert build.kernel() == first
+    state = json.loads((tmp_path / "cut" / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["native_kernel"] == first
+    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
+    run(tmp_path / "other", recipe)
+    assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
+    """Where a sum is cut into parts shows in its last bits."""
+    recipe, events = make_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
+    own, seen = torch.get_num_threads(), []
+
+    def observe(event: str, facts: dict[str, Any]) -> None:
+        events(event, facts)
+        if event == "step":
+            seen.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(own + 1)
+        run(tmp_path / "whole", recipe)
+        run(tmp_path / "cut", recipe, stop_after=1)
+        torch.set_num_threads(own)
+        watched(tmp_path / "cut", recipe, observe, resume=True)
+        assert (seen, torch.get_num_threads()) == ([own + 1] * 2, own)
+    finally:
+        torch.set_num_threads(own)
+    message = f"computes with {own + 1} threads, as it began; here it would be {own}"
+    assert message in [facts["message"] for facts in events.of("notice")]
+    for name in ("whole", "cut"):
+        state = tmp_path / name / "checkpoints" / "step-000003" / "state.json"
+        assert json.loads(state.read_text())["num_threads"] == own + 1
+    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stated", [0, -1, 10**9, True, "2", None, [2]])
+def test_a_number_of_threads_that_cannot_be_is_not_believed(stated: object) -> None:
+    events, own = Events(), torch.get_num_threads()
+    loop.Loop._compare_size(SimpleNamespace(world=ONE, observer=events), 1, stated)
+    assert (events, torch.get_num_threads()) == ([], own)
+
+
+def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str) -> None:
+    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}})
+    for told in (native_kernel, "off"):
+        loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_, told=told: told))
+        assert build.kernel() == told
+    with pytest.raises(
+        UsageError, match=f"rank 1: native_kernel: this machine builds '{native_kernel}', and rank 0 '00'"
+    ):
+        loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_: "00"))
+    assert loop._use_same_kernel(make_recipe("grpo"), SimpleNamespace()) == []  # nobody is asked
+
+
+def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "_in_use", None)
+    build._find.cache_clear()
+    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 1})
+    events = Events()
+    watched(tmp_path / "asked", recipe, events)
+    build._find.cache_clear()
+    told = [facts["message"] for facts in events.of("notice")]
+    assert "native_kernel: there is no compiler for C++ (no-such-compiler); decodes with torch's operations" in told
+    run(tmp_path / "plain", make_recipe("grpo", train={"steps": 1}))
+    assert same_bits(saved_tensors(tmp_path / "asked", 1), saved_tensors(tmp_path / "plain", 1))
+    files = [tmp_path / name / "checkpoints" / "step-000001" / "state.json" for name in ("asked", "plain")]
+    states = [json.loads(file.read_text()) for file in files]
+    assert [state.get("native_kernel") for state in states] == ["off", None]
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
     missing = _missing_records(directory.folder, step, state)
-    gone = _gone_products(state)
+    gone = _gone_products(state) + _gone_kernel(state)
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
@@ -120,6 +120,16 @@ def _gone_products(state: Mapping[str, Any]) -> list[str]:
     return [f"matrix products: by {str(kept)[:40]!r} then, which this torch has not; now by {usual_products()!r}"]
 
 
+def _gone_kernel(state: Mapping[str, Any]) -> list[str]:
+    """The native kernel that the run samples with, where this machine builds another or none."""
+    from posttrain.engines.native.kernel.build import has_kernel, usual_kernel  # loads torch
+
+    kept = state.get("native_kernel")
+    if kept is None or has_kernel(kept):
+        return []
+    return [f"native_kernel: {str(kept)[:40]!r} then, which cannot be built here; now {usual_kernel()!r}"]
+
+
 def _hashes(stored: Mapping[str, Any], step: int) -> set[str]:
     """The fingerprints that earlier versions gave the stored recipe, now or when it had ``step`` steps."""
     kept = {key: value for key, value in stored.items() if key != "track"}
@@ -169,7 +179,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
     if gone:
         parts.append(f"it would go on with other last bits:\n  {gone[0]}")
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
-    back.append("with a torch that has it" if gone else "")
+    back.append("on a machine that has it" if gone else "")
     return (
         f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "
         f"go on with it as it is now with {ACCEPT} (log.txt keeps what was different), or start under another name "

@@ -7,7 +7,7 @@ sides score a fixed batch, and a difference ends the work before the next update
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,12 +24,13 @@ TOLERANCE, HALF_TOLERANCE = 5e-4, 0.2
 
 
 class CopiedEngine(NativeEngine):
-    """See ``native``. ``source`` is the model that is trained; ``model`` the copy that samples."""
+    """See ``native``. ``source`` is the model that is trained; ``model`` the copy that samples.
 
-    def __init__(
-        self, source: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto", wait_steps: int = 0
-    ) -> None:
-        super().__init__(copy.deepcopy(source).requires_grad_(False), slots=slots, path=path, wait_steps=wait_steps)
+    ``options`` are those of ``NativeEngine``.
+    """
+
+    def __init__(self, source: Any, **options: Any) -> None:
+        super().__init__(copy.deepcopy(source).requires_grad_(False), **options)
         self.source = source
         self.version = -1  # not compared with anything yet
 

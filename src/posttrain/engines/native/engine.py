@@ -39,6 +39,7 @@ def native(
     path: Literal["auto", "lean", "modules"] = "auto",
     weights: Literal["copy"] | None = None,
     wait_steps: int = 0,
+    native_kernel: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -48,6 +49,8 @@ def native(
     log-probabilities equal the model's. ``weights: copy`` samples with a copy of the model, which takes as much
     memory again; it is filled before every rollout batch and compared with the model. ``wait_steps``: of several turns,
     how many tokens the other rows draw while a reply is made (by a slow tool, say), before one is waited for.
+    ``native_kernel``: on a CPU and in fp32 the lean path's attention is one compiled operation, where there is a
+    compiler for C++ (torch's operations otherwise). Numbers differ by rounding, so a run keeps what it began with.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
@@ -56,20 +59,27 @@ def native(
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
-        return CopiedEngine(model, slots=slots, path=path, wait_steps=wait_steps)
-    return NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+        return CopiedEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
+    return NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
 
 
 class NativeEngine(Engine):
     """See ``native``. ``model`` is a transformers causal language model, or a peft one around it."""
 
     def __init__(
-        self, model: Any, *, slots: int = 64, path: Literal["auto", "lean", "modules"] = "auto", wait_steps: int = 0
+        self,
+        model: Any,
+        *,
+        slots: int = 64,
+        path: Literal["auto", "lean", "modules"] = "auto",
+        wait_steps: int = 0,
+        native_kernel: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
         self.wanted = path
         self.wait_steps = wait_steps
+        self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
 
     @property
@@ -141,8 +151,14 @@ class NativeEngine(Engine):
         path, shapes = self._choose()
         if path == "modules":
             return modules_decoder(self.model, shapes)
-        decoder = LeanDecoder.bind(self.model, reach)
+        decoder = self._bind_lean(reach)
         assert decoder is not None, "the structure has just been checked"
+        return decoder
+
+    def _bind_lean(self, reach: int) -> LeanDecoder | None:
+        decoder = LeanDecoder.bind(self.model, reach)
+        if decoder is not None and self.native_kernel:
+            decoder.take_kernel()
         return decoder
 
     def _choose(self) -> tuple[Path, list[LayerShape]]:
@@ -157,7 +173,7 @@ class NativeEngine(Engine):
         refused = "its blocks are not those of Qwen3, Qwen2 or Llama"
         if self.wanted != "modules":
             # Hooks see the modules' own forward only, so a model that has some keeps it.
-            lean = None if _has_hooks(self.model) else LeanDecoder.bind(self.model, min(context, 64))
+            lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
             if lean is not None:
                 difference, tolerance = probe(self.model, lean, context)
                 if difference <= tolerance:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,17 @@ from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
 from posttrain.engines.native.projection import Projection, multiply, rms_norm
 from posttrain.models.lora import low_rank_terms
 
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernel.attention import NativeAttention
+
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Rotary frequencies that do not depend on the length of the sequence.
 STATIC_ROPES = {"default", "linear", "llama3", "yarn"}
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer's number, its parameters, the projections) -> [N, query heads * head_dim]
+Attend = Callable[[int, "Layer", "Workspace"], Tensor]
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class Layer:
 class Workspace:
     """One buffer ``[N, all heads * head_dim]`` and views of it; overwritten by every block."""
 
+    whole: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
@@ -95,6 +100,7 @@ class LeanDecoder:
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
         self._bind_rotary(base, max_positions)
+        self.native: NativeAttention | None = None
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
@@ -111,6 +117,14 @@ class LeanDecoder:
             return None
         return LeanDecoder(base, head, max_positions)
 
+    def take_kernel(self) -> None:
+        """Decode with the native kernel of this process, if it has one and the model is in float32 on a CPU."""
+        if self.can_share and self.dtype == torch.float32 and self.cos.shape[-1] == self.head_dim:
+            from posttrain.engines.native.kernel.attention import NativeAttention
+
+            self.native = NativeAttention.make(self.num_queries, self.num_keys, self.head_dim, self.scale)
+            self.transposed = self.native is None
+
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         tokens = pad_right(prompts, self.device)
         rows, width = tokens.shape
@@ -119,9 +133,10 @@ class LeanDecoder:
         keys: list[Tensor] = []
         values: list[Tensor] = []
 
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(_: int, layer: Layer, work: Workspace) -> Tensor:
+            q, k = self._turn(layer, work, cos, sin)
             keys.append(k.view(rows, width, self.num_keys, self.head_dim))
-            values.append(v.clone().view(rows, width, self.num_keys, self.head_dim))
+            values.append(work.values.clone().view(rows, width, self.num_keys, self.head_dim))
             query = q.view(rows, width, self.num_queries, self.head_dim).transpose(1, 2)
             key = keys[-1].transpose(1, 2).repeat_interleave(group, 1)
             value = values[-1].transpose(1, 2).repeat_interleave(group, 1)
@@ -130,18 +145,33 @@ class LeanDecoder:
 
         hidden = F.embedding(tokens.view(-1), self.embedding)
         for index, layer in enumerate(self.layers):
-            hidden = self._block(index, layer, hidden, cos, sin, attend)
+            hidden = self._block(index, layer, hidden, attend)
         return Prefix(keys, values, [len(p) for p in prompts])
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        attend = (
+            self._attend_by_torch(cos, sin, cache) if self.native is None else self._attend_natively(cos, sin, cache)
+        )
+        hidden = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            hidden = self._block(index, layer, hidden, attend)
+        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+
+    def _attend_natively(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
+        assert self.native is not None
+        attend = self.native.begin(cos, sin, cache)
+        return lambda index, layer, work: attend(index, work.whole, layer.head_norm, layer.head_eps)
+
+    def _attend_by_torch(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
         bias = cache.bias()
         if bias is not None:
             bias = bias[:, None, None, :]
-        rows = len(tokens)
+        rows = len(cos)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.write(index, k, v)
+        def attend(index: int, layer: Layer, work: Workspace) -> Tensor:
+            q, k = self._turn(layer, work, cos, sin)
+            keys, values = cache.write(index, k, work.values)
             query = q.view(rows, self.num_keys, -1, self.head_dim)
             if self.transposed:
                 return self._attend_plainly(index, query, keys, values, bias, cache.shared)
@@ -149,10 +179,7 @@ class LeanDecoder:
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
             return mixed.reshape(rows, -1)
 
-        hidden = F.embedding(tokens, self.embedding)
-        for index, layer in enumerate(self.layers):
-            hidden = self._block(index, layer, hidden, cos, sin, attend)
-        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+        return attend
 
     def _attend_plainly(
         self,
@@ -184,25 +211,27 @@ class LeanDecoder:
         mixed = mixed.view(-1, group * dim).index_select(0, shared.to_rows).view(rows * heads, group, dim)
         return mixed.add_(_mix(weights[:, :, width:], values)).view(rows, -1)
 
-    def _block(self, index: int, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """One block on ``[N, hidden]``; ``hidden`` is overwritten. cos, sin ``[N, 1, head_dim]``."""
+    def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
+        """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
-        dim, num_queries = self.head_dim, self.num_queries
         x = rms_norm(hidden, layer.norm1, layer.eps)
         layer.q.into(x, work.q)
         layer.k.into(x, work.k)
         layer.v.into(x, work.v)
-        rotated = work.rotated
-        if layer.head_norm is not None:
-            rotated = rms_norm(rotated, layer.head_norm, layer.head_eps)
-        turned = rotated.roll(dim // 2, -1)
-        rotated = rotated * cos
-        q = torch.addcmul(rotated[:, :num_queries], turned[:, :num_queries], sin)
-        k = torch.addcmul(rotated[:, num_queries:], turned[:, num_queries:], sin)
-        hidden = layer.o.add_to(hidden, attend(index, q, k, work.values))
+        hidden = layer.o.add_to(hidden, attend(index, layer, work))
         x = rms_norm(hidden, layer.norm2, layer.eps)
         gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
         return layer.down.add_to(hidden, gated)
+
+    def _turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
+        rotated, count = work.rotated, self.num_queries
+        if layer.head_norm is not None:
+            rotated = rms_norm(rotated, layer.head_norm, layer.head_eps)
+        turned = rotated.roll(self.head_dim // 2, -1)
+        rotated = rotated * cos
+        q = torch.addcmul(rotated[:, :count], turned[:, :count], sin)
+        return q, torch.addcmul(rotated[:, count:], turned[:, count:], sin)
 
     def _workspace(self, rows: int) -> Workspace:
         """The buffer for ``rows``, kept while the number of rows stays the same."""
@@ -211,7 +240,7 @@ class LeanDecoder:
             buffer = torch.empty((rows, (rotated + self.num_keys) * dim), dtype=self.dtype, device=self.device)
             heads = buffer.view(rows, -1, dim)
             q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
-            self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
+            self._work = Workspace(buffer, q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
 
     def _bind_rotary(self, base: Any, max_positions: int) -> None:

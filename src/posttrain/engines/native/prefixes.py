@@ -45,21 +45,25 @@ class Prefix:
 class SharedPrefixes:
     """E prompts in use, and which row of the batch continues from which.
 
-    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's
-    length. All layers must have the same number of key/value heads H.
+    Per layer: keys ``[E, heads, dim, L]`` (or ``[E, heads, L, dim]``, not ``transposed``), values
+    ``[E, heads, L, dim]``, zeros past a prompt's length. All layers must have the same number of key/value heads H.
 
     After ``refresh``, with R rows and at most G of them per prompt: ``to_groups`` ``int64
     [E*H*G]`` picks from rows ``[R*H]`` (places that no row takes repeat row 0), ``to_rows``
     ``int64 [R*H]`` picks back; ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device, *, transposed: bool = True
+    ) -> None:
         self.heads = shapes[0].heads
         assert all(shape.heads == self.heads for shape in shapes), "one index serves all layers"
         self.device = device
         self.names: list[int] = []
         self.lengths: list[int] = []
-        self.keys = [torch.zeros((0, s.heads, s.key_dim, 0), dtype=s.dtype, device=device) for s in shapes]
+        self.axis = 3 if transposed else 2  # of the keys' columns
+        sizes = [(0, s.heads, s.key_dim, 0) if transposed else (0, s.heads, 0, s.key_dim) for s in shapes]
+        self.keys = [torch.zeros(z, dtype=s.dtype, device=device) for z, s in zip(sizes, shapes, strict=True)]
         self.values = [torch.zeros((0, s.heads, 0, s.value_dim), dtype=s.dtype, device=device) for s in shapes]
         self.entry_of_row = np.zeros(num_slots, dtype=np.int64)
         self.to_groups = self.to_rows = torch.zeros(0, dtype=torch.long, device=device)
@@ -114,14 +118,17 @@ class SharedPrefixes:
         width = self.width
         index = torch.tensor(list(fresh), device=self.device)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            before = keys.shape[3]
-            new_keys = keys.new_zeros((old + count, keys.shape[1], keys.shape[2], width))
+            before = values.shape[2]
+            sizes = list(keys.shape)
+            sizes[0], sizes[self.axis] = old + count, width
+            new_keys = keys.new_zeros(sizes)
             new_values = values.new_zeros((old + count, values.shape[1], width, values.shape[3]))
-            new_keys[:old, :, :, :before] = keys
+            new_keys[:old].narrow(self.axis, 0, before).copy_(keys)
             new_values[:old, :, :before] = values
             # What the prefill computed for its padding is finite and stays under the mask.
             filled = min(width, prefix.keys[layer].shape[1])
-            new_keys[old:, :, :, :filled] = prefix.keys[layer][index, :filled].permute(0, 2, 3, 1)
+            order = (0, 2, 3, 1) if self.axis == 3 else (0, 2, 1, 3)
+            new_keys[old:].narrow(self.axis, 0, filled).copy_(prefix.keys[layer][index, :filled].permute(*order))
             new_values[old:, :, :filled] = prefix.values[layer][index, :filled].permute(0, 2, 1, 3)
             self.keys[layer], self.values[layer] = new_keys, new_values
 
@@ -130,5 +137,5 @@ class SharedPrefixes:
         self.lengths = [self.lengths[e] for e in entries]
         index = torch.tensor(list(entries), dtype=torch.long, device=self.device)
         width = self.width
-        self.keys = [k[index, :, :, :width] for k in self.keys]
+        self.keys = [k.narrow(self.axis, 0, width)[index] for k in self.keys]
         self.values = [v[index, :, :width] for v in self.values]

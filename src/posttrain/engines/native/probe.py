@@ -49,13 +49,15 @@ def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
 def _decode(decoder: Decoder, rows: list[list[int]], lengths: list[int], steps: int, share: bool) -> Tensor:
     """Log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
     longest = max(lengths) - 1
+    shape = (decoder.shapes, len(rows), decoder.device)
+    shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
     cache = SlotCache(
         decoder.shapes,
         len(rows),
         longest + steps + 1,
         device=decoder.device,
         transposed=decoder.transposed,
-        shared=SharedPrefixes(decoder.shapes, len(rows), decoder.device) if share else None,
+        shared=shared,
     )
     cache.reserve(longest)
     bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]

@@ -73,13 +73,15 @@ class Schedule:
             self.draws = torch.zeros((self.num_slots, limit), dtype=torch.float64, device=device)
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
+        shape = (decoder.shapes, self.num_slots, device)
+        shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
         self.cache = SlotCache(
             decoder.shapes,
             self.num_slots,
             longest + min(limit, FIRST_COLUMNS) + 1,
             device=device,
             transposed=decoder.transposed,
-            shared=SharedPrefixes(decoder.shapes, self.num_slots, device) if share else None,
+            shared=shared,
         )
 
     def run(self) -> None:
