@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70900
+MAX_PACKAGE_LINES = 70910
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2600,
     "models": 2840,
-    "engines": 6720,
+    "engines": 6730,
     "evals": 2950,
     "reward_models": 1640,
     "train": 6460,

@@ -384,6 +384,23 @@ def test_the_probe_accepts_the_same_weights_and_refuses_others(tiny_random):
             engine.generate([[9, 10]], [[1]], GREEDY)
 
 
+@pytest.mark.parametrize(("name", "is_alone"), [("tuned", True), ("base", False)])
+def test_what_an_adapter_scores_of_a_prompt_is_asked_alone(tiny_random, name, is_alone):
+    """vLLM 0.32 on a CPU ends of it otherwise: it takes the rows that sample for the rows of the prompt."""
+    model, seen = tiny_random("qwen3"), []
+
+    def trouble(count, body):
+        time.sleep(0.2)
+        if "prompt_logprobs" in body:
+            seen.append(server.in_flight)
+
+    cards = [card | {"max_model_len": 256} for card in CARDS]
+    with FakeVllm(model_answer(model, "processed"), cards=cards, trouble=trouble) as server:
+        VllmEngine(server.url, model=model, wanted=(name,)).generate([[9, 10]], [[1]], GREEDY)
+    assert len(seen) == 4
+    assert (max(seen) == 1) is is_alone
+
+
 @pytest.mark.parametrize(
     ("mode", "sampling", "message"),
     [

@@ -33,8 +33,18 @@ import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("real_plugin", {real!r})
 real = sys.modules["real_plugin"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(real)
-pack, left_old = real.pack_tied_heads, pathlib.Path(__file__).with_name("tied-heads-left-old")
-real.pack_tied_heads = lambda model: None if left_old.exists() else pack(model)
+pack, left_old, kept = real.pack_tied_heads, pathlib.Path(__file__).with_name("tied-heads-left-old"), {{}}
+
+def pack_unless_left_old(model):
+    # a head that multiplies with a packed copy stays old when nobody packs it; any other is given the old weight
+    if left_old.exists():
+        model.lm_head.weight = kept["head"]
+        return
+    model.lm_head.weight = model.model.embed_tokens.weight
+    pack(model)
+    kept["head"] = type(model.lm_head.weight)(model.lm_head.weight.detach().clone(), requires_grad=False)
+
+real.pack_tied_heads = pack_unless_left_old
 register = real.register
 """
 
