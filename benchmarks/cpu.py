@@ -5,9 +5,9 @@
 
 Each row is a process of its own, in which ours and the peer's take turns on the same work (``training.py``,
 ``training_pairs.py``, ``engine.py``, ``dictionaries.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
-of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand. A row whose
-peer is not installed says so and has no ratio. Writes results/cpu-KIND.json, KIND being what the processor calls
-itself; docs/reference.md has a table of each such file.
+of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand, ``kernel`` ours
+with ``rollout.engine.native_kernel``. A row whose peer is not installed says so and has no ratio. Writes
+results/cpu-KIND.json, KIND being what the processor calls itself; docs/reference.md has a table of each such file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ import training
 import training_pairs
 from training import Seconds, kind_of_cpu
 
+from posttrain.engines.native.kernel.build import OFF, usual_kernel
+
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+VARIANTS = {"plain_cpu_seconds": "plain", "kernel_cpu_seconds": "with the native kernel"}
 
 
 def training_row(work: str, result: dict[str, Any]) -> Row:
@@ -47,6 +50,7 @@ def training_row(work: str, result: dict[str, Any]) -> Row:
         "peer": "trl",
         "our_cpu_seconds": result["our_cpu_seconds"],
         "plain_cpu_seconds": result.get("our_plain_cpu_seconds"),
+        "kernel_cpu_seconds": result.get("our_kernel_cpu_seconds"),
         "peer_cpu_seconds": result.get("trl_cpu_seconds"),
     }
 
@@ -84,9 +88,9 @@ def ppo(rounds: int, steps: int) -> Row:
     training.our_steps(recipe, parts, 1, 2)
     ours = training.our_steps(recipe, parts, 3, rounds * steps)
     plain = training.our_steps(recipe, parts, 3, rounds * steps, fused_layers=False)
-    return training_row("PPO step with its critic, 64 × 64 tokens", training.report("ppo", ours, [], {}, plain)) | {
-        "peer": None
-    }
+    return training_row(
+        "PPO step with its critic, 64 × 64 tokens", training.report("ppo", ours, [], {}, {"plain": plain})
+    ) | {"peer": None}
 
 
 def sampling(rounds: int, _steps: int, new_tokens: int = 128, group: int = 8, ragged: bool = False) -> Row:
@@ -100,6 +104,7 @@ def sampling(rounds: int, _steps: int, new_tokens: int = 128, group: int = 8, ra
         "work": f"sampling, {8 * group} rows, 64 + {new_tokens} tokens{ends}; per 1,000 tokens",
         "peer": "transformers",
         "our_cpu_seconds": 1e3 / ours["tokens_per_cpu_second"],
+        "kernel_cpu_seconds": 1e3 / rates["native_kernel"]["tokens_per_cpu_second"] if usual_kernel() != OFF else None,
         "peer_cpu_seconds": 1e3 / peer["tokens_per_cpu_second"],
         "ratio": ours["ratio_cpu"],
     }
@@ -226,8 +231,9 @@ def line(row: Row) -> str:
     theirs = "no peer" if row["peer"] is None else f"{row['peer']} is not installed"
     if peer:
         theirs = f"{row['peer']} {peer:.4g} s, {ratio:.2f} times as fast"
-    plain = f", plain {row['plain_cpu_seconds']:.4g} s" if row.get("plain_cpu_seconds") else ""
-    return f"{row['work']}: {row['our_cpu_seconds']:.4g} s{plain}; {theirs}"
+    costs = [f"{row['our_cpu_seconds']:.4g} s"]
+    costs += [f"{what} {row[key]:.4g} s" for key, what in VARIANTS.items() if row.get(key)]
+    return f"{row['work']}: {', '.join(costs)}; {theirs}"
 
 
 def main() -> None:

@@ -17,13 +17,14 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from posttrain.engines.native.kernel.build import OFF, usual_kernel
 from posttrain.models.forward import fused
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
@@ -104,26 +105,33 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = False) -> dict[str, Any]:
-    """One GRPO step: generate, grade, update."""
+def grpo_parts(prompt_tokens: int | None, native_kernel: bool) -> tuple[Recipe, Parts]:
+    """What GRPO's step is made of; prompts are cut to one length where it is given."""
+    engine = {"name": "native", "native_kernel": native_kernel}
     recipe, parts = our_parts(
         {
             "model": {"name": "tiny"},
             "task": {"name": "stories", "size": 512},
             "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
             "rewards": ["training_reward:digits"],
-            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS},
+            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS, "engine": engine},
             "objective": "grpo",
             "aggregate": "token_mean",
             "train": {"steps": 10_000, "lr": 1e-6},
         }
     )
     source = parts.source
-    if prompt_tokens is not None:  # the same prompts on both sides, cut to one length
+    if prompt_tokens is not None:  # the same prompts on both sides
         cut = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
         source.prompts = [cut[index % len(cut)] for index in range(len(source.prompts))]
     source.sampling = type(source.sampling)(max_tokens=NEW_TOKENS, stop_ids=frozenset())
+    return recipe, parts
 
+
+def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = False) -> dict[str, Any]:
+    """One GRPO step: generate, grade, update."""
+    recipe, parts = grpo_parts(prompt_tokens, False)
+    source = parts.source
     facts = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
     if ours_alone:
         return report("grpo", our_steps(recipe, parts, 1, rounds * steps), [], facts)
@@ -141,6 +149,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     ours: list[Seconds] = []
     theirs: list[Seconds] = []
     plain: list[Seconds] = []
+    with_kernel: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         options = common_trl_options(folder, steps + 1)
         config = GRPOConfig(
@@ -152,7 +161,9 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             temperature=1.0,
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
         )
-        our_steps(recipe, parts, 1, 2)
+        of_kernel = grpo_parts(prompt_tokens, True) if usual_kernel() != OFF else None
+        for made in filter(None, ((recipe, parts), of_kernel)):
+            our_steps(*made, 1, 2)
         for round_index in range(rounds):
             clock = StepClock()
             trainer = GRPOTrainer(
@@ -167,7 +178,9 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
-    return report("grpo", ours, theirs, facts, plain)
+            if of_kernel is not None:
+                with_kernel += our_steps(*of_kernel, 10 + round_index * steps, steps)
+    return report("grpo", ours, theirs, facts, {"plain": plain, "kernel": with_kernel})
 
 
 def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
@@ -218,7 +231,7 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
         "our_tokens_per_second": tokens / median(ours).wall,
         "trl_tokens_per_second": tokens / median(theirs).wall,
     }
-    return report("sft", ours, theirs, facts, plain)
+    return report("sft", ours, theirs, facts, {"plain": plain})
 
 
 def median(steps: Sequence[Seconds]) -> Seconds:
@@ -233,16 +246,20 @@ def kind_of_cpu() -> str:
 
 
 def report(
-    name: str, ours: list[Seconds], theirs: list[Seconds], facts: dict[str, float], plain: Sequence[Seconds] = ()
+    name: str,
+    ours: list[Seconds],
+    theirs: list[Seconds],
+    facts: dict[str, float],
+    variants: Mapping[str, Sequence[Seconds]] | None = None,
 ) -> dict[str, Any]:
-    """The medians, and their ratios; ``plain``: our steps without the hand-written layers."""
+    """The medians, and their ratios; ``variants`` of our steps: ``plain`` without the hand-written layers, ``kernel``
+    with the native kernel for sampling."""
     our, peer = median(ours), median(theirs) if theirs else None
     beside: dict[str, Any] = {}
     if peer is not None:
         beside = {"trl_seconds": peer.wall, "trl_cpu_seconds": peer.cpu}
         beside |= {"ratio": peer.wall / our.wall, "ratio_cpu": peer.cpu / our.cpu}
-    if plain:
-        beside["our_plain_cpu_seconds"] = median(plain).cpu
+    beside |= {f"our_{what}_cpu_seconds": median(steps).cpu for what, steps in (variants or {}).items() if steps}
     result = {
         "part": name,
         "our_seconds": our.wall,

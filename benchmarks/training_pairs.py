@@ -106,7 +106,7 @@ def compare(part: str, rounds: int, steps: int, pairs_file: str | None, precompu
             ours += our_steps(recipe, parts, 10 + index * steps, steps)
             plain += our_steps(recipe, parts, 10 + index * steps, steps, fused_layers=False)
     lengths = [len(row.ids) for unit in parts.source.units for row in unit]
-    result = report(f"{part}_precomputed" if precompute else part, ours, theirs, {}, plain)
+    result = report(f"{part}_precomputed" if precompute else part, ours, theirs, {}, {"plain": plain})
     return result | {
         "our_pairs_per_second": PAIRS / result["our_seconds"],
         "trl_pairs_per_second": PAIRS / result["trl_seconds"],

@@ -106,16 +106,22 @@ def speed_text() -> str:
         measured = read(path.name)
         rows = []
         for row in measured["rows"].values():
-            costs = [row["our_cpu_seconds"], row.get("plain_cpu_seconds"), row.get("peer_cpu_seconds")]
-            ratio = f"{row['ratio']:.2f} ×" if row.get("ratio") else "–"
-            peer = "–" if row["peer"] is None else f"{row['peer']} {measured['versions'][row['peer']]}"
-            rows.append([row["work"], *("–" if one is None else f"{one:.3f}" for one in costs), ratio, peer])
+            ours, plain, kernel, theirs = (
+                row.get(f"{side}_cpu_seconds") for side in ("our", "plain", "kernel", "peer")
+            )
+            costs = [ours, plain, kernel, theirs]
+            ratios = [theirs / one if theirs and one else None for one in (ours, kernel)]
+            peer = "–" if theirs is None else f"{row['peer']} {measured['versions'][row['peer']]}"
+            written = ["–" if one is None else f"{one:.3f}" for one in costs]
+            written += ["–" if one is None else f"{one:.2f} ×" for one in ratios]
+            rows.append([row["work"], *written, peer])
+        head = ["work", "ours", "plain", "kernel", "the peer", "ratio", "ratio, kernel", "peer"]
         threads = sorted({row["threads"] for row in measured["rows"].values()})
         about = f"{measured['cpu']}, threads: {', '.join(map(str, threads))}; torch {measured['versions']['torch']}."
-        tables.append(f"{about}\n\n{table(['work', 'ours', 'ours, plain', 'the peer', 'ratio', 'peer'], rows)}")
+        tables.append(f"{about}\n\n{table(head, rows)}")
     intro = (
         "`make bench-cpu`: CPU-seconds, medians, ours and the peer's in turns in one process. `plain` is ours without "
-        "the layers whose backward passes are written by hand."
+        "the layers whose backward passes are written by hand, `kernel` ours with `rollout.engine.native_kernel: true`."
     )
     return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables]) if tables else ""
 
