@@ -204,6 +204,8 @@ def test_a_server_is_a_judge(server: tuple[str, list[dict[str, Any]]], monkeypat
     assert remote_judge(url, "other")(["one"]) == ["other: one"]
     with pytest.raises(RunFailure, match="an answer without a text"):
         remote_judge(url)(["broken"])
+    with pytest.raises(UsageError, match=r"JUDGE_API_KEY holds a key.* set JUDGE_API_HOST=far\.example"):
+        remote_judge("https://far.example")(["one"])
     monkeypatch.delenv("JUDGE_API_KEY")
     with pytest.raises(UsageError, match=r"the judge refuses .* put a key into JUDGE_API_KEY"):
         remote_judge(url)(["one"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.addresses import checked_url
+from posttrain.addresses import checked_url, key_for
 from posttrain.engines.rollout import Sampler
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Unreadable, read_models
@@ -44,17 +43,18 @@ def remote_judge(url: str, model: str | None = None, max_tokens: int = MAX_TOKEN
     Args:
         model: its name there; None: the only one that the server has.
 
-    A key, where the server wants one, is read from the environment variable JUDGE_API_KEY.
+    A key, where the server wants one, is read from the environment variable JUDGE_API_KEY; to another machine it goes
+    only if JUDGE_API_HOST names that.
 
     Raises:
-        UsageError: no URL of a server. When asked: nobody answers there, the request is refused, or which model is
+        UsageError: no URL of a server. When asked: a key that may not go there, nobody answers there, the request is refused, or which model is
             meant is not known.
         RunFailure: when asked, an answer without a text.
     """
     place = checked_url(url)
 
     def ask(questions: Sequence[str]) -> list[str]:
-        key = os.environ.get(KEY_VARIABLE)
+        key = key_for(place, "--judge", KEY_VARIABLE)
         try:
             with HttpServer(place, timeout_seconds=TIMEOUT_SECONDS, retries=RETRIES, token=key) as server:
                 name = model or _only_model(server, place)
