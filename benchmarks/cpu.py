@@ -97,7 +97,8 @@ def sampling(rounds: int, _steps: int, new_tokens: int = 128, group: int = 8, ra
     """Tokens of completions with their log-probabilities, beside ``generate``."""
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
     engine.SHAPE["max_position_embeddings"] = max(1024, 2 * new_tokens)
-    rates = engine.compare(engine.make_model(), engine.STOP_IDS if ragged else (), rounds)
+    ways = {name: options for name, options in engine.WAYS.items() if name != "native_modules_path"}
+    rates = engine.compare(engine.make_model(), engine.STOP_IDS if ragged else (), rounds, ways)
     ours, peer = rates["native"], rates["transformers_generate"]
     ends = ", answers that end at random" if ragged else ""
     return {
@@ -236,6 +237,19 @@ def line(row: Row) -> str:
     return f"{row['work']}: {', '.join(costs)}; {theirs}"
 
 
+def write(target: Path, kind: str, table: dict[str, Row]) -> None:
+    """Keep the rows that there are, in the order of ``ROWS``."""
+    packages = ("torch", "transformers", "trl", "sae-lens", "math-verify")
+    result = {
+        "cpu": kind,
+        "unit": "CPU-seconds",
+        "versions": {name: version(name) for name in packages if has_peer(name)},
+        "rows": {name: table[name] for name in ROWS if name in table},
+    }
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="some of " + ", ".join(ROWS))
@@ -257,21 +271,11 @@ def main() -> None:
     kind = kind_of_cpu()
     target = RESULTS / f"cpu-{re.sub(r'[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
     table = json.loads(target.read_text())["rows"] if target.is_file() else {}
+    about = {"rounds": arguments.rounds, "threads": arguments.threads}
     for name in names:
-        table[name] = measure(name, arguments.rounds, arguments.steps, arguments.threads) | {
-            "rounds": arguments.rounds,
-            "threads": arguments.threads,
-        }
+        table[name] = measure(name, arguments.rounds, arguments.steps, arguments.threads) | about
         print(line(table[name]), flush=True)
-    packages = ("torch", "transformers", "trl", "sae-lens", "math-verify")
-    result = {
-        "cpu": kind,
-        "unit": "CPU-seconds",
-        "versions": {name: version(name) for name in packages if has_peer(name)},
-        "rows": {name: table[name] for name in ROWS if name in table},
-    }
-    RESULTS.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(target, kind, table)  # at once: all rows take long
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,19 @@ def measure(work: Callable[[], int]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
 
 
-def compare(model: Any, stop_ids: tuple[int, ...], pairs: int) -> dict[str, Any]:
-    """Alternate the sides ``pairs`` times, after one unmeasured call of each."""
+WAYS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "native_kernel": {"native_kernel": True},
+    "native_modules_path": {"path": "modules"},
+}
+
+
+def compare(
+    model: Any, stop_ids: tuple[int, ...], pairs: int, ways: Mapping[str, dict[str, Any]] = WAYS
+) -> dict[str, Any]:
+    """Alternate the sides ``pairs`` times, after one unmeasured call of each; ``ways``: the engine's options."""
     prompts = make_prompts()
-    engines = {
-        "native": NativeEngine(model),
-        "native_kernel": NativeEngine(model, native_kernel=True),
-        "native_modules_path": NativeEngine(model, path="modules"),
-    }
+    engines = {name: NativeEngine(model, **options) for name, options in ways.items()}
     found: dict[str, list[tuple[float, float]]] = {"transformers_generate": [], **{name: [] for name in engines}}
     for repeat in range(pairs + 1):
         torch.manual_seed(repeat)
