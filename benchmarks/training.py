@@ -239,10 +239,11 @@ def median(steps: Sequence[Seconds]) -> Seconds:
 
 
 def kind_of_cpu() -> str:
-    """What the machine's processor calls itself."""
+    """What the machine's processor calls itself, and the widest vectors that torch uses on it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def report(

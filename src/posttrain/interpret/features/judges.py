@@ -47,8 +47,8 @@ def remote_judge(url: str, model: str | None = None, max_tokens: int = MAX_TOKEN
     only if JUDGE_API_HOST names that.
 
     Raises:
-        UsageError: no URL of a server. When asked: a key that may not go there, nobody answers there, the request is refused, or which model is
-            meant is not known.
+        UsageError: no URL of a server. When asked: a key that may not go there, nobody answers there, the request is
+            refused, or which model is meant is not known.
         RunFailure: when asked, an answer without a text.
     """
     place = checked_url(url)
