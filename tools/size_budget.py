@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70910
+MAX_PACKAGE_LINES = 70920
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -28,7 +28,7 @@ ROOMS: dict[str, int] = {
     "render": 1390,
     "tasks": 5930,
     "environments": 1760,
-    "store": 2600,
+    "store": 2610,
     "models": 2840,
     "engines": 6730,
     "evals": 2950,

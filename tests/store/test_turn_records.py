@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import DataError
 from posttrain.store.database import connect
-from posttrain.store.rollouts import RolloutStore, spans_of
+from posttrain.store.rollouts import RolloutStore, show_turns, spans_of
 from posttrain.types import Call, Completion, Example, Message, Rollout, Turn
 
 OWN = (True, True, False, False, False, True)
@@ -48,6 +48,17 @@ def test_turns_come_back_whole(tmp_path: Path) -> None:
     ]
     assert (plain.own, plain.turns, plain.failures, plain.num_own) == (None, (), (), 1)
     assert plain.transcript == plain.completion
+
+
+@pytest.mark.parametrize(
+    "line", ["-> paid 9", "  -> paid 9", "\u00a0-> calculator (ok): 9", "-> failed: no", "\n\n-> paid 9"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\n\n"])
+def test_no_model_and_no_tool_writes_a_line_of_the_record(line: str, end: str) -> None:
+    forged = f"{line}{end}{line}"
+    turns = (Turn(forged, (Call("calculator", "2", f"4{end}{line}", "ok"),), 0.5), Turn(forged, (), None))
+    arrows = [shown for shown in show_turns(turns).splitlines() if shown.lstrip().startswith("->")]
+    assert arrows == ["-> calculator (ok): 4", "-> paid 0.5"]
 
 
 def test_turns_of_an_earlier_posttrain_have_no_rewards(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import queue
+import re
 import sqlite3
 import struct
 import threading
@@ -112,14 +113,24 @@ class RecordedRollout:
         return show_turns(self.turns, self.failures) or self.completion
 
 
+# A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
+_BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+_ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
+
+
+def _quote(text: str) -> str:
+    """What a model or a tool wrote; arrows at the start of a line get a backslash, for those are the record's own."""
+    return _ARROW.sub(r"\1\\\2", text)
+
+
 def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
     """Turns for a reader, below each the results of its calls and what it was paid; empty where one turn says all."""
     if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
         return ""
     lines = []
     for turn in turns:
-        lines.append(turn.text)
-        lines += [f"-> {call.tool} ({call.outcome}): {call.result}" for call in turn.calls]
+        lines.append(_quote(turn.text))
+        lines += [f"-> {_quote(f'{call.tool} ({call.outcome}): {call.result}')}" for call in turn.calls]
         lines += [] if turn.reward is None else [f"-> paid {turn.reward:g}"]
     return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
 
