@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70920
+MAX_PACKAGE_LINES = 70980
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 6730,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6460,
+    "train": 6530,
     "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,

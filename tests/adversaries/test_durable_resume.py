@@ -104,11 +104,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
     "other kernel": (
         lambda f: change_state(f, native_kernel="0\x1b[2J1"),
-        r"native_kernel: '0\x1b[2J1' then, which cannot be built here; now '",
+        r"native_kernel: '0\x1b[2J1' then, which is not to be had here; now '",
     ),
     "other products": (
         lambda f: change_state(f, products="cu\x1b[2Jda"),
-        r"matrix products: by 'cu\x1b[2Jda' then, which this torch has not; now by ",
+        r"library of products: 'cu\x1b[2Jda' then, which is not to be had here; now ",
     ),
     "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
 }

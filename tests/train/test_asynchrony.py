@@ -23,7 +23,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RewardFailure, UsageEr
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent, count, standing
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop
+from posttrain.train import loop, machine
 from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
@@ -324,13 +324,13 @@ def test_a_process_beside_it_decodes_with_the_native_kernel_of_the_run(
     """The run has chosen none, as where its first machine had no compiler; by itself the process would take it."""
     engine = {"name": "native", "native_kernel": True}
     recipe = stale_recipe(1, rollout=ROLLOUT | {"engine": engine}, train=TRAIN | {"steps": 2})
-    monkeypatch.setattr(loop, "usual_kernel", lambda: "off")
+    monkeypatch.setattr(machine, "usual_kernel", lambda: "off")
     run(tmp_path / "beside", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(ahead, "SamplingProcess", InlineProcess)
         patch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
         run(tmp_path / "off", recipe)
-        patch.setattr(loop, "usual_kernel", lambda: native_kernel)
+        patch.setattr(machine, "usual_kernel", lambda: native_kernel)
         run(tmp_path / "on", recipe)
     assert recorded(tmp_path / "beside") == recorded(tmp_path / "off")
     assert recorded(tmp_path / "on") != recorded(tmp_path / "off")

@@ -14,7 +14,7 @@ from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
 from posttrain.train.build import prepare
-from posttrain.train.feedback import Feedback
+from posttrain.train.sources.feedback import Feedback
 from posttrain.types import Completion, Example, Message, Rollout
 from small_runs import BASE, make_recipe
 

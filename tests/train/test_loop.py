@@ -23,10 +23,9 @@ from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out
 from posttrain.models.forward import linear
 from posttrain.models.sources import TINY
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop
+from posttrain.train import loop, machine
 from posttrain.train.build import prepare
 from posttrain.train.evaluating import held_out
-from posttrain.world import ONE
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
@@ -74,10 +73,10 @@ def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monk
     """On another machine, or in another process, the other library would be chosen: its bits are others."""
     monkeypatch.setattr(linear, "ONEDNN_LEAST", 0)
     recipe = make_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3})
-    monkeypatch.setattr(loop, "usual_products", lambda: "mkl")
+    monkeypatch.setattr(machine, "usual_products", lambda: "mkl")
     run(tmp_path / "whole", recipe)
     run(tmp_path / "cut", recipe, stop_after=1)
-    monkeypatch.setattr(loop, "usual_products", lambda: "onednn")
+    monkeypatch.setattr(machine, "usual_products", lambda: "onednn")
     run(tmp_path / "cut", recipe, resume=True)
     assert linear.products() == "mkl"
     assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
@@ -92,10 +91,10 @@ def test_a_resumed_run_keeps_the_native_kernel_that_it_began_with(
     """Where a compiler came or went meanwhile, the other way to decode would be chosen: its bits are others."""
     recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 3})
     first, second = (native_kernel, "off") if began == "kernel" else ("off", native_kernel)
-    monkeypatch.setattr(loop, "usual_kernel", lambda: first)
+    monkeypatch.setattr(machine, "usual_kernel", lambda: first)
     run(tmp_path / "whole", recipe)
     run(tmp_path / "cut", recipe, stop_after=1)
-    monkeypatch.setattr(loop, "usual_kernel", lambda: second)
+    monkeypatch.setattr(machine, "usual_kernel", lambda: second)
     run(tmp_path / "cut", recipe, resume=True)
     assert build.kernel() == first
     state = json.loads((tmp_path / "cut" / "checkpoints" / "step-000003" / "state.json").read_text())
@@ -125,7 +124,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
         assert (seen, torch.get_num_threads()) == ([own + 1] * 2, own)
     finally:
         torch.set_num_threads(own)
-    message = f"computes with {own + 1} threads, as it began; here it would be {own}"
+    message = f"number of threads: {own + 1}, as it began; here it would be {own}"
     assert message in [facts["message"] for facts in events.of("notice")]
     for name in ("whole", "cut"):
         state = tmp_path / name / "checkpoints" / "step-000003" / "state.json"
@@ -136,21 +135,40 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stated", [0, -1, 10**9, True, "2", None, [2]])
 def test_a_number_of_threads_that_cannot_be_is_not_believed(stated: object) -> None:
-    events, own = Events(), torch.get_num_threads()
-    loop.Loop._compare_size(SimpleNamespace(world=ONE, observer=events), 1, stated)
-    assert (events, torch.get_num_threads()) == ([], own)
+    own = torch.get_num_threads()
+    assert machine.use_choices({"num_threads": stated}) == []
+    assert torch.get_num_threads() == own
+    gone = f"number of threads: {str(stated)!r} then, which is not to be had here; now {own}"
+    assert machine.choices_gone({"num_threads": stated}) == ([] if stated is None else [gone])
+
+
+def test_threads_are_taken_again_in_as_many_processes_alone() -> None:
+    own = torch.get_num_threads()
+    try:
+        assert machine.use_choices({"num_threads": own + 1}, (1, 2)) == []
+        assert torch.get_num_threads() == own
+        line = f"number of threads: {own + 1}, as it began; here it would be {own}"
+        assert machine.use_choices({"num_threads": own + 1}, (2, 2)) == [line]
+        assert torch.get_num_threads() == own + 1
+    finally:
+        torch.set_num_threads(own)
 
 
 def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str) -> None:
     recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}})
+
+    def of_main(kernel: str) -> Any:
+        main = {"native_kernel": kernel}
+        return SimpleNamespace(rank=1, tell=lambda own, what: main.get(what, own))
+
     for told in (native_kernel, "off"):
-        loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_, told=told: told))
-        assert build.kernel() == told
-    with pytest.raises(
-        UsageError, match=f"rank 1: native_kernel: this machine builds '{native_kernel}', and rank 0 '00'"
-    ):
-        loop._use_same_kernel(recipe, SimpleNamespace(rank=1, tell=lambda *_: "00"))
-    assert loop._use_same_kernel(make_recipe("grpo"), SimpleNamespace()) == []  # nobody is asked
+        with machine.chosen_by_main(recipe, of_main(told)):
+            assert build.kernel() == told
+    refused = f"rank 1: native_kernel: '{native_kernel}' on this machine, and '00' on rank 0's, which is not to be had"
+    with pytest.raises(UsageError, match=refused), machine.chosen_by_main(recipe, of_main("00")):
+        pass
+    with machine.chosen_by_main(make_recipe("grpo"), of_main("00")) as lines:  # nobody is asked
+        assert lines == []
 
 
 def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

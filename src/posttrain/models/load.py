@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
-from posttrain.models.scorer import SCORE
 from posttrain.models.sources import (
     base_of,
     check_files,
@@ -40,6 +39,7 @@ from posttrain.world import local_rank
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
+SCORE = "score.weight"  # among the weights of a reward model, its head
 
 
 @dataclass(frozen=True, slots=True)

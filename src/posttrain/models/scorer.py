@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-SCORE = "score.weight"
+from posttrain.models.load import SCORE
+
 ADAPTER_FOLDER = "sequence-classification"
 LABEL = "reward"
 

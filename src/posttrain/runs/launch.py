@@ -31,7 +31,6 @@ from posttrain.runs.directory import (
     new_status,
     run_names,
 )
-from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_changes
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
@@ -358,6 +357,8 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -
     where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({status.state})"
     changed = directory.changed_keys(recipe)
     if changed:
+        from posttrain.runs.resuming import describe_changes
+
         raise RunConflict(
             f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n"
             "Nothing was changed. Start under another name with --run NAME"
@@ -400,6 +401,8 @@ def _newest_of(root: Path, names: Sequence[str]) -> str:
 
 
 def _differences(directory: RunDirectory, recipe: Recipe) -> str:
+    from posttrain.runs.resuming import describe_changes
+
     try:
         return describe_changes(directory.changed_keys(recipe))
     except DataError as error:
@@ -407,6 +410,8 @@ def _differences(directory: RunDirectory, recipe: Recipe) -> str:
 
 
 def _could_go_on(directory: RunDirectory, recipe: Recipe) -> bool:
+    from posttrain.runs.resuming import hard_changes
+
     try:
         return not hard_changes(directory.changed_keys(recipe))
     except DataError:  # a damaged recipe is not this one; `posttrain runs` reports it
@@ -420,6 +425,8 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
             _refuse_taken(directory, recipe, ours=True)
         directory.write_recipe(recipe)
         return []
+    from posttrain.runs.resuming import claim_to_resume
+
     notices = claim_to_resume(directory, recipe, accept_changes)
     status = directory.read_status()
     if not notices and status is not None and status.state == "finished":

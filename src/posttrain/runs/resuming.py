@@ -39,7 +39,7 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
     missing = _missing_records(directory.folder, step, state)
-    gone = _gone_products(state) + _gone_kernel(state)
+    gone = _gone(state)
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
@@ -110,24 +110,13 @@ def _changes(directory: RunDirectory, recipe: Recipe, step: int, state: Mapping[
     return directory.changed_keys(recipe), [differs]
 
 
-def _gone_products(state: Mapping[str, Any]) -> list[str]:
-    """The library that the run multiplies by, where it is not here: the same numbers, but not to the last bit."""
-    from posttrain.models.forward.linear import has_products, usual_products  # loads torch
-
-    kept = state.get("products")
-    if kept is None or has_products(kept):
+def _gone(state: Mapping[str, Any]) -> list[str]:
+    """What the run computes with and this machine has not; without a checkpoint nothing is (and torch not loaded)."""
+    if not state:
         return []
-    return [f"matrix products: by {str(kept)[:40]!r} then, which this torch has not; now by {usual_products()!r}"]
+    from posttrain.train.machine import choices_gone
 
-
-def _gone_kernel(state: Mapping[str, Any]) -> list[str]:
-    """The native kernel that the run samples with, where this machine builds another or none."""
-    from posttrain.engines.native.kernel.build import has_kernel, usual_kernel  # loads torch
-
-    kept = state.get("native_kernel")
-    if kept is None or has_kernel(kept):
-        return []
-    return [f"native_kernel: {str(kept)[:40]!r} then, which cannot be built here; now {usual_kernel()!r}"]
+    return choices_gone(state)
 
 
 def _hashes(stored: Mapping[str, Any], step: int) -> set[str]:
@@ -177,7 +166,8 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
         lines = "\n".join(f"  {line}" for line in missing)
         parts.append(f"records are gone that stood there when its newest checkpoint was saved:\n{lines}")
     if gone:
-        parts.append(f"it would go on with other last bits:\n  {gone[0]}")
+        lines = "\n".join(f"  {line}" for line in gone)
+        parts.append(f"it would go on with other last bits:\n{lines}")
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
     back.append("on a machine that has it" if gone else "")
     return (

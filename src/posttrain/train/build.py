@@ -378,7 +378,7 @@ def build_rollout_source(
     assert options.select is not None, "resolved"
     assert selection is not None, "resolved"
     if words.teaches_itself:
-        from posttrain.train.feedback import Feedback
+        from posttrain.train.sources.feedback import Feedback
 
         feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
     return RolloutSource(

@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
-from posttrain.models.load import note_base_bits
-from posttrain.models.scorer import SCORE, save_adapter_scorer, save_scorer
+from posttrain.models.load import SCORE, note_base_bits
 from posttrain.models.trained_heads import copy_tensors
 from posttrain.store.checkpoint_files import (
     ASIDE,
@@ -197,6 +196,8 @@ def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
 
 
 def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, int] | None) -> None:
+    if score is not None:
+        from posttrain.models.scorer import save_adapter_scorer, save_scorer
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
         model.save_pretrained(path, save_embedding_layers=False)

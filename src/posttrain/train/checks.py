@@ -302,18 +302,3 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield w.recipe.model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
     yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
-
-
-def asks_for_kernel(recipe: Recipe) -> bool:
-    """Whether one of the recipe's engines is to decode with the native kernel."""
-    words = [recipe.eval.engine, None if recipe.rollout is None else recipe.rollout.engine]
-    return any(word is not None and word.options.get("native_kernel") for word in words)
-
-
-def kernel_in_use(recipe: Recipe) -> dict[str, Any]:
-    """``native_kernel``: what this process uses, if the recipe asks for one (only then is its module imported)."""
-    if not asks_for_kernel(recipe):
-        return {}
-    from posttrain.engines.native.kernel.build import kernel
-
-    return {"native_kernel": kernel()}

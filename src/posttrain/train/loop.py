@@ -22,7 +22,6 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.forward.linear import has_products, products, use_products, usual_products
 from posttrain.models.load import num_parameters
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
@@ -35,8 +34,8 @@ from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Trac
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
-from posttrain.train.checks import asks_for_kernel, kernel_in_use
 from posttrain.train.files import NoRecords, Observer, RunFiles
+from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -46,9 +45,6 @@ from posttrain.world import ONE, World
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.evals.generation import Evaluation
     from posttrain.train.evaluating.beside import WrittenEvaluation
-
-
-MOST_THREADS = 1024  # that are believed of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +88,7 @@ class Loop:
             for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, checkpoint.state)
-            if has_products(kept := checkpoint.state.get("products")):  # else `--accept-changes` has said so
-                use_products(kept)
-            if asks_for_kernel(self.recipe):
-                from posttrain.engines.native.kernel.build import has_kernel, use_kernel
-
-                if has_kernel(kept := checkpoint.state.get("native_kernel")):  # likewise
-                    use_kernel(kept)
+            self._take_choices(checkpoint.state)
             restore_model(self.parts.model, checkpoint.path)
             restore_heads(self.parts.heads, checkpoint.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
@@ -110,12 +100,29 @@ class Loop:
             self.evaluations = checkpoint.state.get("evaluations")
             self.owed = list(checkpoint.state.get("owed_evaluations", ()))
             self._compare_length(checkpoint.state.get("steps"))
-            self._compare_size(checkpoint.state.get("processes", 1), checkpoint.state.get("num_threads"))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
         self.metrics.trim(keep, self.owed)
         self.rollouts.trim(keep, self.owed)
+
+    def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
+        """The facts of the event ``start``; ``length`` is that of the passes over the data, where they are counted."""
+        parts = self.parts
+        return {
+            "recipe": self.recipe,
+            "steps": self.steps,
+            "length": length,
+            "resumed_from": self.step if resumed else None,
+            "num_examples": parts.source.num_examples,
+            "dropped": parts.source.dropped,
+            "origin": parts.source.origin,
+            "num_repeated": parts.source.num_repeated,
+            "num_parameters": num_parameters(parts.model),
+            "num_trained": sum(p.numel() for _, p in parts.parameters),
+            "forward_path": parts.method.forward.path,
+            "guarantee": parts.guarantee,
+        }
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
@@ -125,17 +132,15 @@ class Loop:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
-    def _compare_size(self, began: int, num_threads: Any) -> None:
-        """In as many processes as before, compute with as many threads: where sums are cut shows in their last bits."""
-        own = torch.get_num_threads()
-        if began != self.world.size:
-            what = f"goes on in {_counted(self.world.size, 'process')}, and the checkpoint was saved by "
-            what = f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums"
-            self.observer("notice", {"message": what})
-        elif type(num_threads) is int and num_threads != own and 0 < num_threads <= MOST_THREADS:
-            torch.set_num_threads(num_threads)
-            what = f"computes with {_counted(num_threads, 'thread')}, as it began; here it would be {own}"
-            self.observer("notice", {"message": what})
+    def _take_choices(self, state: Mapping[str, Any]) -> None:
+        """Compute with what the run began with; of what is not here, ``--accept-changes`` has said so."""
+        began, now = state.get("processes", 1), self.world.size
+        lines = use_choices(state, (began, now))
+        if began != now:
+            what = f"goes on in {_counted(now, 'process')}, and the checkpoint was saved by "
+            lines.append(f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums")
+        for line in lines:
+            self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
         """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
@@ -362,13 +367,11 @@ class Loop:
                 "settings": decisive(self.recipe.dump()),
                 "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
                 **self.parts.origins,
-                "products": products(),
-                **kernel_in_use(self.recipe),
+                **choices_in_use(self.recipe),
                 "best": self.best,
                 "evaluations": self.evaluations,
                 "steps": self.steps,
                 "processes": self.world.size,
-                "num_threads": torch.get_num_threads(),
                 "source": self.source_state,
                 **owed,
             },
@@ -420,103 +423,25 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    _use_same_products(world)
-    told = _use_same_kernel(recipe, world)
-    with _attention(recipe), _same_threads(world):
+    with _attention(recipe), chosen_by_main(recipe, world) as told:
         parts = prepare(recipe, files.folder, world)
-    kept = _records(recipe, files, trackers, world)
-    with closing(parts), closing(parts.source), kept as (metrics, rollouts), _attention(recipe), _same_threads(world):
-        steps, length = recipe.train.steps, None
-        if recipe.train.passes is not None:
-            steps, length = parts.source.length_of(recipe.train.passes)
-        assert steps is not None, "a recipe says steps or passes"
-        loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
-        if resume:
-            loop.resume()
-        observer(
-            "start",
-            {
-                "recipe": recipe,
-                "steps": steps,
-                "length": length,
-                "resumed_from": loop.step if resume else None,
-                "num_examples": parts.source.num_examples,
-                "dropped": parts.source.dropped,
-                "origin": parts.source.origin,
-                "num_repeated": parts.source.num_repeated,
-                "num_parameters": num_parameters(parts.model),
-                "num_trained": sum(p.numel() for _, p in parts.parameters),
-                "forward_path": parts.method.forward.path,
-                "guarantee": parts.guarantee,
-            },
-        )
-        for message in [*told, *parts.notices]:
-            observer("notice", {"message": message})
-        try:
-            return loop.run(should_stop)
-        except Exception as error:
-            loop.rescue(error)
-            raise
-
-
-def _use_same_products(world: World) -> None:
-    """All processes multiply by the library that is the usual one on the main process's machine.
-
-    Raises:
-        UsageError: one of them has not got it.
-    """
-    library = world.tell(usual_products(), "library of products")
-    if not has_products(library):
-        raise UsageError(
-            f"rank {world.rank}: this torch has no {library}, by which rank 0 multiplies; "
-            "install the same build of torch on all machines"
-        )
-    use_products(library)
-
-
-def usual_kernel() -> str:
-    """As ``build.usual_kernel``."""
-    from posttrain.engines.native.kernel import build
-
-    return build.usual_kernel()
-
-
-def _use_same_kernel(recipe: Recipe, world: World) -> list[str]:
-    """Where the recipe asks for the native kernel, all processes use the main one's, or none; a line if it has none.
-
-    Raises:
-        UsageError: one of them has another.
-    """
-    if not asks_for_kernel(recipe):
-        return []
-    from posttrain.engines.native.kernel.build import OFF, has_kernel, use_kernel, why_none
-
-    name = world.tell(usual_kernel(), "native kernel")
-    if not has_kernel(name):
-        raise UsageError(
-            f"rank {world.rank}: native_kernel: this machine builds {usual_kernel()!r}, and rank 0 {name!r}; "
-            "the same compiler and kind of CPU are needed on all machines, or native_kernel: false"
-        )
-    use_kernel(name)
-    return [f"native_kernel: {why_none()}; decodes with torch's operations"] if name == OFF else []
-
-
-@contextmanager
-def _same_threads(world: World) -> Iterator[None]:
-    """In it all processes compute with as many threads as the main one (torch's default, or what the environment says).
-
-    Two threads are worth it where cores are idle: sampling is 1.2 to 1.5 times as fast, updates 1.4 to 1.5 times
-    (``benchmarks/results``, ``threads`` 1 and 2).
-    """
-    own = torch.get_num_threads()
-    number = world.tell(own, "number of threads")
-    if number != own:  # setting what it is already would change how MKL takes them
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != own:
-            torch.set_num_threads(own)
+        kept = _records(recipe, files, trackers, world)
+        with closing(parts), closing(parts.source), kept as (metrics, rollouts):
+            steps, length = recipe.train.steps, None
+            if recipe.train.passes is not None:
+                steps, length = parts.source.length_of(recipe.train.passes)
+            assert steps is not None, "a recipe says steps or passes"
+            loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
+            if resume:
+                loop.resume()
+            observer("start", loop.beginning(resume, length))
+            for message in [*told, *parts.notices]:
+                observer("notice", {"message": message})
+            try:
+                return loop.run(should_stop)
+            except Exception as error:
+                loop.rescue(error)
+                raise
 
 
 def _attention(recipe: Recipe) -> AbstractContextManager[None]:

@@ -26,9 +26,8 @@ from torch import Tensor
 from posttrain import errors
 from posttrain.consent import declare_code, declare_from_command_line, trusts_remote_code
 from posttrain.errors import PosttrainError, RunFailure, UsageError
-from posttrain.models.forward.linear import products, use_products
 from posttrain.recipes.recipe import Recipe
-from posttrain.train.checks import kernel_in_use
+from posttrain.train.machine import choices_in_use, use_choices
 
 MAX_STARTS = 3  # for one piece of work, where a signal ends the process
 _HEADER = struct.Struct(">Q")
@@ -163,9 +162,8 @@ class BesideProcess:
         if self.is_closed:
             process.kill()
         assert process.stdin is not None
-        settings = {"num_threads": torch.get_num_threads(), "trust_remote_code": trusts_remote_code()}
-        chosen = {"products": products(), **kernel_in_use(self.recipe)}
-        send(process.stdin, {"recipe": self.recipe.dump(), **chosen, **settings, **self.settings})
+        settings = {"recipe": self.recipe.dump(), "trust_remote_code": trusts_remote_code()}
+        send(process.stdin, {**settings, **choices_in_use(self.recipe), **self.settings})
         assert "ready" in self.receive()
         return process.stdin, True
 
@@ -208,12 +206,7 @@ def serve(doing: str, prepare: Callable[[Recipe, dict[str, Any]], Answer]) -> No
     settings = receive(requests)
     if settings is None:
         return
-    torch.set_num_threads(settings["num_threads"])
-    use_products(settings["products"])
-    if settings.get("native_kernel") is not None:
-        from posttrain.engines.native.kernel.build import use_kernel
-
-        use_kernel(settings["native_kernel"])
+    use_choices(settings)
     declare_code(settings["recipe"])  # the trainer has imported all of it, and its sys.path came along
     declare_from_command_line((), trust_remote_code=settings["trust_remote_code"])
     try:

@@ -34,8 +34,8 @@ from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
-    from posttrain.train.feedback import Feedback
     from posttrain.train.sources.ahead import Ahead
+    from posttrain.train.sources.feedback import Feedback
     from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
