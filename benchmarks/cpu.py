@@ -6,8 +6,9 @@
 Each row is a process of its own, in which ours and the peer's take turns on the same work (``training.py``,
 ``training_pairs.py``, ``engine.py``, ``dictionaries.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
 of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand, ``kernel`` ours
-with ``rollout.engine.native_kernel``. A row whose peer is not installed says so and has no ratio. Writes
-results/cpu-KIND.json, KIND being what the processor calls itself; docs/reference.md has a table of each such file.
+with the native kernel (``train.native_kernel``, and ``rollout.engine.native_kernel`` where it samples). A row whose
+peer is not installed says so and has no ratio. Writes results/cpu-KIND.json, KIND being what the processor calls
+itself; docs/reference.md has a table of each such file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import training
 import training_pairs
 from training import Seconds, kind_of_cpu
 
-from posttrain.engines.native.kernel.build import OFF, usual_kernel
+from posttrain.models.kernel.build import OFF, usual_kernel
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -74,23 +75,26 @@ def pairs(rounds: int, steps: int, part: str, work: str, precompute: bool = Fals
 
 def ppo(rounds: int, steps: int) -> Row:
     """Ours alone: TRL's PPO trainer is an experiment of theirs, and does other work per step."""
-    recipe, parts = training.our_parts(
-        {
-            "model": {"name": "tiny"},
-            "task": {"name": "stories", "size": 512},
-            "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-            "rewards": ["training_reward:digits"],
-            "rollout": {"prompts": 64, "group": 1, "max_tokens": 64},
-            "objective": "ppo",
-            "train": {"steps": 10_000, "lr": 1e-6},
-        }
-    )
+    stated = {
+        "model": {"name": "tiny"},
+        "task": {"name": "stories", "size": 512},
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "rewards": ["training_reward:digits"],
+        "rollout": {"prompts": 64, "group": 1, "max_tokens": 64},
+        "objective": "ppo",
+        "train": {"steps": 10_000, "lr": 1e-6},
+    }
+    recipe, parts = training.our_parts(stated)
     training.our_steps(recipe, parts, 1, 2)
     ours = training.our_steps(recipe, parts, 3, rounds * steps)
-    plain = training.our_steps(recipe, parts, 3, rounds * steps, fused_layers=False)
-    return training_row(
-        "PPO step with its critic, 64 × 64 tokens", training.report("ppo", ours, [], {}, {"plain": plain})
-    ) | {"peer": None}
+    variants = {"plain": training.our_steps(recipe, parts, 3, rounds * steps, fused_layers=False)}
+    rollout = stated["rollout"] | {"engine": {"name": "native", "native_kernel": True}}
+    if (of_kernel := training.parts_with_kernel(stated | {"rollout": rollout})) is not None:
+        training.our_steps(*of_kernel, 1, 2)
+        variants["kernel"] = training.our_steps(*of_kernel, 3, rounds * steps)
+    return training_row("PPO step with its critic, 64 × 64 tokens", training.report("ppo", ours, [], {}, variants)) | {
+        "peer": None
+    }
 
 
 def sampling(rounds: int, _steps: int, new_tokens: int = 128, group: int = 8, ragged: bool = False) -> Row:

@@ -35,7 +35,7 @@ import transformers
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.native.kernel.build import usual_kernel
+from posttrain.models.kernel.build import usual_kernel
 from posttrain.randomness import derive_key
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from posttrain.engines.native.kernel.build import OFF, usual_kernel
 from posttrain.models.forward import fused
+from posttrain.models.kernel.build import OFF, usual_kernel
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ModelSection
@@ -39,6 +39,13 @@ PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
 def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, Parts]:
     resolved = validate_recipe(recipe).resolve()
     return resolved, prepare(resolved)
+
+
+def parts_with_kernel(recipe: dict[str, Any]) -> tuple[Recipe, Parts] | None:
+    """The same with the native kernel in the updates; None where there is none."""
+    if usual_kernel() == OFF:
+        return None
+    return our_parts(recipe | {"train": recipe["train"] | {"native_kernel": True}})
 
 
 class Seconds(NamedTuple):
@@ -117,7 +124,7 @@ def grpo_parts(prompt_tokens: int | None, native_kernel: bool) -> tuple[Recipe, 
             "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS, "engine": engine},
             "objective": "grpo",
             "aggregate": "token_mean",
-            "train": {"steps": 10_000, "lr": 1e-6},
+            "train": {"steps": 10_000, "lr": 1e-6, "native_kernel": native_kernel},
         }
     )
     source = parts.source
@@ -186,16 +193,15 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
 def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     """One SFT step on ragged rows."""
     rows = 16
-    recipe, parts = our_parts(
-        {
-            "model": {"name": "tiny"},
-            "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
-            "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-            "data": {"batch": rows, "train_on": "all"},
-            "objective": "cross_entropy",
-            "train": {"steps": 10_000, "lr": 1e-6},
-        }
-    )
+    stated = {
+        "model": {"name": "tiny"},
+        "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "data": {"batch": rows, "train_on": "all"},
+        "objective": "cross_entropy",
+        "train": {"steps": 10_000, "lr": 1e-6},
+    }
+    recipe, parts = our_parts(stated)
     ids = [row.ids for unit in parts.source.units for row in unit]
     lengths = [len(row) for row in ids]
     facts = {"tokens_per_row_mean": statistics.fmean(lengths), "tokens_per_row_stdev": statistics.stdev(lengths)}
@@ -210,9 +216,12 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     ours: list[Seconds] = []
     theirs: list[Seconds] = []
     plain: list[Seconds] = []
+    with_kernel: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(**common_trl_options(folder, steps + 1), per_device_train_batch_size=rows, max_length=1024)
-        our_steps(recipe, parts, 1, 2)
+        of_kernel = parts_with_kernel(stated)
+        for made in filter(None, ((recipe, parts), of_kernel)):
+            our_steps(*made, 1, 2)
         for round_index in range(rounds):
             clock = StepClock()
             trainer = SFTTrainer(
@@ -226,12 +235,14 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
+            if of_kernel is not None:
+                with_kernel += our_steps(*of_kernel, 10 + round_index * steps, steps)
     tokens = rows * statistics.fmean(lengths)
     facts |= {
         "our_tokens_per_second": tokens / median(ours).wall,
         "trl_tokens_per_second": tokens / median(theirs).wall,
     }
-    return report("sft", ours, theirs, facts, {"plain": plain})
+    return report("sft", ours, theirs, facts, {"plain": plain, "kernel": with_kernel})
 
 
 def median(steps: Sequence[Seconds]) -> Seconds:
@@ -254,7 +265,7 @@ def report(
     variants: Mapping[str, Sequence[Seconds]] | None = None,
 ) -> dict[str, Any]:
     """The medians, and their ratios; ``variants`` of our steps: ``plain`` without the hand-written layers, ``kernel``
-    with the native kernel for sampling."""
+    with the native kernel."""
     our, peer = median(ours), median(theirs) if theirs else None
     beside: dict[str, Any] = {}
     if peer is not None:

@@ -49,7 +49,7 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def native_kernel(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of this machine's native kernel, which the process has not chosen yet; skipped without a compiler."""
-    from posttrain.engines.native.kernel import build
+    from posttrain.models.kernel import build
 
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("there is no compiler for C++")

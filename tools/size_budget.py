@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "posttrain"
-COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
+COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70980
+MAX_PACKAGE_LINES = 71810
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -29,8 +29,8 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 2840,
-    "engines": 6730,
+    "models": 4020,
+    "engines": 6350,
     "evals": 2950,
     "reward_models": 1640,
     "train": 6530,

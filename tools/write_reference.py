@@ -121,7 +121,8 @@ def speed_text() -> str:
         tables.append(f"{about}\n\n{table(head, rows)}")
     intro = (
         "`make bench-cpu`: CPU-seconds, medians, ours and the peer's in turns in one process. `plain` is ours without "
-        "the layers whose backward passes are written by hand, `kernel` ours with `rollout.engine.native_kernel: true`."
+        "the layers whose backward passes are written by hand, `kernel` ours with `train.native_kernel: true`, and "
+        "`rollout.engine.native_kernel: true` where it samples."
     )
     return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables]) if tables else ""
 

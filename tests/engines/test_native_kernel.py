@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from engines.respondents import Scripted, wordy
 from posttrain import registry
 from posttrain.engines.base import Sampling
+from posttrain.engines.native.attention import NativeAttention
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.native.kernel import build
-from posttrain.engines.native.kernel.attention import NativeAttention
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.errors import RunFailure
+from posttrain.models.kernel import build
 from posttrain.models.load import load_model
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import ModelSection
@@ -321,7 +321,7 @@ def test_processes_that_start_together_build_it_once(native_kernel: str, tmp_pat
     counting.chmod(counting.stat().st_mode | stat.S_IXUSR)
     environment = os.environ | {"CXX": str(counting), "XDG_CACHE_HOME": str(tmp_path / "new"), "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, "-c", "from posttrain.engines.native.kernel.build import usual_kernel; print(usual_kernel())"
+        sys.executable, "-c", "from posttrain.models.kernel.build import usual_kernel; print(usual_kernel())"
     ]  # fmt: skip
     together = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     names = [process.communicate(timeout=300)[0].strip() for process in together]

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from posttrain.engines.native.kernel import build
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
+from posttrain.models.kernel import build
 from posttrain.models.sources import TINY
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop, machine
@@ -180,7 +180,7 @@ def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: py
     watched(tmp_path / "asked", recipe, events)
     build._find.cache_clear()
     told = [facts["message"] for facts in events.of("notice")]
-    assert "native_kernel: there is no compiler for C++ (no-such-compiler); decodes with torch's operations" in told
+    assert "native_kernel: there is no compiler for C++ (no-such-compiler); torch's operations are used" in told
     run(tmp_path / "plain", make_recipe("grpo", train={"steps": 1}))
     assert same_bits(saved_tensors(tmp_path / "asked", 1), saved_tensors(tmp_path / "plain", 1))
     files = [tmp_path / name / "checkpoints" / "step-000001" / "state.json" for name in ("asked", "plain")]

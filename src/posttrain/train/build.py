@@ -224,11 +224,12 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
         raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
     # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return Forward(loaded.model, scoring_temperature(recipe, words.needs), precision=_of_products(recipe))
+    return _forward(recipe, loaded.model, scoring_temperature(recipe, words.needs))
 
 
-def _of_products(recipe: Recipe) -> Precision:
-    return "bf16" if recipe.train.precision == "bf16" else "fp32"
+def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
+    precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
+    return Forward(model, temperature, precision=precision, native_kernel=recipe.train.native_kernel)
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:
@@ -479,7 +480,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward
             f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
             "can only be compared within one. Choose a teacher of the same family"
         )
-    return Forward(loaded.model.eval().requires_grad_(False), temperature, precision=_of_products(recipe))
+    return _forward(recipe, loaded.model.eval().requires_grad_(False), temperature)
 
 
 def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:

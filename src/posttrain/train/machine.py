@@ -54,9 +54,9 @@ def usual_kernel() -> str:
 
 
 def asks_for_kernel(recipe: Recipe) -> bool:
-    """Whether one of the recipe's engines is to decode with the native kernel."""
+    """Whether updates or one of the recipe's engines are to use the native kernel."""
     words = [recipe.eval.engine, None if recipe.rollout is None else recipe.rollout.engine]
-    return any(word is not None and word.options.get("native_kernel") for word in words)
+    return recipe.train.native_kernel or any(word is not None and word.options.get("native_kernel") for word in words)
 
 
 def use_threads(number: int) -> None:
@@ -66,14 +66,14 @@ def use_threads(number: int) -> None:
 
 
 def _kernels() -> Any:
-    from posttrain.engines.native.kernel import build
+    from posttrain.models.kernel import build
 
     return build
 
 
 def _lacks_kernel(name: str) -> str:
     missing = name == _kernels().OFF
-    return f"native_kernel: {_kernels().why_none()}; decodes with torch's operations" if missing else ""
+    return f"native_kernel: {_kernels().why_none()}; torch's operations are used" if missing else ""
 
 
 CHOICES = (

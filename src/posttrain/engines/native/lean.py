@@ -33,7 +33,7 @@ from posttrain.engines.native.projection import Projection, multiply, rms_norm
 from posttrain.models.lora import low_rank_terms
 
 if TYPE_CHECKING:
-    from posttrain.engines.native.kernel.attention import NativeAttention
+    from posttrain.engines.native.attention import NativeAttention
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -120,7 +120,7 @@ class LeanDecoder:
     def take_kernel(self) -> None:
         """Decode with the native kernel of this process, if it has one and the model is in float32 on a CPU."""
         if self.can_share and self.dtype == torch.float32 and self.cos.shape[-1] == self.head_dim:
-            from posttrain.engines.native.kernel.attention import NativeAttention
+            from posttrain.engines.native.attention import NativeAttention
 
             self.native = NativeAttention.make(self.num_queries, self.num_keys, self.head_dim, self.scale)
             self.transposed = self.native is None

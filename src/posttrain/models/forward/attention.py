@@ -69,14 +69,19 @@ def attend(
     packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
     """Attention of streams ``[N, H, D]`` under ``packing``: ``[1, N, H, D]``."""
-    if window is not None and int(packing.positions.max()) >= window:
-        raise AssertionError("sequences longer than the attention window take the padded path")
+    check_window(packing, window)
     parts = [q[:0]]  # for a stream that holds nothing
     for bucket in packing.buckets:
         own = _attend(bucket, q, k, v, scaling, dropout)
         parts.append(own.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
     joined = torch.cat(parts)
     return _filled(joined if packing.order is None else joined.index_select(0, packing.order), q)
+
+
+def check_window(packing: Packing, window: int | None) -> None:
+    """A sliding window must hold every sequence whole."""
+    if window is not None and int(packing.positions.max()) >= window:
+        raise AssertionError("sequences longer than the attention window take the padded path")
 
 
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float) -> Tensor:

@@ -77,6 +77,7 @@ class Forward:
         precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
             arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
+        native_kernel: on a CPU the layers' elementwise work goes through the native kernel, if this process has one.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Forward:
         reads: Reads = "before",
         scores_only: bool = False,
         precision: Precision = "fp32",
+        native_kernel: bool = False,
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
@@ -95,13 +97,20 @@ class Forward:
         self.reads: Reads = reads
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
-        self.fused = FusedLayers(causal_lm(model))
+        self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
+        self.fused = FusedLayers(causal_lm(model), self.native_kernel)
         self.precision: Precision = "fp32"  # that of the probe
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.precision = precision
         self.last_packing: Packing | None = None
         self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
+
+    def alike(
+        self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
+    ) -> Forward:
+        """The pass over another model, or with a head, computed as this one is."""
+        return Forward(model, self.temperature, head, reads, scores_only, self.precision, self.native_kernel)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +179,7 @@ class Forward:
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits = states.project(part)
             ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-            values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are scored
+            values = self._score(logits, ids[:, 0], "none", ids)[2]  # as another model's are scored
             assert values is not None
             return ids, values
 
@@ -271,12 +280,15 @@ class Forward:
             extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = score_logits(states.project(part), ids[0], self.temperature, entropy, *ids[1:])
+            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
             return tuple(x for x in per_token if x is not None)
 
         per_token = list(self._in_chunks(run, states, (states.targets, *extra)))
         of_candidates = None if candidates is None else per_token.pop()
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
+
+    def _score(self, logits: Tensor, targets: Tensor, entropy: Entropy, *candidates: Tensor) -> Any:
+        return score_logits(logits, targets, self.temperature, entropy, *candidates, native=self.native_kernel)
 
     def _in_chunks(
         self,
@@ -399,6 +411,12 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
     assert scores.ndim == 2, "a value is one number per token"
     final = scores.gather(1, batch.lengths.to(scores.device)[:, None])[:, 0]
     return scores[:, :-1].masked_fill(~batch.mask.to(scores.device), 0.0), final
+
+
+def _is_kernel_used() -> bool:
+    from posttrain.models.kernel.build import is_kernel_used
+
+    return is_kernel_used()
 
 
 def _with_fast_linear(head: Any) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -175,7 +175,8 @@ class Packing:
     prompts and each row's own tokens, as attention sees them; order: where each token of the stream stands in
     the joined outputs of the buckets (see ``plan_buckets``); predictors ``int64 [M]``: stream index whose output
     predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where:
-    ``bool [B, T]`` the trained positions in row-major order.
+    ``bool [B, T]`` the trained positions in row-major order; runs ``int64 [R, 4]``: start and length of each run, start
+    and length of its prefix (0, 0 without one).
     """
 
     tokens: Tensor
@@ -188,6 +189,7 @@ class Packing:
     targets: Tensor
     num_targets: int
     where: Tensor
+    runs: Tensor
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
@@ -251,6 +253,7 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
+        runs=torch.tensor([astuple(run) for run in runs], dtype=torch.int64).reshape(-1, 4).to(device),
     )
 
 

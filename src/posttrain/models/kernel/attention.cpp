@@ -11,23 +11,13 @@
 #include <cstring>
 #include <vector>
 
+constexpr int64_t LANES = 8;
+#include "vectors.h"
+
 namespace {
 
-constexpr int64_t LANES = 8;
 constexpr int64_t HEADS = 2;    // query heads whose values are mixed in one pass
 constexpr int64_t VECTORS = 4;  // of LANES dimensions, likewise
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
-
-inline Vector load(const float* at) {
-  Vector x;
-  std::memcpy(&x, at, sizeof x);
-  return x;
-}
-
-inline void store(float* at, Vector x) { std::memcpy(at, &x, sizeof x); }
-
-inline Vector spread(float x) { return Vector{} + x; }
 
 // Sums of neighbours: of a's lanes into the first half of each four, of b's into the second.
 inline Vector pairs(Vector a, Vector b) {
@@ -41,24 +31,6 @@ inline Vector sums(const Vector* x) {
   Vector high = pairs(pairs(x[4], x[5]), pairs(x[6], x[7]));
   return __builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11) +
          __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
-}
-
-// e^x for x <= 0, within 2 units of the last place; exactly 0 below -87, where float32 has no normal numbers.
-// x = n ln 2 + r, and e^r by its Taylor series to the power of 7 (|r| <= 0.35: 5e-9 is left out).
-inline Vector exponential(Vector x) {
-  const Integers is_below = x <= -87.0f;  // what is no number stays none
-  const Vector kept = is_below ? Vector{} : x;
-  Vector shifted = kept * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 rounds to a whole number, in the low bits
-  Integers bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  Vector n = shifted - 12582912.0f;
-  Vector r = (kept - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vector y = spread(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
-  Integers power = (bits - 0x4B400000 + 127) << 23;
-  Vector scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return is_below ? Vector{} : y * scale;
 }
 
 float largest(const float* x, int64_t n) {

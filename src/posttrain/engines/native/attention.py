@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.native.cache import SlotCache
-from posttrain.engines.native.kernel.build import OFF, kernel, library, use_kernel, usual_kernel
+from posttrain.models.kernel.build import is_kernel_used, library
 
 
 class _Step(ctypes.Structure):
@@ -42,10 +42,8 @@ class NativeAttention:
 
     @staticmethod
     def make(num_queries: int, num_keys: int, dim: int, scale: float) -> NativeAttention | None:
-        """None where the kernel of this process is ``off``; where none was chosen yet, it is the usual one."""
-        if kernel() is None:
-            use_kernel(usual_kernel())
-        return None if kernel() == OFF else NativeAttention(num_queries, num_keys, dim, scale)
+        """None where the kernel of this process is ``off``."""
+        return NativeAttention(num_queries, num_keys, dim, scale) if is_kernel_used() else None
 
     def begin(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> AttendLayer:
         """What computes the layers of one decode step at the cache's cursor, which it writes.

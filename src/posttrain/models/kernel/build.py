@@ -1,12 +1,12 @@
 """The native kernel's library: compiled once on a machine, kept in the user's cache, and the one that is in use.
 
-What a run computes with is chosen at its start (``train/loop.py``), as the library of its matrix products is, and for
-the same reason: other bits. So a library is named by its content. Another compiler, or another kind of CPU, makes
+What a run computes with is chosen at its start (``train/machine.py``), as the library of its matrix products is, and
+for the same reason: other bits. So a library is named by its content. Another compiler, or another kind of CPU, makes
 another one, and a run resumed there does not go on with it unasked.
 
-The kernel is off unless an engine is asked for it (``rollout.engine.native_kernel``). It was faster where it was
-measured (one core of an AMD EPYC with AVX2: sampling 1.4 to 1.5 times), but by itself it would let a recipe's numbers
-depend on whether a compiler stands on the machine, and change those that were published.
+The kernel is off unless a recipe asks for it (``rollout.engine.native_kernel``, ``train.native_kernel``). It was faster
+wherever it was measured (``benchmarks/results``), but by itself it would let a recipe's numbers depend on whether a
+compiler stands on the machine, and change those that were published.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from posttrain.store.locks import Held, hold
 from posttrain.store.remembered import cache_folder
 
 OFF = "off"
-SOURCE = Path(__file__).with_name("attention.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("attention.cpp", "layers.cpp", "packed.cpp"))
 # -fno-ident: the compiler's name in the library is no difference. A product may be fused with a sum.
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-ident", "-Wno-psabi")
+FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-ident", "-Wno-psabi"),
+)
 VECTORS = {
     "AVX2": ("-mavx2", "-mfma"),
     "AVX512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
@@ -71,6 +75,13 @@ def use_kernel(name: str) -> None:
     _in_use = name
 
 
+def is_kernel_used() -> bool:
+    """Whether this process has a kernel for who is asked to use it; where none was chosen yet, it is the usual one."""
+    if _in_use is None:
+        use_kernel(usual_kernel())
+    return _in_use != OFF
+
+
 def library() -> ctypes.CDLL:
     """The library of the usual kernel, which must not be ``off``."""
     loaded = _find()[1]
@@ -86,8 +97,9 @@ def _find() -> tuple[str, ctypes.CDLL | None, str]:
         if folder is None:
             raise Unavailable("there is no folder for the library: the user has no home, and XDG_CACHE_HOME is not set")
         command = [*_compiler(), *FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
-        made_of = "\0".join([platform.machine(), *command]).encode() + SOURCE.read_bytes()
-        path = folder / "kernels" / f"attention-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+        made_of = "\0".join([platform.machine(), *command]).encode()
+        made_of += b"\0".join(path.read_bytes() for path in (*SOURCES, FOLDER / "vectors.h"))
+        path = folder / "kernels" / f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
         if not path.exists():
             _build(command, path)
         if path.stat().st_uid != os.geteuid():
@@ -126,7 +138,10 @@ def _build(command: list[str], path: Path) -> None:
             aside = path.with_suffix(f".{os.getpid()}")
             try:
                 subprocess.run(
-                    [*command, "-o", str(aside), str(SOURCE)], check=True, capture_output=True, timeout=BUILD_SECONDS
+                    [*command, "-o", str(aside), *map(str, SOURCES)],
+                    check=True,
+                    capture_output=True,
+                    timeout=BUILD_SECONDS,
                 )
                 ctypes.CDLL(str(aside))  # what cannot be loaded must not stay
                 os.replace(aside, path)
