@@ -84,7 +84,7 @@ def test_rotary_embedding(native_kernel: str, threads: int, heads: int, dim: int
     from posttrain.models.kernel import layers
 
     tokens = 300_000 // (heads * dim)
-    angles = numbers(tokens, dim // 2, seed=2, scale=3.0).repeat(1, 2)
+    angles = numbers(tokens, dim, seed=2, scale=3.0)
     cos, sin = angles.cos(), angles.sin()
 
     def rotated(x: Tensor) -> Tensor:
