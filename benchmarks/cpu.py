@@ -38,6 +38,9 @@ import training_pairs
 from training import Seconds, kind_of_cpu
 
 from posttrain.models.kernel.build import OFF, usual_kernel
+from posttrain.models.load import load_tokenizer
+from posttrain.store.rollouts import RolloutStore
+from posttrain.types import Completion, Example, Message, Rollout
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -64,6 +67,17 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None = None) -> Row:
 
 def sft(rounds: int, steps: int) -> Row:
     return training_row("SFT step, 16 ragged rows", training.sft(rounds, steps, not has_peer("trl")))
+
+
+def half_billion_sft(rounds: int, _steps: int) -> Row:
+    """Two sides at once hold twice model, gradients and Adam: 16 GB. One step of each a round, behind one to warm up."""
+    model = engine.make_model(shape=engine.HALF_BILLION)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        load_tokenizer("tiny").save_pretrained(folder)
+        del model
+        result = training.sft(rounds, 1, not has_peer("trl"), folder, rows=4, kernel=False)
+    return training_row("SFT step, 4 ragged rows, 494 million parameters", result)
 
 
 def pairs(rounds: int, steps: int, part: str, work: str, precompute: bool = False) -> Row:
@@ -97,16 +111,24 @@ def ppo(rounds: int, steps: int) -> Row:
     }
 
 
-def sampling(rounds: int, _steps: int, new_tokens: int = 128, group: int = 8, ragged: bool = False) -> Row:
+def sampling(
+    rounds: int,
+    _steps: int,
+    new_tokens: int = 128,
+    group: int = 8,
+    ragged: bool = False,
+    shape: dict[str, Any] = engine.SHAPE,
+    size: str = "",
+) -> Row:
     """Tokens of completions with their log-probabilities, beside ``generate``."""
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
-    engine.SHAPE["max_position_embeddings"] = max(1024, 2 * new_tokens)
+    model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
     ways = {name: options for name, options in engine.WAYS.items() if name != "native_modules_path"}
-    rates = engine.compare(engine.make_model(), engine.STOP_IDS if ragged else (), rounds, ways)
+    rates = engine.compare(model, engine.STOP_IDS if ragged else (), rounds, ways)
     ours, peer = rates["native"], rates["transformers_generate"]
     ends = ", answers that end at random" if ragged else ""
     return {
-        "work": f"sampling, {8 * group} rows, 64 + {new_tokens} tokens{ends}; per 1,000 tokens",
+        "work": f"sampling, {8 * group} rows, 64 + {new_tokens} tokens{ends}{size}; per 1,000 tokens",
         "peer": "transformers",
         "our_cpu_seconds": 1e3 / ours["tokens_per_cpu_second"],
         "kernel_cpu_seconds": 1e3 / rates["native_kernel"]["tokens_per_cpu_second"] if usual_kernel() != OFF else None,
@@ -167,6 +189,28 @@ def grading(rounds: int, _steps: int) -> Row:
     }
 
 
+def records(rounds: int, _steps: int) -> Row:
+    """Rollouts into their database, until they are on the disk."""
+    example = Example("sums/train/0", (Message("user", "What is 2 + 3?"),), answer="5")
+    completion = Completion(tuple(range(100)), tuple([-0.5] * 100), "stop")
+    ours = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder, RolloutStore(Path(folder) / "rollouts.db") as store:
+            rows = [
+                Rollout(example, tuple(range(50)), completion, "It is 5. " * 20, {"correct": 1.0}, 1.0, 1, 0, 0, i)
+                for i in range(2_000)
+            ]
+            before = Seconds.now()
+            store.record(rows)
+            store.flush()
+            ours.append(Seconds.now().since(before).cpu / 2)
+    return {
+        "work": "recording 1,000 rollouts of 150 tokens",
+        "peer": None,
+        "our_cpu_seconds": statistics.median(ours),
+    }
+
+
 def start(rounds: int, _steps: int, words: tuple[str, ...]) -> Row:
     """The command line from nothing."""
     command = [sys.executable, "-m", "posttrain", *words]
@@ -207,10 +251,15 @@ ROWS: dict[str, Callable[[int, int], Row]] = {
     "sampling-ragged": partial(sampling, ragged=True),
     "sampling-512-rows": partial(sampling, group=64, new_tokens=64),
     "sampling-1024-tokens": partial(sampling, new_tokens=1024),
+    "sampling-0.5b": partial(
+        sampling, new_tokens=16, group=2, shape=engine.HALF_BILLION, size=", 494 million parameters"
+    ),
+    "sft-0.5b": half_billion_sft,
     "batchtopk": partial(dictionary, kind="batchtopk"),
     "l1": partial(dictionary, kind="l1"),
     "extraction": extract,
     "grading": grading,
+    "records": records,
     "help": partial(start, words=("--help",)),
     "dry-run": partial(start, words=("train", "tiny/grpo", "--dry-run")),
 }

@@ -57,9 +57,20 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_model(architecture: str = "qwen3") -> Any:
+# The shape of a model that people train: 494 million parameters.
+HALF_BILLION: dict[str, Any] = SHAPE | {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "head_dim": 64,
+    "intermediate_size": 4864,
+}
+
+
+def make_model(architecture: str = "qwen3", shape: Mapping[str, Any] = SHAPE) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(architecture, **SHAPE)
+    config = transformers.AutoConfig.for_model(architecture, **shape)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -128,7 +139,7 @@ def compare(
     return {
         name: {
             "tokens_per_second": round(statistics.median(wall for wall, _ in values)),
-            "tokens_per_cpu_second": round(statistics.median(cpu for _, cpu in values)),
+            "tokens_per_cpu_second": round(statistics.median(cpu for _, cpu in values), 1),
             "ratio_wall": round(statistics.median(v[0] / p[0] for v, p in zip(values, peer, strict=True)), 2),
             "ratio_cpu": round(statistics.median(v[1] / p[1] for v, p in zip(values, peer, strict=True)), 2),
         }

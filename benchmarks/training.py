@@ -190,11 +190,12 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     return report("grpo", ours, theirs, facts, {"plain": plain, "kernel": with_kernel})
 
 
-def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
-    """One SFT step on ragged rows."""
-    rows = 16
+def sft(
+    rounds: int, steps: int, ours_alone: bool = False, model: str = "tiny", rows: int = 16, kernel: bool = True
+) -> dict[str, Any]:
+    """One SFT step on ragged rows; ``kernel``: also with the native kernel, in a second copy of model and optimizer."""
     stated = {
-        "model": {"name": "tiny"},
+        "model": {"name": model},
         "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "data": {"batch": rows, "train_on": "all"},
@@ -210,7 +211,7 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    loaded = load_model(ModelSection(name="tiny"), seed=0)
+    loaded = load_model(ModelSection(name=model), seed=0)
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
     dataset = Dataset.from_dict({"input_ids": ids})
     ours: list[Seconds] = []
@@ -219,7 +220,7 @@ def sft(rounds: int, steps: int, ours_alone: bool = False) -> dict[str, Any]:
     with_kernel: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(**common_trl_options(folder, steps + 1), per_device_train_batch_size=rows, max_length=1024)
-        of_kernel = parts_with_kernel(stated)
+        of_kernel = parts_with_kernel(stated) if kernel else None
         for made in filter(None, ((recipe, parts), of_kernel)):
             our_steps(*made, 1, 2)
         for round_index in range(rounds):
