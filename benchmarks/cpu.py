@@ -70,7 +70,7 @@ def sft(rounds: int, steps: int) -> Row:
 
 
 def half_billion_sft(rounds: int, _steps: int) -> Row:
-    """Two sides at once hold twice model, gradients and Adam: 16 GB. One step of each a round, behind one to warm up."""
+    """Both sides hold model, gradients and Adam: 16 GB. One step of each a round, behind one to warm up."""
     model = engine.make_model(shape=engine.HALF_BILLION)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
