@@ -15,7 +15,7 @@ from posttrain.engines.judging.questions import Question, Unusable
 from posttrain.engines.rollout import Sampler
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
-from posttrain.errors import UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.render import encode_prompt
 from posttrain.types import Message
 
@@ -66,6 +66,7 @@ class RemoteJudge(Judge):
         structured: the schema of the reply goes along (``response_format``), for servers that hold a model to it.
         temperature: None leaves it to the server.
         key_variable: the environment variable with the server's key, if it wants one.
+        place_key, model_key: what says ``url`` and ``model``, in messages.
         concurrency: questions under way at a time. retries: how often one is asked again, with growing pauses, where
             there was no answer, a busy server, or a reply that cannot be used.
     """
@@ -79,9 +80,11 @@ class RemoteJudge(Judge):
     concurrency: int = 8
     retries: int = 4
     timeout_seconds: float = 120.0
+    place_key: str = "judge.url"
+    model_key: str = "judge.model"
 
     def __post_init__(self) -> None:
-        server_address(self.url, "judge.url", self.key_variable)
+        server_address(self.url, self.place_key, self.key_variable)
         if not _VARIABLE.fullmatch(self.key_variable):
             raise UsageError(
                 f"judge.key_variable: {self.key_variable!r}: the name of an environment variable like {KEY_VARIABLE}, "
@@ -90,7 +93,7 @@ class RemoteJudge(Judge):
         place = urlsplit(self.url)
         if self._key() and place.scheme != "https" and place.hostname not in LOOPBACK:
             raise UsageError(
-                f"judge.url: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
+                f"{self.place_key}: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
             )
 
     @property
@@ -99,7 +102,7 @@ class RemoteJudge(Judge):
         return f"{self.url} {self.model or ''}".strip()
 
     def _key(self) -> str | None:
-        return key_for(self.url, "judge.url", self.key_variable)
+        return key_for(self.url, self.place_key, self.key_variable)
 
     def _open(self) -> HttpServer:
         return HttpServer(self.url, timeout_seconds=self.timeout_seconds, retries=self.retries, token=self._key())
@@ -117,10 +120,7 @@ class RemoteJudge(Judge):
         try:
             known = [served.name for served in server.call("GET", "/v1/models", read=read_models, retries=retries)]
         except Unanswered as error:
-            raise UsageError(
-                f"{self.url}: no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
-                "give the place of one with judge.url"
-            ) from None
+            raise self._silence(error) from None
         except Refused as error:
             if error.status in (404, 405) and self.model:
                 return self.model  # it tells no names
@@ -128,8 +128,12 @@ class RemoteJudge(Judge):
         except Unreadable as error:
             raise UsageError(f"{self.url}: this is no server of models: {error}") from None
         if self.model is None and len(known) != 1:
-            raise UsageError(f"{self.url}: judge.model is needed; the server has: {', '.join(known) or 'none'}")
+            raise UsageError(f"{self.url}: {self.model_key} is needed; the server has: {', '.join(known) or 'none'}")
         return self.model or known[0]
+
+    def _silence(self, error: Unanswered) -> UsageError:
+        start = "Start one, such as `posttrain serve MODEL_OR_RUN`, or give the place of one with"
+        return UsageError(f"{self.url}: no judge answers there ({error}). {start} {self.place_key}")
 
     def _refusal(self, error: Refused) -> UsageError:
         hint = f"; put its key into the environment variable {self.key_variable}" if error.status in (401, 403) else ""
@@ -146,18 +150,44 @@ class RemoteJudge(Judge):
             with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
                 return list(pool.map(lambda question: self._ask(server, model, question), questions))
 
+    def reply(self, texts: Sequence[str]) -> list[str]:
+        """What it writes to each text, in order.
+
+        Raises:
+            UsageError: nobody answers, or the server refuses.
+            RunFailure: a reply without a text.
+        """
+
+        def ask(text: str) -> str:
+            turns = [{"role": "user", "content": text}]
+            return server.call("POST", "/v1/chat/completions", self._settings(model, turns), read=_text_of)
+
+        try:
+            with self._open() as server:
+                model = self.model or self._model_there(server)
+                with ThreadPoolExecutor(max(1, min(self.concurrency, len(texts))), "judge") as pool:
+                    return list(pool.map(ask, texts))
+        except Unanswered as error:
+            raise self._silence(error) from None
+        except Refused as error:
+            raise self._refusal(error) from None
+        except Unreadable as error:
+            raise RunFailure(f"{self.url}: {error}") from None
+
     def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
         def read(answer: Any) -> float:
             try:
-                text = answer["choices"][0]["message"]["content"]
+                text = _text_of(answer)
                 told = answer.get("usage") or {}
                 spent[0] += int(told.get("prompt_tokens") or 0)
                 spent[1] += int(told.get("completion_tokens") or 0)
-                return question.read(str(text or ""))
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                raise Interrupted(f"an answer without a text ({type(error).__name__})") from None
+                return question.read(text)
+            except Unreadable as error:
+                raise Interrupted(str(error)) from None
+            except (TypeError, ValueError, AttributeError) as error:
+                raise Interrupted(f"an answer whose costs cannot be read ({type(error).__name__})") from None
             except Unusable as error:
                 raise Interrupted(str(error)) from None
 
@@ -175,13 +205,15 @@ class RemoteJudge(Judge):
 
     def _body(self, model: str, question: Question) -> dict[str, Any]:
         turns = [{"role": "system", "content": question.system}, {"role": "user", "content": question.text}]
-        body: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": self.max_tokens}
-        if self.temperature is not None:
-            body["temperature"] = self.temperature
+        body = self._settings(model, turns)
         if self.structured:
             form = {"name": "judgement", "strict": True, "schema": dict(question.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
+
+    def _settings(self, model: str, turns: Sequence[dict[str, str]]) -> dict[str, Any]:
+        warmth = {} if self.temperature is None else {"temperature": self.temperature}
+        return {"model": model, "messages": list(turns), "max_tokens": self.max_tokens, **warmth}
 
 
 @dataclass(frozen=True)
@@ -223,6 +255,13 @@ class LocalJudge(Judge):
                 text = sampler.tokenizer.decode(completion.ids, skip_special_tokens=True)
                 opinions[i] = _read(questions[i], text, len(prompts[i]), len(completion.ids))
         return opinions
+
+
+def _text_of(answer: Any) -> str:
+    try:
+        return str(answer["choices"][0]["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError) as error:
+        raise Unreadable(f"an answer without a text ({type(error).__name__})") from None
 
 
 def _read(question: Question, text: str, tokens_in: int, tokens_out: int) -> Opinion:
