@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2610,
     "models": 4020,
-    "engines": 6350,
+    "engines": 6390,
     "evals": 2950,
     "reward_models": 1640,
     "train": 6530,
