@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70920
+MAX_PACKAGE_LINES = 71310
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 2840,
-    "engines": 6730,
+    "models": 3200,
+    "engines": 6740,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6460,
+    "train": 6470,
     "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,

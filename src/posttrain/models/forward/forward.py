@@ -16,18 +16,32 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.forward.attention import install_packed_attention, packed_attention
+from posttrain.models.forward.attention import install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs
 
-# Logits of at most this many elements (64 MiB in fp32) exist at a time.
+# Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
+MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 
 Entropy = Literal["none", "detached", "differentiable"]
 Precision = Literal["fp32", "bf16"]  # of the products inside the model
+
+
+def max_logit_elements(gpu_memory: int | None) -> int:
+    """How many logits exist at a time, on a CPU (None) or on a GPU of so many bytes: 16 bytes each with what is made of
+    them, in a sixteenth of it at most."""
+    if gpu_memory is None:
+        return MAX_LOGIT_ELEMENTS
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
+
+
+def gpu_memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU; None of a CPU."""
+    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def causal_lm(model: Any) -> Any:
@@ -96,7 +110,9 @@ class Forward:
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
         self.fused = FusedLayers(causal_lm(model))
-        self.precision: Precision = "fp32"  # that of the probe
+        self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
+        # That of the probe: a GPU's kernels for fp32 are not wanted where products are in bfloat16.
+        self.precision: Precision = "fp32" if self.device.type == "cpu" else precision
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.precision = precision
         self.last_packing: Packing | None = None
@@ -197,8 +213,9 @@ class Forward:
             self.last_slots = batch.num_rows * columns
             self.last_tokens = int(batch.lengths.clamp(max=columns).sum())
             return self._padded(batch.to(self.device), columns, predicts)
+        states = self._packed(packing, predicts)
         self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
-        return self._packed(packing, predicts)
+        return states
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
@@ -206,6 +223,7 @@ class Forward:
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
+        self.attention = kernel_used()
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
@@ -290,7 +308,8 @@ class Forward:
         """
         rows = states.predicting
         assert rows is not None
-        chunk = max(1, MAX_LOGIT_ELEMENTS // causal_lm(self.model).get_output_embeddings().weight.shape[0])
+        at_once = max_logit_elements(gpu_memory_of(self.device))
+        chunk = max(1, at_once // causal_lm(self.model).get_output_embeddings().weight.shape[0])
         if len(rows) <= chunk:
             return run(rows, ids)
         pieces: list[tuple[Tensor, ...]] = []
@@ -314,7 +333,9 @@ class Forward:
                 return False  # modules with another calling convention; the padded path serves them
         finally:
             self.model.train(was_training)
-        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4
+        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
+        if self.device.type != "cpu":
+            exact = exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
         return bool(torch.allclose(got, expected, atol=2e-4 if exact else 0.3))
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
@@ -350,6 +371,11 @@ class ActorCritic:
     def path(self) -> Literal["packed", "padded"]:
         """``packed`` where both models are."""
         return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
+
+    @property
+    def attention(self) -> str:
+        """The policy's kernel."""
+        return self.policy.attention
 
     @property
     def last_slots(self) -> int:
