@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 71310
+MAX_PACKAGE_LINES = 71420
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
-    "recipes": 1230,
+    "recipes": 1240,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 3200,
+    "models": 3300,
     "engines": 6740,
     "evals": 2950,
     "reward_models": 1640,

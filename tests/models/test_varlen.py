@@ -1,7 +1,6 @@
 """Attention without masks: the layout that kernels of a GPU are given, computed here by a loop that stands in for them.
 
-``looped`` is the contract of ``torch.nn.attention.varlen.varlen_attn``, written from its documentation: one sequence
-at a time, in the type of its inputs, causal from the end. The kernels themselves are asked in ``tests/gpu``.
+The kernels themselves are asked in ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -15,47 +14,16 @@ import torch
 from small_models import CONFIGS, gradients, ragged_batch, random_model, relative_difference
 from test_buckets import RAGGED, attention_of_each_run, very_ragged_batch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import MistralConfig, MistralForCausalLM
 
+from looped_attention import looped
 from posttrain.models.forward import attention
 from posttrain.models.forward import varlen as kernels
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.packing import Packing, Run, pack, plan_spans
 from posttrain.types import Batch
-
-
-def looped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key)), "a kernel leaves the rest unwritten"
-    assert (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max())) == (max_q, max_k)
-    assert window_size == (-1, 0)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    times = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-    outputs = []
-    for i in range(len(cu_seq_q) - 1):
-        q, (k, v) = (
-            query[cu_seq_q[i] : cu_seq_q[i + 1]],
-            (x[cu_seq_k[i] : cu_seq_k[i + 1]] for x in (key, value)),
-        )
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
-    return torch.cat(outputs)
 
 
 @pytest.fixture
@@ -248,6 +216,19 @@ def test_the_forward_pass_through_flex_attention(family: str, uncompiled_flex: N
     assert float((Forward(model)(batch).logprobs - masked).abs().max()) < 1e-5
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_flex_attention_is_compiled_for_streams_of_all_sizes():
+    """As on a GPU, but forward alone: for the first size, for a stream of one block, and for all others."""
+    torch._dynamo.reset()
+    counters.clear()
+    for packing in (pack(ragged_batch(groups=n)) for n in (12, 3, 5, 20, 8)):
+        q, k, v = (x.detach() for x in sides_of(len(packing.tokens), 4, 2, torch.float32))
+        expected = kernels.under_mask(packing, q, k, v, None)
+        assert float((kernels.flex(packing, q, k, v, None) - expected).abs().max()) < 1e-5
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_blocks_that_are_seen(seed: int):
     """Against the mask written out, over streams of some blocks."""
@@ -306,10 +287,18 @@ def test_a_kernel_is_tried_before_it_is_used(kernel: Any, right: bool, monkeypat
     assert kernels.is_right(kernels.varlen, CPU, *SIZES) is right
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 32), (8, 128), (40, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bounds_of_the_trial_leave_room_for_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_the_bounds_of_the_trial_leave_room_for_rounding(
+    dtype: torch.dtype, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Twice what a loop needs that rounds its scores, too, which no kernel does; a kernel that is wrong is far off."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
-    assert kernels.is_right(kernels.varlen, CPU, dtype, 4, 1, 128)
+    monkeypatch.setattr(kernels, "COARSE", kernels.COARSE / 2)
+    assert kernels.is_right(kernels.varlen, CPU, dtype, heads, 2, head_dim)
+    monkeypatch.setattr(kernels, "COARSE", 10 * kernels.COARSE)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", from_the_start)
+    assert not kernels.is_right(kernels.varlen, CPU, dtype, heads, 2, head_dim)
 
 
 def test_a_torch_that_knows_no_shared_keys_gets_a_head_of_keys_for_each(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,8 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
     kind = entry.traits.get("head")
     if kind is None:
         return policy, {}
-    model, temperature, precision = policy.model, policy.temperature, policy.precision
+    model, temperature = policy.model, policy.temperature
+    how: dict[str, Any] = {"precision": policy.precision, "compiled": policy.compiled}
     assert recipe.head is not None, "resolved"
     option = entry.traits.get("head_outputs")
     classes = int(recipe.objective.options[option]) if option is not None else 1
@@ -36,15 +37,15 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
     like = next(model.parameters())
     head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
-        return Forward(model, temperature, head, "at", scores_only=True, precision=precision), {"head": head}
+        return Forward(model, temperature, head, "at", scores_only=True, **how), {"head": head}
     if recipe.head.trunk == "shared":
-        return Forward(model, temperature, head, precision=precision), {"head": head}
+        return Forward(model, temperature, head, **how), {"head": head}
     frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
     trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared
     base = causal_lm(trunk)
     if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
         base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
-    critic = Forward(trunk, head=head, scores_only=True, precision=precision)
+    critic = Forward(trunk, head=head, scores_only=True, **how)
     return ActorCritic(policy, critic), {"head": head, "critic": trunk}
 
 

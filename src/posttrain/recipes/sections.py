@@ -372,6 +372,9 @@ class TrainSection(Section):
     ``precision``: of the products in the model while it is trained; weights, optimizer state, log-probabilities and the
     LM head's products are fp32 always (``tf32``, and the LM head beside ``bf16`` on a GPU: TF32). The native engine
     samples in the weights' own type.
+
+    ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
+    It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -385,6 +388,7 @@ class TrainSection(Section):
     rows_per_micro: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    compile: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0

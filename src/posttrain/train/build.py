@@ -232,7 +232,8 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
         raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
     # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return Forward(loaded.model, scoring_temperature(recipe, words.needs), precision=_of_products(recipe))
+    temperature = scoring_temperature(recipe, words.needs)
+    return Forward(loaded.model, temperature, precision=_of_products(recipe), compiled=recipe.train.compile)
 
 
 def _of_products(recipe: Recipe) -> Precision:

@@ -58,9 +58,10 @@ def install_packed_attention(model: Any) -> None:
     model.config._attn_implementation = ATTENTION_NAME
 
 
-def _attention(
+def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers' modules ask for it: by the active packing, else SDPA."""
     packing = _active
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -207,5 +208,5 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _active is not None else sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, _mask)

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.errors import UsageError
 from posttrain.models.forward.attention import install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs
+
+if TYPE_CHECKING:
+    from posttrain.models.forward.compiled import CompiledLayers
 
 # Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
@@ -91,6 +95,10 @@ class Forward:
         precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
             arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
+        compiled: the layers run through ``torch.compile`` (``compiled.py``).
+
+    Raises:
+        UsageError: layers cannot be compiled here, or not packed.
     """
 
     def __init__(
@@ -101,6 +109,7 @@ class Forward:
         reads: Reads = "before",
         scores_only: bool = False,
         precision: Precision = "fp32",
+        compiled: bool = False,
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
@@ -109,12 +118,16 @@ class Forward:
         self.reads: Reads = reads
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
-        self.fused = FusedLayers(causal_lm(model))
+        self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model))
+        self.compiled = False  # while it is probed
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         # That of the probe: a GPU's kernels for fp32 are not wanted where products are in bfloat16.
         self.precision: Precision = "fp32" if self.device.type == "cpu" else precision
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.precision = precision
+        self.compiled = compiled
+        if compiled:
+            self.layers = self._compiled_layers()
         self.last_packing: Packing | None = None
         self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -199,7 +212,7 @@ class Forward:
         if self.last_packing is None:
             yield
         else:
-            with packed_attention(self.last_packing), self.fused:
+            with packed_attention(self.last_packing), self.layers:
                 yield
 
     def _columns(self, batch: Batch) -> int:
@@ -219,7 +232,8 @@ class Forward:
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
-        with packed_attention(packing), self.fused, fast_linear(), self._products():
+        linear = nullcontext() if self.compiled else fast_linear()
+        with packed_attention(packing), self.layers, linear, self._products():
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
@@ -237,6 +251,15 @@ class Forward:
             num_targets=packing.num_targets,
             where=packing.where,
         )
+
+    def _compiled_layers(self) -> CompiledLayers:
+        from posttrain.models.forward.compiled import CompiledLayers
+
+        if self.path == "padded":
+            raise UsageError(
+                "train.compile: this model's batches are padded, and packed ones are compiled; leave it out"
+            )
+        return CompiledLayers(causal_lm(self.model))
 
     def _products(self) -> AbstractContextManager[Any]:
         """Where the model's products are computed in its ``precision``."""
@@ -393,9 +416,11 @@ class ActorCritic:
         outputs = self.policy.run(batch, packing, entropy, with_candidates)
         return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
 
-    def backward_context(self) -> Any:
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
         """As ``Forward.backward_context``; the plan is the same for both models."""
-        return self.policy.backward_context()
+        with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
+            yield
 
 
 @torch.no_grad()
