@@ -180,8 +180,9 @@ def test_gradients_in_bfloat16_are_as_good_as_the_modules_own() -> None:
     assert 0 < ours < 1.25 * theirs + 1e-3
 
 
-def test_activations_computed_again_change_no_gradient_and_take_less_memory() -> None:
-    model, batch = wide_model(layers=6), long_batch()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_computed_again_change_no_gradient_and_take_less_memory(dtype: torch.dtype) -> None:
+    model, batch = wide_model(dtype, layers=6), long_batch()
     forward = Forward(model)
     learn(forward, batch)
     found, peaks = [], []

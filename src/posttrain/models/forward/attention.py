@@ -122,6 +122,7 @@ def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | No
     if bucket.prefix is not None and bucket.width >= APART_FROM and wanted and q.device.type == "cpu" and not dropout:
         sides = [_rows(x, at, bucket.num_runs) for at in (bucket.prefix, bucket.queries) for x in (k, v)]
         assert bucket.is_prefix is not None
+        own_q, *sides = (x.to(_computed_in(q)) for x in (own_q, *sides))  # rotated in fp32, values in autocast's type
         out: Tensor = ApartAttention.apply(own_q, *sides, bucket.is_prefix, scaling)
         return out
     keys = bucket.queries if bucket.keys is None else bucket.keys

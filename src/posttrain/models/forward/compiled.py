@@ -7,6 +7,7 @@ the plain path numbers differ by fp32 rounding. The functions of ``fused.py`` ar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,8 @@ def _check_compiler(device: torch.device) -> None:
         return x.sin() * 2
 
     try:
-        with config.patch(force_disable_caches=True):
+        with warnings.catch_warnings(), config.patch(force_disable_caches=True):
+            warnings.filterwarnings("ignore", message="dynamo_pgo")
             torch.compile(doubled, backend=BACKEND)(torch.ones(8, device=device))
     except RuntimeError as error:
         says = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
