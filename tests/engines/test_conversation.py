@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
 from posttrain.engines.native import schedule
-from posttrain.engines.native.cache import SlotCache
+from posttrain.engines.native.cache import SlotCache, aligned
 from posttrain.engines.native.copied import CopiedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
@@ -446,6 +446,17 @@ def test_a_conversation_keeps_one_book() -> None:
     assert row.completion(2) == Completion(
         (1, 2, 9, 9, 3), (-0.5, -0.25, 0.0, 0.0, -1.0), "length", 2, (True, True, False, False, True)
     )
+
+
+def test_a_mask_for_a_gpu_is_aligned_wherever_it_begins() -> None:
+    whole = torch.arange(3 * 48, dtype=torch.bfloat16).view(3, 48)
+    for first, width in ((1, 16), (3, 7), (0, 17)):
+        part = whole.narrow(1, first, width)[:, None, None, :]
+        mask = aligned(part)
+        assert torch.equal(mask, part)
+        assert mask.storage_offset() == 0
+        assert mask.stride(-1) == 1
+        assert [stride % 16 for stride in mask.stride()[:-1]] == [0, 0, 0]
 
 
 def test_holes_of_the_cache() -> None:

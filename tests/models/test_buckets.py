@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import gradients, random_model, relative_difference
+from small_models import gradients, ragged_batch, random_model, relative_difference
 from torch import Tensor
 
 from posttrain.models.forward import attention
@@ -132,6 +132,20 @@ def test_a_long_run_attends_to_its_prefix_and_to_itself_as_under_the_mask(
         assert len(calls) == (least == 1)
     for masked, apart in zip(*found.values(), strict=True):
         assert torch.allclose(masked, apart, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_products_in_bfloat16_attend_apart_as_under_the_mask(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Queries and keys that were rotated are in fp32 there, and values in bfloat16."""
+    model, found = random_model(family), []
+    for least in (10**9, 1):
+        monkeypatch.setattr(attention, "APART_FROM", least)
+        model.zero_grad()
+        outputs = Forward(model, precision="bf16")(ragged_batch())
+        outputs.logprobs.sum().backward()
+        found.append((outputs.logprobs.detach(), gradients(model)))
+    assert 0 < float((found[0][0] - found[1][0]).abs().max()) < 0.1
+    assert relative_difference(found[1][1], found[0][1]) < 0.05
 
 
 class Counted:

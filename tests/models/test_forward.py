@@ -8,7 +8,13 @@ from small_models import CONFIGS, SHAPE, gradients, ragged_batch, random_model, 
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS, Forward, Precision
+from posttrain.models.forward.forward import (
+    MAX_LOGIT_ELEMENTS,
+    Forward,
+    Precision,
+    gpu_memory_of,
+    max_logit_elements,
+)
 from posttrain.models.forward.packing import pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Sample, collate
@@ -140,6 +146,29 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
     chunked = gradient(model, batch)
     assert float((whole - chunked).abs().max() / whole.abs().max()) < 1e-12
+
+
+def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """16 bytes each, a sixteenth of its memory: 2^28 of 80 GiB, and never fewer than a CPU."""
+    sizes = {None: 1 << 24, 80 << 30: 1 << 28, 24 << 30: 24 << 22, 2 << 30: 1 << 24}
+    assert {memory: max_logit_elements(memory) for memory in sizes} == sizes
+    assert gpu_memory_of(torch.device("cpu")) is None
+    model, batch = random_model("gpt2"), ragged_batch()
+    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
+    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS_ON_GPU", 97 * 50)
+    asked: list[int] = []
+    plain = score_logits
+    monkeypatch.setattr(
+        "posttrain.models.forward.forward.score_logits",
+        lambda x, *rest, **how: asked.append(len(x)) or plain(x, *rest, **how),
+    )
+    forward, most = Forward(model), []
+    for memory in (None, 97 * 256 * 20, 80 << 30):
+        monkeypatch.setattr("posttrain.models.forward.forward.gpu_memory_of", lambda _, memory=memory: memory)
+        asked.clear()
+        forward(batch)
+        most.append(max(asked))
+    assert most == [5, 20, 50]
 
 
 def test_logprobs_are_fp32_for_bf16_weights():

@@ -59,7 +59,7 @@ def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeyp
                     torch.nn.init.normal_(parameter, std=0.1)
         forward, batch = Forward(model), ragged_batch()
         assert forward.path == "packed"
-        assert len(forward.fused.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 1
+        assert len(forward.layers.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 1
         calls: list[str] = []
         monkeypatch.setattr(fused, "Rotate", Counted(calls))
         with gradient_checkpointing([model] if kind == "checkpointed" else []):

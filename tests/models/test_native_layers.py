@@ -161,7 +161,7 @@ def assert_attends(packing: Packing, heads: tuple[int, int], dim: int, seed: int
     real = torch.arange(n)[:, None, None] < packing.num_tokens
 
     def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = PackedAttention.apply(q, k, v, packing.runs, packing.num_tokens, dim**-0.5)
+        out = PackedAttention.apply(q, k, v, packing.table, packing.num_tokens, dim**-0.5)
         assert bool((out[packing.num_tokens :] == 0).all())
         return out * real
 
@@ -198,7 +198,7 @@ def test_bits_of_attention_do_not_depend_on_the_number_of_threads(native_kernel:
             torch.set_num_threads(count)
             results.append(
                 passes(
-                    lambda *x: PackedAttention.apply(*x, packing.runs, packing.num_tokens, 0.2), streams, torch.float32
+                    lambda *x: PackedAttention.apply(*x, packing.table, packing.num_tokens, 0.2), streams, torch.float32
                 )
             )
     finally:

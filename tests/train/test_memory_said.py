@@ -51,7 +51,7 @@ ROWS = {
 def row_of(name: str, overrides: dict[str, str]) -> str:
     recipe = load_recipe(name.partition(" ")[0], list(overrides.items())).resolve()
     architecture, sizes = PUBLISHED[recipe.model.name]
-    memory = memory_of(recipe, AutoConfig.for_model(architecture, **sizes))
+    memory = memory_of(recipe, AutoConfig.for_model(architecture, **sizes), 80 * 2**30)
     held = memory.update - memory.activations - memory.logits
     shown = (held, memory.activations + memory.logits, memory.kv_cache, memory.update)
     numbers = " | ".join(f"{num_bytes / 2**30:.1f}" if num_bytes else "" for num_bytes in shown)

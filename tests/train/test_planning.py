@@ -64,9 +64,10 @@ def test_kinds_of_gpus_are_read_and_others_refused() -> None:
 
 def test_every_gpu_has_its_share(folder: str) -> None:
     recipe, config = counted(recipe_of(folder))
-    whole = memory_of(recipe, config)
-    assert memory_per_gpu(recipe, config, 1, "none") == whole
-    eighth, sharded = (memory_per_gpu(recipe, config, 8, name) for name in ("none", "fsdp2"))
+    _, gpu = read_gpus("H100")
+    whole = memory_of(recipe, config, int(gpu.memory * 2**30))
+    assert memory_per_gpu(recipe, config, 1, "none", gpu) == whole
+    eighth, sharded = (memory_per_gpu(recipe, config, 8, name, gpu) for name in ("none", "fsdp2"))
     assert (eighth.weights, eighth.optimizer) == (whole.weights, whole.optimizer)
     assert eighth.rollouts * 8 == whole.rollouts
     for part in ("gradients", "optimizer"):
@@ -112,7 +113,7 @@ def test_what_would_make_it_fit_does(folder: str) -> None:
         base = {"model.name": folder, "rollout.prompts": "64", "rollout.max_tokens": "2048", "eval.every": "0"}
         base |= {"train.tokens_per_micro": "65536", "prompt.max_prompt_tokens": "256"}
         changed = load_recipe("tiny/grpo", list((base | dict(pairs)).items())).resolve()
-        assert most(memory_of(*counted(changed))) <= room(gpu)
+        assert most(memory_of(*counted(changed), int(gpu.memory * 2**30))) <= room(gpu)
     hopeless = plan_for(recipe, *read_gpus("T4"))
     assert hopeless.fits == []
     assert all(len(keys) >= 1 for keys in hopeless.changes)

@@ -15,7 +15,8 @@ COARSE = {"steps": 4, "precision": "bf16", "save_every": 2}
 
 
 def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", train=COARSE)
+    slowly = {**COARSE, "lr": 3e-4}  # at 1e-3 rounding moves the fourth loss by 6 % on a CPU with AMX
+    recipe = make_recipe("sft", train=slowly)
     run(tmp_path / "whole", recipe)
     run(tmp_path / "parted", recipe, stop_after=2)
     run(tmp_path / "parted", recipe, resume=True)
@@ -23,7 +24,7 @@ def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) 
     assert same_bits(whole, parted)
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parted")
     assert {t.dtype for n, t in whole.items() if t.is_floating_point()} == {torch.float32}
-    run(tmp_path / "exact", make_recipe("sft", train={**COARSE, "precision": "fp32"}))
+    run(tmp_path / "exact", make_recipe("sft", train={**slowly, "precision": "fp32"}))
     assert not same_bits(whole, saved_tensors(tmp_path / "exact", 4))
     losses, expected = ([step["loss"] for step in steps_of(tmp_path / name)] for name in ("whole", "exact"))
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)

@@ -190,7 +190,7 @@ class AdapterSection(Section):
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 
 
-Attention = Literal["sdpa", "eager", "efficient", "flash"]
+Attention = Literal["sdpa", "eager", "efficient", "flash", "flex"]
 
 
 class ModelSection(Section):
@@ -202,7 +202,9 @@ class ModelSection(Section):
 
     ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
     ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
-    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16). They differ by rounding alone.
+    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16, of the weights or by
+    ``train.precision``). On a GPU packed training has no masks: ``sdpa`` takes variable-length flash in 16 bits, else
+    ``flex`` (compiled when the run begins; fp32, too; GPUs alone), else masks, and says so. They differ by rounding.
     """
 
     name: str = "tiny"
@@ -373,6 +375,9 @@ class TrainSection(Section):
 
     ``native_kernel``: on a CPU what stands between the products of layers in fp32 is compiled C++, where there is a
     compiler: an update takes about a quarter less time, and its last bits are others.
+
+    ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
+    It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -387,6 +392,7 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     native_kernel: bool = False
+    compile: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0

@@ -159,8 +159,16 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         evaluator=evaluator,
         beside=beside,
         guarantee=words.guarantee,
-        notices=notices,
+        notices=[*notices, *_told_of_masks(base.policy, recipe)],
     )
+
+
+def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
+    """A line where a GPU is to attend under masks, and nobody asked for that."""
+    meant = recipe.model.attention != "sdpa" or policy.device.type == "cpu" or policy.path == "padded"
+    if meant or policy.attention != "mask":
+        return []
+    return ["model.attention: neither variable-length nor flex attention works here; the trainer attends under masks"]
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,8 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    return Forward(model, temperature, precision=precision, native_kernel=recipe.train.native_kernel)
+    native, compiled = recipe.train.native_kernel, recipe.train.compile
+    return Forward(model, temperature, precision=precision, native_kernel=native, compiled=compiled)
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:

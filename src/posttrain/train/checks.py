@@ -158,6 +158,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.model.adapter and r.model.init, "model.adapter", base
     stands = ": a reward head always stands on the model that is trained; leave it out"
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
+    twice = ": compiled layers do not use the native kernel; leave one of train.compile and train.native_kernel out"
+    yield r.train.compile and r.train.native_kernel, "train.native_kernel", twice
     judges = f": 'all' is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
     yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
 
@@ -302,3 +304,5 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield w.recipe.model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
     yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
+    layers = ": layers whose weights are gathered as they are used were never compiled; use scale.sharding none"
+    yield w.recipe.train.compile, "train.compile", layers

@@ -121,6 +121,7 @@ class Loop:
             "num_parameters": num_parameters(parts.model),
             "num_trained": sum(p.numel() for _, p in parts.parameters),
             "forward_path": parts.method.forward.path,
+            "attention": parts.method.forward.attention,
             "guarantee": parts.guarantee,
         }
 
@@ -450,7 +451,7 @@ def _attention(recipe: Recipe) -> AbstractContextManager[None]:
         return nullcontext()
     from posttrain.models.attention import chosen_attention
 
-    return chosen_attention(recipe.model)
+    return chosen_attention(recipe.model, torch.bfloat16 if recipe.train.precision == "bf16" else None)
 
 
 @contextmanager

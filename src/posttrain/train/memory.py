@@ -27,7 +27,8 @@ activations
     the activations of one layer with 3f · s · N (2f where 2f are kept) for the gradients inside of it.
 logits
     of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · 16 (18 in half precision) for logits,
-    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained.
+    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained. On a GPU it
+    is 2^28 in place of 2^24, or a 256th of its bytes where that is less.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
@@ -54,10 +55,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.forward.forward import MAX_LOGIT_ELEMENTS
+from posttrain.models.forward.forward import gpu_memory_of, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
-from posttrain.models.load import stated_config
+from posttrain.models.load import choose_device, stated_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.models.stated_sizes import read_object
 from posttrain.recipes.recipe import Recipe
@@ -151,9 +152,11 @@ class Micro:
 
 
 def stated_memory(recipe: Recipe) -> Memory | str:
-    """``memory_of`` a resolved recipe by the configuration that is at hand, or in a few words why there is none."""
+    """``memory_of`` a resolved recipe on this machine by the configuration that is at hand, or in a few words why there
+    is none."""
     try:
-        return memory_of(*counted(recipe))
+        device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
+        return memory_of(*counted(recipe), gpu_memory_of(device))
     except PosttrainError as error:
         return str(error)
 
@@ -191,11 +194,12 @@ def _with_loaded_adapter(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"adapter": section})})
 
 
-def memory_of(recipe: Recipe, config: Any) -> Memory:
+def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Memory:
     """The memory of training as a resolved recipe says, by part.
 
     Args:
         config: a transformers configuration of an architecture in ``QK_NORMS``.
+        gpu_memory: bytes of the GPU that trains; None for a CPU.
 
     Raises:
         RecipeError: words of the recipe do not fit one another.
@@ -209,7 +213,7 @@ def memory_of(recipe: Recipe, config: Any) -> Memory:
     num_trained = sum(w.numel for w in trained)
     micro = micro_batch(recipe, words)
     has_critic = words.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
-    logits = 0 if words.only_scores else _logits(config, micro, size, head_trained=adapter is None)
+    logits = 0 if words.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
     of_layer = _of_layer(config, micro, size, adapter, weights)
     if recipe.train.gradient_checkpointing:
         again = of_layer + (2 if _is_fused(config, size) else 3) * _mlp(config)[0] * size * micro.tokens
@@ -377,8 +381,8 @@ def _mlp(config: Any) -> tuple[int, int, bool]:
     return inner, (4 if config.activation_function == "gelu_new" else 1) * inner, False
 
 
-def _logits(config: Any, micro: Micro, size: int, *, head_trained: bool) -> int:
-    rows = min(_rounded(micro.trained), max(1, MAX_LOGIT_ELEMENTS // config.vocab_size))
+def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
+    rows = min(_rounded(micro.trained), max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     return rows * config.vocab_size * (16 if size == 4 else 18) + (
         4 * config.hidden_size * config.vocab_size if head_trained else 0
     )

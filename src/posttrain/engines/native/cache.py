@@ -71,6 +71,12 @@ class SlotCache:
         """``[count, width]``: 0 where a row may look, -inf before its start and in its holes; None when all may."""
         return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
 
+    def mask(self) -> Tensor | None:
+        """``bias`` as attention takes it, ``[count, 1, 1, width]``; on a GPU aligned, once for all layers of a step."""
+        bias = self.bias()
+        mask = None if bias is None else bias[:, None, None, :]
+        return mask if mask is None or mask.device.type == "cpu" else aligned(mask)
+
     def reserve(self, length: int) -> None:
         """Make prefixes of up to ``length`` tokens fit before the cursor."""
         if self.shared is not None:
@@ -209,6 +215,13 @@ class SlotCache:
         self.first += shift
         self.cursor += shift
         self._view_rows()
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """``mask [R, 1, 1, W]`` in memory of its own whose strides are multiples of 16: memory-efficient attention takes no
+    other, so it would be copied in every layer, or refused where it begins in the middle of a larger one."""
+    width = mask.shape[-1]
+    return mask.new_empty((*mask.shape[:-1], _aligned(width)))[..., :width].copy_(mask)
 
 
 def _aligned(columns: int) -> int:

@@ -201,14 +201,20 @@ def modules_decoder(model: Any, shapes: list[LayerShape] | None = None) -> Decod
 
 @contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, no gradients, no autocast; every module's own mode is put back."""
+    """Evaluation mode, no gradients, no autocast; every module's own mode is put back.
+
+    Nor cuDNN's attention: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device_type = next(model.parameters()).device.type
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
         model.eval()
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         for module, training in modes:
             module.training = training
 

@@ -164,9 +164,7 @@ class LeanDecoder:
         return lambda index, layer, work: attend(index, work.whole, layer.head_norm, layer.head_eps)
 
     def _attend_by_torch(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
-        bias = cache.bias()
-        if bias is not None:
-            bias = bias[:, None, None, :]
+        bias = cache.mask()
         rows = len(cos)
 
         def attend(index: int, layer: Layer, work: Workspace) -> Tensor:
@@ -175,7 +173,8 @@ class LeanDecoder:
             query = q.view(rows, self.num_keys, -1, self.head_dim)
             if self.transposed:
                 return self._attend_plainly(index, query, keys, values, bias, cache.shared)
-            # The query heads that share a key head stand as query positions: no mask of their own.
+            # The query heads that share a key head stand as query positions: no mask of their own, and no enable_gqa,
+            # beside which neither flash nor memory-efficient attention takes a mask.
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
             return mixed.reshape(rows, -1)
 

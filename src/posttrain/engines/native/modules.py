@@ -92,10 +92,9 @@ class ModulesDecoder:
 
     def _mask(self, rows: int, cache: SlotCache) -> Any:
         """The additive mask ``[R, 1, 1, width]`` in the form that the model takes."""
-        bias = cache.bias()
-        if bias is None:
-            bias = torch.zeros((rows, cache.width), dtype=cache.dtype, device=self.device)
-        full = bias[:, None, None, :]
+        full = cache.mask()
+        if full is None:
+            full = torch.zeros((rows, 1, 1, cache.width), dtype=cache.dtype, device=self.device)
         if self.window is None:
             return full
         windowed = full

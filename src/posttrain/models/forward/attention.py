@@ -1,13 +1,14 @@
 """Attention over a packed stream, for the modules of transformers as they are.
 
 It is a registered implementation of transformers' attention interface, so that the modules of every architecture that
-uses the interface run unchanged. Short runs behind a prefix attend under a mask; a long run has a mask of the
-square of its length, for every layer and in fp32, so on a CPU it attends to its prefix and to itself apart.
+uses the interface run unchanged. On a GPU runs attend as they are (``varlen.py``). On a CPU they do so in rectangles:
+short runs behind a prefix under a mask; a long run has a mask of the square of its length, for every layer and in fp32,
+so it attends to its prefix and to itself apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,22 @@ from transformers.masking_utils import sdpa_mask
 
 from posttrain.models.forward.packing import Bucket, Packing
 
+if TYPE_CHECKING:
+    from posttrain.models.forward.varlen import Kernel
+
 ATTENTION_NAME = "posttrain_packed"
 # From this width on two calls without a mask are as fast as one with it (one core of an AMD EPYC: 16 runs of 256 slots
 # 50 and 50 ms, of 512 slots 219 and 201, 8 of 1,024 slots 396 and 265), and need no memory for it.
 APART_FROM = 384
 
 _active: Packing | None = None
+_used = "mask"
 
 
 class packed_attention:
     """Context in which the model's attention follows a packing. Backward must run inside it too,
-    where activations are recomputed."""
+    where activations are recomputed. cuDNN's attention is off in it: it makes a plan for every shape, which takes
+    some 100 ms, and hardly two batches have one shape."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -38,10 +44,13 @@ class packed_attention:
         global _active
         assert _active is None, "packings do not nest"
         _active = self.packing
+        self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def __exit__(self, *_: Any) -> None:
         global _active
         _active = None
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
 def install_packed_attention(model: Any) -> None:
@@ -49,15 +58,27 @@ def install_packed_attention(model: Any) -> None:
     model.config._attn_implementation = ATTENTION_NAME
 
 
-def _attention(
+def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers' modules ask for it: by the active packing, else SDPA."""
     packing = _active
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     window = kwargs.get("sliding_window")
     return attend(packing, q, k, v, kwargs.get("scaling"), kwargs.get("dropout", 0.0), window), None
+
+
+def note_kernel(name: str) -> None:
+    """Say what attends to a packed stream now."""
+    global _used
+    _used = name
+
+
+def kernel_used() -> str:
+    """What the last packed stream attended with: ``varlen``, ``flex``, ``native``, or ``mask`` (in rectangles)."""
+    return _used
 
 
 def active_packing() -> Packing | None:
@@ -70,6 +91,11 @@ def attend(
 ) -> Tensor:
     """Attention of streams ``[N, H, D]`` under ``packing``: ``[1, N, H, D]``."""
     check_window(packing, window)
+    kernel = unmasked_kernel(q, k, v, dropout)
+    note_kernel("mask" if kernel is None else kernel.__name__)
+    if kernel is not None:
+        dtype = _computed_in(q)
+        return kernel(packing, q.to(dtype), k.to(dtype), v.to(dtype), scaling)[None]
     parts = [q[:0]]  # for a stream that holds nothing
     for bucket in packing.buckets:
         own = _attend(bucket, q, k, v, scaling, dropout)
@@ -80,8 +106,23 @@ def attend(
 
 def check_window(packing: Packing, window: int | None) -> None:
     """A sliding window must hold every sequence whole."""
-    if window is not None and int(packing.positions.max()) >= window:
+    if window is not None and packing.longest > window:
         raise AssertionError("sequences longer than the attention window take the padded path")
+
+
+def unmasked_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel | None:
+    """What attends to the stream without a mask; None on a CPU, and where nothing that this GPU has does."""
+    if q.device.type == "cpu" or dropout or q.shape[-1] != v.shape[-1] or not len(q):
+        return None
+    from posttrain.models.forward.varlen import kernel_for
+
+    return kernel_for(q, k, _computed_in(q))
+
+
+def _computed_in(q: Tensor) -> torch.dtype:
+    """The type that torch's own attention computes in: autocast's, where that is on."""
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float) -> Tensor:
@@ -91,6 +132,7 @@ def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | No
     if bucket.prefix is not None and bucket.width >= APART_FROM and wanted and q.device.type == "cpu" and not dropout:
         sides = [_rows(x, at, bucket.num_runs) for at in (bucket.prefix, bucket.queries) for x in (k, v)]
         assert bucket.is_prefix is not None
+        own_q, *sides = (x.to(_computed_in(q)) for x in (own_q, *sides))  # rotated in fp32, values in autocast's type
         out: Tensor = ApartAttention.apply(own_q, *sides, bucket.is_prefix, scaling)
         return out
     keys = bucket.queries if bucket.keys is None else bucket.keys
@@ -157,6 +199,10 @@ def _filled(outputs: Tensor, stream: Tensor) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
+    if q.device.type != "cpu":  # memory-efficient attention takes a mask, and no heads that share keys
+        from posttrain.models.forward.varlen import each_query_its_keys
+
+        k, v = each_query_its_keys(q, k, v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -173,5 +219,5 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _active is not None else sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, _mask)

@@ -9,25 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.forward.attention import install_packed_attention, packed_attention
+from posttrain.errors import UsageError
+from posttrain.models.forward.attention import install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs
 
-# Logits of at most this many elements (64 MiB in fp32) exist at a time.
+if TYPE_CHECKING:
+    from posttrain.models.forward.compiled import CompiledLayers
+
+# Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
+MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 
 Entropy = Literal["none", "detached", "differentiable"]
 Precision = Literal["fp32", "bf16"]  # of the products inside the model
+
+
+def max_logit_elements(gpu_memory: int | None) -> int:
+    """How many logits exist at a time, on a CPU (None) or on a GPU of so many bytes: 16 bytes each with what is made of
+    them, in a sixteenth of it at most."""
+    if gpu_memory is None:
+        return MAX_LOGIT_ELEMENTS
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
+
+
+def gpu_memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU; None of a CPU."""
+    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def causal_lm(model: Any) -> Any:
@@ -78,6 +96,10 @@ class Forward:
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
             arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
         native_kernel: on a CPU the layers' elementwise work goes through the native kernel, if this process has one.
+        compiled: the layers run through ``torch.compile`` (``compiled.py``).
+
+    Raises:
+        UsageError: layers cannot be compiled here, or not packed.
     """
 
     def __init__(
@@ -89,6 +111,7 @@ class Forward:
         scores_only: bool = False,
         precision: Precision = "fp32",
         native_kernel: bool = False,
+        compiled: bool = False,
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
@@ -98,10 +121,16 @@ class Forward:
         self.scores_only = scores_only
         install_packed_attention(causal_lm(model))
         self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
-        self.fused = FusedLayers(causal_lm(model), self.native_kernel)
-        self.precision: Precision = "fp32"  # that of the probe
+        self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
+        self.compiled = False  # while it is probed
+        self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
+        # That of the probe: a GPU's kernels for fp32 are not wanted where products are in bfloat16.
+        self.precision: Precision = "fp32" if self.device.type == "cpu" else precision
         self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
         self.precision = precision
+        self.compiled = compiled
+        if compiled:
+            self.layers = self._compiled_layers()
         self.last_packing: Packing | None = None
         self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -110,7 +139,8 @@ class Forward:
         self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
         """The pass over another model, or with a head, computed as this one is."""
-        return Forward(model, self.temperature, head, reads, scores_only, self.precision, self.native_kernel)
+        how = (self.precision, self.native_kernel, self.compiled)
+        return Forward(model, self.temperature, head, reads, scores_only, *how)
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +222,7 @@ class Forward:
         if self.last_packing is None:
             yield
         else:
-            with packed_attention(self.last_packing), self.fused:
+            with packed_attention(self.last_packing), self.layers:
                 yield
 
     def _columns(self, batch: Batch) -> int:
@@ -206,15 +236,18 @@ class Forward:
             self.last_slots = batch.num_rows * columns
             self.last_tokens = int(batch.lengths.clamp(max=columns).sum())
             return self._padded(batch.to(self.device), columns, predicts)
+        states = self._packed(packing, predicts)
         self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
-        return self._packed(packing, predicts)
+        return states
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
-        with packed_attention(packing), self.fused, fast_linear(), self._products():
+        linear = nullcontext() if self.compiled else fast_linear()
+        with packed_attention(packing), self.layers, linear, self._products():
             hidden = base.get_decoder()(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
+        self.attention = kernel_used()
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
@@ -228,6 +261,15 @@ class Forward:
             num_targets=packing.num_targets,
             where=packing.where,
         )
+
+    def _compiled_layers(self) -> CompiledLayers:
+        from posttrain.models.forward.compiled import CompiledLayers
+
+        if self.path == "padded":
+            raise UsageError(
+                "train.compile: this model's batches are padded, and packed ones are compiled; leave it out"
+            )
+        return CompiledLayers(causal_lm(self.model))
 
     def _products(self) -> AbstractContextManager[Any]:
         """Where the model's products are computed in its ``precision``."""
@@ -302,7 +344,8 @@ class Forward:
         """
         rows = states.predicting
         assert rows is not None
-        chunk = max(1, MAX_LOGIT_ELEMENTS // causal_lm(self.model).get_output_embeddings().weight.shape[0])
+        at_once = max_logit_elements(gpu_memory_of(self.device))
+        chunk = max(1, at_once // causal_lm(self.model).get_output_embeddings().weight.shape[0])
         if len(rows) <= chunk:
             return run(rows, ids)
         pieces: list[tuple[Tensor, ...]] = []
@@ -326,7 +369,9 @@ class Forward:
                 return False  # modules with another calling convention; the padded path serves them
         finally:
             self.model.train(was_training)
-        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4
+        exact = base.get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
+        if self.device.type != "cpu":
+            exact = exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
         return bool(torch.allclose(got, expected, atol=2e-4 if exact else 0.3))
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
@@ -364,6 +409,11 @@ class ActorCritic:
         return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
 
     @property
+    def attention(self) -> str:
+        """The policy's kernel."""
+        return self.policy.attention
+
+    @property
     def last_slots(self) -> int:
         """Positions that the last pass computed over, in both models."""
         return self.policy.last_slots + self.critic.last_slots
@@ -379,9 +429,11 @@ class ActorCritic:
         outputs = self.policy.run(batch, packing, entropy, with_candidates)
         return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
 
-    def backward_context(self) -> Any:
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
         """As ``Forward.backward_context``; the plan is the same for both models."""
-        return self.policy.backward_context()
+        with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
+            yield
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from posttrain.models.forward.attention import active_packing, attend, check_window
+from posttrain.models.forward.attention import active_packing, attend, check_window, note_kernel
 from posttrain.models.forward.packing import Packing
 
 ENABLED = True
@@ -222,7 +222,8 @@ def native_functions() -> Functions:
         if dropout or q.shape[-1] % HEAD_SIZES or not _is_fp32(q, k, v):
             return attend(packing, q, k, v, scaling, dropout, window)
         check_window(packing, window)
-        out: Tensor = layers.PackedAttention.apply(q, k, v, packing.runs, packing.num_tokens, scaling)
+        note_kernel("native")
+        out: Tensor = layers.PackedAttention.apply(q, k, v, packing.table, packing.num_tokens, scaling)
         return out
 
     return Functions(layers.RmsNorm.apply, rotate, layers.SwiGlu.apply, attend_natively)

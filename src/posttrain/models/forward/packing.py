@@ -4,17 +4,17 @@ A batch of B rows becomes a stream of N tokens: first every distinct prompt (*pr
 each row's own tokens. Linear layers see the stream ``[1, N, d]``; only attention knows which
 tokens belong together. A prompt shared by G rows costs its tokens once, not G times.
 
-The runs of the stream attend in buckets of like length, so that little is padded: a *run* is a piece of the
-stream that attends to itself causally, behind a prefix elsewhere in the stream or behind nothing. Attention
-(``attention.py``) wants rectangles; runs that are far apart in length would fill one mostly with padding, since
-its work grows with the square of the length.
+A *run* is a piece of the stream that attends to itself causally, behind a prefix elsewhere in the stream or behind
+nothing. Kernels of variable-length attention (``varlen.py``) take runs as they are (``Spans``). Others want rectangles
+(``attention.py``): there runs attend in buckets of like length, so that little is padded; runs that are far apart in
+length would fill one mostly with padding, since its work grows with the square of the length.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -122,6 +122,37 @@ def plan_buckets(runs: Sequence[Run]) -> tuple[tuple[Bucket, ...], Tensor | None
     return buckets, torch.from_numpy(order)
 
 
+@dataclass(frozen=True)
+class Spans:
+    """Runs as kernels of variable-length attention take them: nothing padded, no mask.
+
+    Run r has the queries from ``query_starts[r]`` to ``query_starts[r + 1]`` of the stream, in order, and the keys from
+    ``key_starts[r]`` to ``key_starts[r + 1]`` of ``keys`` (both ``int32 [R + 1]``): its prefix and itself. So its last
+    query sees all of its keys, the one before all but the last: causal attention aligned at the end of both.
+    keys ``int64 [K]``: stream index of each key, or None where they are the stream itself, in order.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    keys: Tensor | None
+    most_queries: int
+    most_keys: int
+
+
+def plan_spans(runs: Sequence[Run], device: Any = None) -> Spans:
+    """The spans of all runs that have tokens. Runs must follow one another in the stream without gaps."""
+    filled = [r for r in runs if r.length > 0]
+    lengths = np.array([r.length for r in filled], dtype=np.int32)
+    before = np.array([r.prefix_length for r in filled], dtype=np.int32)
+    keys = None
+    if before.any():
+        sides = [(a, a + n) for r in filled for a, n in ((r.prefix_start, r.prefix_length), (r.start, r.length))]
+        keys = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in sides])).to(device)
+    queries, seen = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths, lengths + before))
+    most = (int(n.max(initial=0)) for n in (lengths, lengths + before))
+    return Spans(torch.from_numpy(queries).to(device), torch.from_numpy(seen).to(device), keys, *most)
+
+
 def _in_stream_order(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda r: r.start)
 
@@ -167,43 +198,77 @@ Reads = Literal["before", "at"]
 ROUND_TOKENS = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """The stream of a batch and how its parts attend.
 
-    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; buckets: the distinct
-    prompts and each row's own tokens, as attention sees them; order: where each token of the stream stands in
-    the joined outputs of the buckets (see ``plan_buckets``); predictors ``int64 [M]``: stream index whose output
+    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; runs: the distinct prompts and each
+    row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output
     predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where:
-    ``bool [B, T]`` the trained positions in row-major order; runs ``int64 [R, 4]``: start and length of each run, start
-    and length of its prefix (0, 0 without one).
+    ``bool [B, T]`` the trained positions in row-major order. How attention takes the runs is worked out when it
+    first asks.
     """
 
     tokens: Tensor
     positions: Tensor
     num_tokens: int
-    buckets: tuple[Bucket, ...]
-    order: Tensor | None
+    runs: tuple[Run, ...]
     predictors: Tensor
     readers: Tensor | None
     targets: Tensor
     num_targets: int
     where: Tensor
-    runs: Tensor
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
 
         def moved(part: Any) -> Any:
-            if isinstance(part, tuple):
-                return tuple(bucket.to(device) for bucket in part)
-            return part.to(device) if hasattr(part, "to") else part
+            return part.to(device) if isinstance(part, Tensor) else part
 
         return Packing(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
 
+    @cached_property
+    def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
+        buckets, order = plan_buckets(self.runs)
+        device = self.tokens.device
+        return tuple(bucket.to(device) for bucket in buckets), None if order is None else order.to(device)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The runs in rectangles."""
+        return self._rectangles[0]
+
+    @property
+    def order(self) -> Tensor | None:
+        """Where each token of the stream stands in the joined outputs of the buckets (see ``plan_buckets``)."""
+        return self._rectangles[1]
+
+    @property
+    def filled_runs(self) -> list[Run]:
+        """The runs, and what the stream is filled up with as one more: every kernel writes every output."""
+        return [*self.runs, Run(self.num_tokens, len(self.tokens) - self.num_tokens)]
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The runs without rectangles, those that fill the stream up among them."""
+        return plan_spans(self.filled_runs, self.tokens.device)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """``int64 [R, 4]``, on the CPU: start and length of each run that holds tokens, and of its prefix."""
+        rows = [(r.start, r.length, r.prefix_start, r.prefix_length) for r in self.runs if r.length]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, its prefix among them."""
+        return max((r.prefix_length + r.length for r in self.runs), default=0)
+
     @property
     def num_slots(self) -> int:
-        """Slots that attention computes over, padding included."""
+        """Slots that attention computed over: those of its rectangles, padding included, where it took them."""
+        if "_rectangles" not in vars(self):
+            return self.num_tokens
         return sum(bucket.queries.numel() for bucket in self.buckets)
 
 
@@ -241,19 +306,16 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
     for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
         runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
-    buckets, order = plan_buckets(runs)
     return Packing(
         tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
         positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
         num_tokens=int(row_offsets[-1]),
-        buckets=tuple(bucket.to(device) for bucket in buckets),
-        order=None if order is None else order.to(device),
+        runs=tuple(runs),
         predictors=torch.from_numpy(_rounded(predictors.astype(np.int64))).to(device),
         readers=None if reads == "before" else torch.from_numpy(_rounded(readers.astype(np.int64))).to(device),
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
-        runs=torch.tensor([astuple(run) for run in runs], dtype=torch.int64).reshape(-1, 4).to(device),
     )
 
 

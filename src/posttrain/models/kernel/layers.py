@@ -113,7 +113,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Causal attention of streams q ``[N, H, D]``, k, v ``[N, K, D]`` by runs (``Packing.runs``): ``[N, H, D]``.
+    """Causal attention of streams q ``[N, H, D]``, k, v ``[N, K, D]`` by runs (``Packing.table``): ``[N, H, D]``.
 
     D is a multiple of 32, and K divides H. 0 behind the first ``num_tokens``.
     """

@@ -96,7 +96,7 @@ def plan_for(recipe: Recipe, count: int, gpu: Gpu, answer_tokens: int | None = N
         RecipeError: words of the recipe do not fit one another.
     """
     recipe, config = counted(recipe)
-    memory = {name: memory_per_gpu(recipe, config, count, name) for name in SHARDINGS[: 1 if count == 1 else 2]}
+    memory = {name: memory_per_gpu(recipe, config, count, name, gpu) for name in SHARDINGS[: 1 if count == 1 else 2]}
     seconds = _seconds(recipe, config, count, gpu, answer_tokens)
     plan = Plan(count, gpu, memory, seconds, recipe.train.epochs * recipe.train.minibatches, [], {})
     if not plan.fits:
@@ -116,9 +116,9 @@ def room(gpu: Gpu) -> float:
     return USABLE * gpu.memory * GIB
 
 
-def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str) -> Memory:
+def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str, gpu: Gpu) -> Memory:
     """The parts that one of ``count`` GPUs holds; ``config`` as ``memory_of`` takes it."""
-    whole = memory_of(_share_of(recipe, count), config)
+    whole = memory_of(_share_of(recipe, count), config, int(gpu.memory * GIB))
     if sharding == "none" or count == 1:
         return whole
     parts = {part.name: getattr(whole, part.name) for part in fields(whole)}
@@ -219,7 +219,7 @@ def _changes(recipe: Recipe, config: Any, count: int, gpu: Gpu) -> list[list[str
     ladder = list(_ladder(recipe))
 
     def fits(changed: Recipe) -> bool:
-        return any(most(memory_per_gpu(changed, config, count, name)) <= room(gpu) for name in SHARDINGS)
+        return any(most(memory_per_gpu(changed, config, count, name, gpu)) <= room(gpu) for name in SHARDINGS)
 
     alone = [[key] for key, change in ladder if fits(change(recipe))]
     if alone:

@@ -1,0 +1,214 @@
+"""Attention over a packed stream on a GPU, without masks: variable-length kernels, and which of them a machine has.
+
+In order, the first that is right here (``kernel_for`` tries it on a small stream, outputs and gradients, against
+attention under a mask in fp32): ``varlen`` is torch's variable-length flash attention, for 16-bit numbers; ``flex`` is
+torch's flex attention, compiled, which reads shared prompts where they are and computes fp32 too, which flash does
+not. Where neither is (no compiler, float64, dropout), rectangles under a mask are left: their work is quadratic in
+what they pad, and a mask has to be kept for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.models.forward.packing import ROUND_TOKENS, Packing, Run
+
+# (packing, q [N, H, D], k and v [N, K, D], scale) -> [N, H, D], with K a divisor of H
+Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]
+
+# How far a kernel that is right may be off, as a share of the largest number: in 16 bits and TF32, and in fp32.
+COARSE, EXACT = 0.05, 1e-4
+
+_asked: str | None = None  # the kernel that a run names
+
+
+class SharedKeys(torch.autograd.Function):
+    """``stream[at]`` for a stream ``[N, K, D]``, whose places ``at`` several runs may share.
+
+    The gradient of a place is the sum over all runs that see it, in fp32: G sums in bfloat16 would each be rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.length = len(stream)
+        return stream.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        total = wide.new_zeros((ctx.length, *gradient.shape[1:])).index_add_(0, at, wide)
+        return total.to(gradient.dtype), None
+
+
+def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """By ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
+
+    Its causal window (-1, 0) is aligned at the end of queries and keys, as flash attention's is since version 2.1.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    spans = packing.spans
+    if spans.keys is not None:
+        k, v = SharedKeys.apply(k, spans.keys), SharedKeys.apply(v, spans.keys)
+    grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        grouped, (k, v) = {}, each_query_its_keys(q, k, v)
+    starts, most = (spans.query_starts, spans.key_starts), (spans.most_queries, spans.most_keys)
+    out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
+    assert isinstance(out, Tensor), "log-sums were not asked for"
+    return out
+
+
+def flex(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """By ``torch.nn.attention.flex_attention``, over the stream itself: no key is there twice."""
+    sides = (x.transpose(0, 1)[None] for x in (q, k, v))
+    mask, grouped = block_mask(packing), k.shape[1] != q.shape[1]
+    out: Tensor = _compiled_flex()(*sides, block_mask=mask, scale=scaling, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+KERNELS: dict[str, Kernel] = {"varlen": varlen, "flex": flex}
+
+
+def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of q's, along the dimension ``heads``."""
+    times = q.shape[heads] // k.shape[heads]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, heads), v.repeat_interleave(times, heads))
+
+
+@cache
+def _compiled_flex() -> Any:
+    """Uncompiled it would write the scores out. Sizes are dynamic: streams differ from batch to batch."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@lru_cache(maxsize=1)
+def block_mask(packing: Packing) -> Any:
+    """Which blocks of the stream's keys a block of its queries sees, worked out from runs: no ``[N, N]`` is made."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    device, runs = packing.tokens.device, [r for r in packing.filled_runs if r.length > 0]
+    lengths = torch.tensor([r.length for r in runs])
+    owner = torch.tensor([r.start for r in runs]).repeat_interleave(lengths).to(device)
+    behind = torch.tensor([r.prefix_start if r.prefix_length else -1 for r in runs])
+    above = behind.repeat_interleave(lengths).to(device)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = owner[key]
+        return (key <= query) & ((own == owner[query]) | (own == above[query]))
+
+    blocks = blocks_seen(runs, len(packing.tokens))
+    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None].to(device)
+    first = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))[None, None].to(device)
+    return BlockMask.from_kv_blocks(counts, first, BLOCK_SIZE=ROUND_TOKENS, mask_mod=sees)
+
+
+def blocks_seen(runs: list[Run], num_tokens: int) -> np.ndarray:
+    """``bool [N / 128, N / 128]``: whether some query of a block of 128 tokens sees a key of another."""
+    number = -(-num_tokens // ROUND_TOKENS)
+    seen = np.zeros((number, number), dtype=bool)
+    for run in runs:
+        last = run.start + run.length - 1
+        rows = slice(run.start // ROUND_TOKENS, last // ROUND_TOKENS + 1)
+        if run.prefix_length:
+            final = run.prefix_start + run.prefix_length - 1
+            seen[rows, run.prefix_start // ROUND_TOKENS : final // ROUND_TOKENS + 1] = True
+        for block in range(rows.start, rows.stop):
+            seen[block, rows.start : block + 1] = True
+    return seen
+
+
+@contextmanager
+def preferred(name: str | None) -> Iterator[None]:
+    """Inside, this kernel is tried before the others."""
+    global _asked
+    before, _asked = _asked, name
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def kernel_for(q: Tensor, k: Tensor, dtype: torch.dtype) -> Kernel | None:
+    """What attends without a mask, for queries ``[N, H, D]`` and keys ``[N, K, D]`` in ``dtype``; None where nothing
+    does."""
+    if not torch.backends.cuda.flash_sdp_enabled():  # a run may ask for scores that are written out
+        return None
+    name = usable(_asked, q.device, dtype, q.shape[1], k.shape[1], q.shape[2])
+    return None if name is None else KERNELS[name]
+
+
+@cache
+def usable(
+    asked: str | None, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+) -> str | None:
+    """The first kernel, ``asked`` before the others, that is right on this device; None where none is."""
+    names = sorted(KERNELS, key=lambda name: name != asked)
+    return next((name for name in names if is_right(KERNELS[name], device, dtype, heads, key_heads, head_dim)), None)
+
+
+def is_right(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+) -> bool:
+    """Whether ``kernel`` runs here and computes what attention under a mask does, in fp32; gradients, too."""
+    runs = (Run(0, 40), Run(40, 130, 0, 40), Run(170, 3, 0, 40), Run(173, 30))
+    nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
+    packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
+    coarse = dtype.itemsize < 4 or (device.type == "cuda" and torch.get_float32_matmul_precision() != "highest")
+    # A caller may be keeping what is saved for its backward pass, and may be in autocast: none of that in here.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with own, torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        sides = [_made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
+        expected = _outcome(under_mask, packing, [x.float() for x in sides])
+        try:
+            got = _outcome(kernel, packing, sides)
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError):
+            return False  # this device, this dtype or this size of heads has none of it, or there is no compiler
+    return all(
+        bool(((a[:203] - b[:203]).abs().max() <= (COARSE if coarse else EXACT) * b[:203].abs().max()).item())
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients, in fp32, of sides made up."""
+    q, k, v = (x.clone().requires_grad_() for x in sides)
+    out = kernel(packing, q, k, v, None)
+    real = out[: packing.num_tokens].float()
+    weights = _made_up(len(q), q.shape[1], q.shape[2], q.device)[: len(real)]
+    gradients = torch.autograd.grad((real * weights).sum(), (q, k, v))
+    return [x.detach().float() for x in (out, *gradients)]
+
+
+def _made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Numbers like random ones, for which no generator is asked: a run's own are as they would be."""
+    places = torch.arange(1, rows * heads * head_dim + 1, dtype=torch.float64)
+    return (places * places * 0.6180339887).sin().float().view(rows, heads, head_dim).to(device)
+
+
+def under_mask(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """``[N, H, D]``, the scores written out: what a kernel is compared with, for small streams only."""
+    k, v = each_query_its_keys(q, k, v)
+    places = torch.arange(len(q), device=q.device)
+    allowed = torch.zeros((len(q), len(q)), dtype=torch.bool, device=q.device)
+    for run in packing.filled_runs:
+        own = slice(run.start, run.start + run.length)
+        allowed[own, run.prefix_start : run.prefix_start + run.prefix_length] = True
+        allowed[own, own] = True
+    allowed &= places <= places[:, None]
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)

@@ -1,0 +1,401 @@
+"""Attention without masks: the layout that kernels of a GPU are given, computed here by a loop that stands in for them.
+
+The kernels themselves are asked in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import CONFIGS, gradients, ragged_batch, random_model, relative_difference
+from test_buckets import RAGGED, attention_of_each_run, very_ragged_batch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import MistralConfig, MistralForCausalLM
+
+from looped_attention import looped
+from posttrain.models.forward import attention
+from posttrain.models.forward import varlen as kernels
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+from posttrain.models.forward.packing import Packing, Run, pack, plan_spans
+from posttrain.types import Batch
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
+    """Packed attention as on a GPU, with the loop for a kernel. The packings that it was asked for, call by call."""
+    calls = []
+
+    def varlen(packing: Packing, *sides: Any) -> Tensor:
+        calls.append(packing)
+        return kernels.varlen(packing, *sides)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
+    monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: varlen)
+    return calls
+
+
+def packing_of(runs: list[Run], num_tokens: int) -> Packing:
+    stream = torch.zeros(-(-num_tokens // 128) * 128, dtype=torch.long)
+    return Packing(stream, stream, num_tokens, tuple(runs), stream, None, stream, 0, stream)
+
+
+def sides_of(length: int, heads: int, key_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    sizes = (heads, key_heads, key_heads)
+    return [torch.randn(length, n, 8, dtype=dtype, generator=rng).requires_grad_() for n in sizes]
+
+
+def test_spans_worked_by_hand():
+    """A prompt of two tokens, answers of two, none and one behind it, and a row alone."""
+    runs = [Run(0, 2), Run(2, 2, 0, 2), Run(4, 0, 0, 2), Run(4, 1, 0, 2), Run(5, 3)]
+    spans = plan_spans(runs)
+    assert spans.query_starts.tolist() == [0, 2, 4, 5, 8]
+    assert spans.key_starts.tolist() == [0, 2, 6, 9, 12]
+    assert spans.keys is not None
+    assert spans.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7]
+    assert (spans.most_queries, spans.most_keys) == (3, 4)
+    alone = plan_spans([Run(0, 2), Run(2, 5)])
+    assert alone.keys is None
+    assert torch.equal(alone.query_starts, alone.key_starts)
+
+
+def test_spans_grow_with_the_keys_and_fill_the_stream_up():
+    packing = pack(very_ragged_batch())
+    spans = packing.spans
+    assert spans.keys is not None
+    assert int(spans.query_starts[-1]) == len(packing.tokens)
+    assert len(spans.keys) == int(spans.key_starts[-1]) < 2 * len(packing.tokens)
+    assert "_rectangles" not in vars(packing), "no rectangle was planned"
+    assert packing.num_slots == packing.num_tokens
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_attention_and_gradients_are_those_of_each_run(key_heads: int, stand_in: list[Packing]):
+    total = sum(r.length for r in RAGGED)
+    packing = packing_of(RAGGED, total)
+    found = []
+    for work in ("runs", "spans"):
+        q, k, v = sides_of(len(packing.tokens), 4, key_heads)
+        if work == "runs":
+            k4, v4 = (x.repeat_interleave(4 // key_heads, 1) for x in (k, v))
+            out = attention_of_each_run(RAGGED, q, k4, v4)
+        else:
+            out = attention.attend(packing, q, k, v, None, 0.0, None)[0]
+        (out[:total] * torch.linspace(0.5, 1.5, total)[:, None, None]).sum().backward()
+        found.append([out[:total].detach(), q.grad, k.grad, v.grad])
+    assert len(stand_in) == 1
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-11)
+
+
+def both_ways(
+    family: str, batch: Batch, switch: Callable[[], None], dtype: torch.dtype = torch.float64
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-probabilities and gradients, under masks, and after ``switch``."""
+    model = random_model(family, dtype)
+    found = []
+    for ask in (lambda: None, switch):
+        ask()
+        forward = Forward(model)
+        assert forward.path == "packed"
+        model.zero_grad()
+        logprobs = forward(batch).logprobs
+        (logprobs * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
+        found.append((logprobs.detach(), gradients(model)))
+    return found
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["short", "ragged"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_forward_pass_is_that_of_the_masks(
+    family: str, long: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    """Prompts shared and not, key heads shared (all but gpt2); in float64, where only gpt2's norms compute throughout:
+    in the others' fp32 norms a last bit may become one of fp32."""
+    batch = ragged_batch() if long is False or family == "gpt2" else very_ragged_batch()
+    masked, spans = both_ways(family, batch, lambda: request.getfixturevalue("stand_in"))
+    tolerance = 1e-10 if family == "gpt2" else 1e-6
+    assert float((masked[0] - spans[0]).abs().max()) < tolerance
+    assert relative_difference(spans[1], masked[1]) < tolerance
+    assert len(request.getfixturevalue("stand_in")) > 0
+
+
+def test_activations_computed_again_take_the_same_way(stand_in: list[Packing]):
+    model, batch = random_model("qwen3"), ragged_batch()
+    forward = Forward(model)
+    found = []
+    for again in (False, True):
+        model.zero_grad()
+        stand_in.clear()
+        if again:
+            with gradient_checkpointing([model]):
+                outputs = forward(batch)
+                with forward.backward_context():
+                    outputs.logprobs.sum().backward()
+        else:
+            forward(batch).logprobs.sum().backward()
+        found.append((len(stand_in), gradients(model)))
+    assert [calls for calls, _ in found] == [2, 4]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_window_that_rows_outgrow_takes_the_padded_path(stand_in: list[Packing]):
+    """The one window of attention that the layout does not know; up to its width it hides nothing."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, sliding_window=14))
+    forward = Forward(model.eval())
+    short, long = ragged_batch(groups=1), ragged_batch()
+    assert forward.path == "packed"
+    assert (forward.packs(short), forward.packs(long)) == (True, False)
+    stand_in.clear()
+    forward(long)
+    assert stand_in == []
+    forward(short)
+    assert len(stand_in) == 1
+    q, k, v = sides_of(128, 4, 2)
+    with pytest.raises(AssertionError, match="longer than the attention window"):
+        attention.attend(packing_of([Run(0, 4), Run(4, 11, 0, 4)], 15), q, k, v, None, 0.0, 14)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_in_bfloat16_attend_in_bfloat16(precision: Any, stand_in: list[Packing], monkeypatch: Any):
+    seen = set()
+    plain = kernels.varlen
+    monkeypatch.setattr(kernels, "varlen", lambda p, *x: seen.update(y.dtype for y in x[:3]) or plain(p, *x))
+    forward = Forward(random_model("qwen3"), precision=precision)
+    seen.clear()
+    forward(ragged_batch()).logprobs.sum().backward()
+    assert seen == {torch.float32 if precision == "fp32" else torch.bfloat16}
+
+
+def test_gradients_of_shared_keys_are_added_in_fp32():
+    """512 runs see one key: in bfloat16 a sum of ones stops at 256."""
+    stream = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    at = torch.tensor([1] * 512 + [2])
+    kernels.SharedKeys.apply(stream, at).sum().backward()
+    assert stream.grad is not None
+    assert stream.grad.dtype == torch.bfloat16
+    assert stream.grad[:, 0, 0].tolist() == [0.0, 512.0, 1.0]
+
+
+# -- flex attention ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention as torch has it on a CPU: forward only, with the scores written out."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex_attention.flex_attention)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@torch.no_grad()
+def test_flex_attention_sees_what_the_masks_let_see(key_heads: int, uncompiled_flex: None):
+    total = sum(r.length for r in RAGGED)
+    packing = packing_of(RAGGED, total)
+    q, k, v = (x.detach() for x in sides_of(len(packing.tokens), 4, key_heads, torch.float32))
+    expected = kernels.under_mask(packing, q, k, v, 0.3)
+    assert float((kernels.flex(packing, q, k, v, 0.3) - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@torch.no_grad()
+def test_the_forward_pass_through_flex_attention(family: str, uncompiled_flex: None, monkeypatch: Any):
+    model, batch = random_model(family), ragged_batch()
+    masked = Forward(model)(batch).logprobs
+    monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: kernels.flex)
+    assert float((Forward(model)(batch).logprobs - masked).abs().max()) < 1e-5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_flex_attention_is_compiled_for_streams_of_all_sizes():
+    """As on a GPU, but forward alone: for the first size, for a stream of one block, and for all others."""
+    torch._dynamo.reset()
+    counters.clear()
+    for packing in (pack(ragged_batch(groups=n)) for n in (12, 3, 5, 20, 8)):
+        q, k, v = (x.detach() for x in sides_of(len(packing.tokens), 4, 2, torch.float32))
+        expected = kernels.under_mask(packing, q, k, v, None)
+        assert float((kernels.flex(packing, q, k, v, None) - expected).abs().max()) < 1e-5
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_blocks_that_are_seen(seed: int):
+    """Against the mask written out, over streams of some blocks."""
+    rng = np.random.default_rng(seed)
+    runs, at = [], 0
+    for _ in range(4):
+        prompt = Run(at, int(rng.integers(1, 300)))
+        runs.append(prompt)
+        at += prompt.length
+        for length in rng.integers(0, 200, 3).tolist():
+            runs.append(Run(at, length, prompt.start, prompt.length))
+            at += length
+    packing = packing_of(runs, at)
+    number = len(packing.tokens)
+    q = torch.zeros(number, 1, 1)
+    v = torch.eye(number)[:, None]  # what is mixed tells which keys were seen
+    seen = kernels.under_mask(packing, q, q, v, None)[:, 0] > 0
+    expected = seen.view(number // 128, 128, -1, 128).any(3).any(1)
+    found = kernels.blocks_seen([r for r in packing.filled_runs if r.length], number)
+    assert np.array_equal(found, expected.numpy())
+    assert 0 < found.sum() < found.size / 2
+
+
+# -- which kernel ------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SIZES = (torch.float32, 4, 2, 8)
+
+
+def from_the_start(query: Tensor, key: Tensor, value: Tensor, *cu: Any, **options: Any) -> Tensor:
+    """Causal from the start of queries and keys: a token behind a prompt would not see itself."""
+    outputs = []
+    for i in range(len(cu[0]) - 1):
+        q, k, v = query[cu[0][i] : cu[0][i + 1]], *(x[cu[1][i] : cu[1][i + 1]] for x in (key, value))
+        k, v = kernels.each_query_its_keys(q, k, v)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def without_gradient_of_values(query: Tensor, key: Tensor, value: Tensor, *cu: Any, **options: Any) -> Tensor:
+    return looped(query, key, value + (value.detach() - value) * 0.5, *cu, **options)
+
+
+def refuses(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "right"),
+    [(looped, True), (from_the_start, False), (without_gradient_of_values, False), (refuses, False)],
+)
+def test_a_kernel_is_tried_before_it_is_used(kernel: Any, right: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    assert kernels.is_right(kernels.varlen, CPU, *SIZES) is right
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 32), (8, 128), (40, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bounds_of_the_trial_leave_room_for_rounding(
+    dtype: torch.dtype, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Twice what a loop needs that rounds its scores, too, which no kernel does; a kernel that is wrong is far off."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
+    monkeypatch.setattr(kernels, "COARSE", kernels.COARSE / 2)
+    assert kernels.is_right(kernels.varlen, CPU, dtype, heads, 2, head_dim)
+    monkeypatch.setattr(kernels, "COARSE", 10 * kernels.COARSE)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", from_the_start)
+    assert not kernels.is_right(kernels.varlen, CPU, dtype, heads, 2, head_dim)
+
+
+def test_a_torch_that_knows_no_shared_keys_gets_a_head_of_keys_for_each(monkeypatch: pytest.MonkeyPatch):
+    def older(
+        query: Any, key: Any, value: Any, *cu: Any, return_aux: Any = None, scale: Any = None, window_size: Any = None
+    ) -> Tensor:
+        assert query.shape[1] == key.shape[1] == value.shape[1] == 4
+        return looped(query, key, value, *cu, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    assert kernels.is_right(kernels.varlen, CPU, *SIZES)
+
+
+def test_a_trial_inside_of_a_forward_pass_leaves_it_alone(monkeypatch: pytest.MonkeyPatch):
+    """Its own backward pass, in a layer whose activations are recomputed; no random number is drawn."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
+    tried = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Any:
+        if len(tried) < 2:
+            tried.append(kernels.is_right(kernels.varlen, CPU, q.dtype, q.shape[1], k.shape[1], q.shape[2]))
+        return kernels.varlen
+
+    model, batch = random_model("qwen3"), ragged_batch()
+    monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: kernels.varlen)
+    forward = Forward(model)
+    forward(batch).logprobs.sum().backward()
+    expected = gradients(model)
+    monkeypatch.setattr(attention, "unmasked_kernel", kernel)
+    before = torch.get_rng_state()
+    model.zero_grad()
+    with gradient_checkpointing([model]):
+        outputs = forward(batch)
+        with forward.backward_context():
+            outputs.logprobs.sum().backward()
+    assert tried == [True, True]
+    assert torch.equal(gradients(model), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.inference_mode():
+        assert kernels.is_right(kernels.varlen, CPU, *SIZES)
+
+
+def test_the_first_that_is_right_is_taken_and_the_one_asked_for_is_first(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+    there: set[str] = set()
+
+    def is_right(kernel: Any, *_: Any) -> bool:
+        tried.append(kernel.__name__)
+        return kernel.__name__ in there
+
+    monkeypatch.setattr(kernels, "is_right", is_right)
+    q, k = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
+    cases = [(None, {"varlen", "flex"}, "varlen"), ("flex", {"varlen", "flex"}, "flex"), (None, {"flex"}, "flex")]
+    for asked, right, expected in cases:
+        there = right
+        kernels.usable.cache_clear()
+        with kernels.preferred(asked):
+            assert kernels.kernel_for(q, k, q.dtype) is kernels.KERNELS[expected]
+    kernels.usable.cache_clear()
+    there = set()
+    assert kernels.kernel_for(q, k, q.dtype) is None
+    assert kernels.kernel_for(q, k, q.dtype) is None
+    assert tried == ["varlen", "flex", "varlen", "flex", "varlen", "flex"], "each once"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        there = {"varlen"}
+        kernels.usable.cache_clear()
+        assert kernels.kernel_for(q, k, q.dtype) is None, "eager writes the scores out"
+    kernels.usable.cache_clear()
+
+
+def test_the_cpu_attends_under_masks_and_imports_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "kernel_for", refuses)
+    monkeypatch.setattr(attention, "_computed_in", lambda q: q.dtype)
+    q, k, v = sides_of(8, 4, 2)
+    assert attention.unmasked_kernel(q, k, v, 0.0) is None
+    on_gpu = [x.detach().to("meta") for x in (q, k, v)]
+    assert attention.unmasked_kernel(*on_gpu, 0.1) is None, "no kernel has dropout"
+    with pytest.raises(RuntimeError, match="Ampere"):
+        attention.unmasked_kernel(*on_gpu, 0.0)
+
+
+def test_a_mask_on_a_gpu_meets_no_shared_heads(monkeypatch: pytest.MonkeyPatch):
+    """A mask beside ``enable_gqa`` would leave what writes the scores out, or cuDNN."""
+    asked = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda *x, **o: asked.append((x, o)) or plain(*x))
+    q, k = torch.zeros(2, 4, 3, 8, device="meta"), torch.zeros(2, 2, 5, 8, device="meta")
+    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool, device="meta")
+    attention._sdpa(q, k, k, mask, None, 0.0)
+    (((_, keys, values), options),) = asked
+    assert keys.shape == values.shape == (2, 4, 5, 8)
+    assert options["enable_gqa"] is False
+
+
+def test_cudnn_is_off_where_shapes_change(monkeypatch: pytest.MonkeyPatch):
+    packing = packing_of([Run(0, 4)], 4)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with attention.packed_attention(packing):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
