@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70920
+MAX_PACKAGE_LINES = 70960
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2440,
+    "ground": 2450,
     "recipes": 1230,
     "algorithms": 2060,
     "graders": 6730,
@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 2840,
+    "models": 2850,
     "engines": 6730,
     "evals": 2950,
     "reward_models": 1640,

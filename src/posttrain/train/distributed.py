@@ -142,10 +142,12 @@ def check_devices(device: str, num_processes: int) -> None:
     """Refuse more processes on this machine than it has GPUs, where ``device`` (``model.device``) takes GPUs.
 
     Raises:
-        UsageError: there are fewer.
+        UsageError: there are fewer, or they are Apple's, between which no tensors travel.
     """
     there = torch.cuda.device_count()
-    if choose_device(device).type == "cuda" and num_processes > there:
+    if (kind := choose_device(device).type) == "mps" and num_processes > 1:
+        raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
+    if kind == "cuda" and num_processes > there:
         raise UsageError(
             f"scale.processes: {num_processes} on this machine, and torch sees {there} "
             f"GPU{'s' if there != 1 else ''}; give at most one process per GPU, or model.device cpu"
@@ -184,6 +186,8 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
 
 def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
     chosen = choose_device(device)
+    if chosen.type == "mps":
+        check_devices(device, meeting.size)
     if chosen.type == "cuda":
         index = local_rank() or 0
         check_devices(device, index + 1)

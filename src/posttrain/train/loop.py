@@ -10,6 +10,7 @@ step; until its results are recorded it is owed, and a resumed run makes it agai
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -559,7 +560,8 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
 
 
 def peak_memory_bytes() -> int:
-    """The most memory held so far: of the GPU where there is one, else the process's resident set."""
+    """The most memory held so far: of the GPU where there is one of its own, else the process's resident set."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

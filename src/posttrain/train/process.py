@@ -29,6 +29,7 @@ from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.models.forward.linear import products, use_products
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.checks import kernel_in_use
+from posttrain.types import with_float64
 
 MAX_STARTS = 3  # for one piece of work, where a signal ends the process
 _HEADER = struct.Struct(">Q")
@@ -87,7 +88,7 @@ def receive(pipe: IO[bytes]) -> dict[str, Any] | None:
 def weight_sums(model: Any) -> list[float]:
     """The sum of every parameter, trained or not: what tells one version of a model from another."""
     with torch.no_grad():
-        return [float(p.detach().sum(dtype=torch.float64)) for p in model.parameters()]
+        return [float(with_float64(p.detach()).sum(dtype=torch.float64)) for p in model.parameters()]
 
 
 class BesideProcess:
