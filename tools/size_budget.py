@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70960
+MAX_PACKAGE_LINES = 71120
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
-    "recipes": 1230,
+    "recipes": 1240,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 2850,
+    "models": 2860,
     "engines": 6730,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6460,
+    "train": 6620,
     "interpret": 7620,
     "runs": 2900,
     "sweeps": 3290,

@@ -417,12 +417,14 @@ class ScaleSection(Section):
     ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
     by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
     whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
-    sample with. ``timeout_seconds``: how long one process waits for the others before it says who is
-    missing; a process that ended is noticed at once.
+    sample with. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
+    folder that all see); ``whole`` gathers it in rank 0. ``timeout_seconds``: how long one process waits for the others
+    before it says who is missing; a process that ended is noticed at once.
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
     sharding: Literal["none", "fsdp2"] = "none"
+    checkpoint: Literal["whole", "sharded"] = "whole"
     launcher: Literal["local", "torchrun"] = "local"
     timeout_seconds: float = Field(default=1800.0, gt=0)
 

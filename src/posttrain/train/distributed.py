@@ -346,14 +346,10 @@ class Shards:
             plain.copy_(shard.full_tensor())
 
     @torch.no_grad()
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
-        """The shards, and the optimizer's whole moments, become parts of what the whole model and they are."""
+    def scatter(self) -> None:
+        """The shards become parts of what the whole model is."""
         for plain, shard in self._pairs:
             shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if value.shape == parameter.shape and not isinstance(value, DTensor):
-                    state[key] = part_of(value, parameter)
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
@@ -364,6 +360,24 @@ class Shards:
             if is_kept:
                 gathered[name] = full.cpu()
         return gathered
+
+    def rows(self, tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+        """What this process has of each tensor, and of those in parts the row that it begins at, of how many.
+
+        What is in no parts is rank 0's, and what has no row here is left out.
+        """
+        own, rows = {}, {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                local, total = tensor.to_local(), tensor.shape[0]
+                most = -(-total // self._mesh.size())
+                first = min(rank * most, total)
+                assert len(local) == min(most, total - first), "FSDP2 cuts along rows, and the last parts are smaller"
+                if len(local):
+                    own[name], rows[name] = local, (first, total)
+            elif rank == 0:
+                own[name] = tensor
+        return own, rows
 
 
 def part_of(whole: Tensor, like: Any) -> Any:

@@ -35,7 +35,7 @@ from posttrain.store.headline import Headline, choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
-from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checkpoint import Checkpoint, Rows, load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.checks import asks_for_kernel, kernel_in_use
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
@@ -104,7 +104,7 @@ class Loop:
             restore_heads(self.parts.heads, checkpoint.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
-                self.parts.shards.scatter(self.parts.optimizer)
+                self.parts.shards.scatter()
             self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}))
             self.step = checkpoint.step
             self.best = checkpoint.state.get("best")
@@ -339,44 +339,53 @@ class Loop:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
         optimizer = optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
-        if self.parts.shards is not None:
+        rows, world = None, ONE
+        if self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded":
+            (optimizer, rows), world = self.parts.shards.rows(optimizer, self.world.rank), self.world
+        elif self.parts.shards is not None:
             optimizer = self.parts.shards.whole(optimizer, self.world.is_main)
-        if not self.world.is_main:
+        path = self._write_checkpoint(optimizer, rows, world) if self.world.is_main or world.size > 1 else None
+        if path is None or not self.world.is_main:
             return
-        path = self._write_checkpoint(optimizer)
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _write_checkpoint(self, optimizer: Mapping[str, Tensor]) -> Path:
-        """Records are durable before the checkpoint appears under its name."""
+    def _write_checkpoint(self, optimizer: Mapping[str, Tensor], rows: Rows | None = None, world: World = ONE) -> Path:
+        """Records are durable before the checkpoint appears under its name; ``world`` writes it together."""
         self.rollouts.flush()
         self.metrics.flush()
-        owed = {"owed_evaluations": self.owed} if self.owed else {}
         return save_checkpoint(
             self.files.checkpoints,
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
             optimizer=optimizer,
-            state={
-                "recipe": self.recipe.fingerprint(),
-                "settings": decisive(self.recipe.dump()),
-                "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
-                **self.parts.origins,
-                "products": products(),
-                **kernel_in_use(self.recipe),
-                "best": self.best,
-                "evaluations": self.evaluations,
-                "steps": self.steps,
-                "processes": self.world.size,
-                "num_threads": torch.get_num_threads(),
-                "source": self.source_state,
-                **owed,
-            },
+            state=self._state() if world.is_main else {},
             heads=head_tensors(self.parts.heads),
             score=self.parts.score_head(),
             rollout_buffer=self.parts.source.rollout_buffer(self.step),
+            rows=rows,
+            world=world,
         )
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint says beside tensors, and a resumed run reads."""
+        owed = {"owed_evaluations": self.owed} if self.owed else {}
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "settings": decisive(self.recipe.dump()),
+            "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
+            **self.parts.origins,
+            "products": products(),
+            **kernel_in_use(self.recipe),
+            "best": self.best,
+            "evaluations": self.evaluations,
+            "steps": self.steps,
+            "processes": self.world.size,
+            "num_threads": torch.get_num_threads(),
+            "source": self.source_state,
+            **owed,
+        }
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
