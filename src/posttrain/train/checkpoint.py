@@ -50,8 +50,6 @@ from posttrain.store.durable import explain_storage, storage_errors, sync_file
 from posttrain.world import ONE, World
 
 Rows = dict[str, tuple[int, int]]  # of a tensor that is cut along its first dimension: the first row, of how many
-
-
 SHARE = "share"  # of the others, until all are there: transformers deletes files that are called as parts of a model
 
 
@@ -267,15 +265,17 @@ def _part_name(stem: str, rank: int, size: int) -> str:
 def _deal(model: Any, size: int) -> list[dict[str, Tensor]] | None:
     """The model's weights in as many shares of about the same size, tied ones once; None where one process writes all.
 
-    That is an adapter, and an architecture that fuses weights in memory: its names on disk are others.
+    That is an adapter, and an architecture whose weights on disk are others than in memory (fused experts).
     """
     if size == 1 or hasattr(model, "peft_config"):
         return None
     tensors = model.state_dict()
-    if getattr(model, "_weight_conversions", None) or any(tensor.ndim > 2 for tensor in tensors.values()):
+    changes = any(getattr(model, key, None) for key in ("_weight_conversions", "_keys_to_ignore_on_save"))
+    if changes or any(tensor.ndim > 2 for tensor in tensors.values()):
         return None
-    tied = getattr(model, "all_tied_weights_keys", {})
-    by_place = {t.data_ptr(): name for name, t in sorted(tensors.items(), key=lambda item: item[0] not in tied)}
+    tied = getattr(model, "all_tied_weights_keys", {})  # of several names of a tensor the one that is loaded is kept
+    named = sorted(tensors.items(), key=lambda item: item[0] not in tied)
+    by_place = {(tensor.data_ptr() or name, tensor.shape): name for name, tensor in named}
     ordered = sorted(by_place.values(), key=lambda name: (-tensors[name].nbytes, name))
     shares: list[dict[str, Tensor]] = [{} for _ in range(size)]
     loads = [0] * size
