@@ -17,6 +17,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # By script: the words behind it, what it needs beside us, and what its output says.
 SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
+    "checkpoints.py": ([["--width", "64", "--layers", "2"]], None, "sharded: {'seconds'"),
     "code_tests.py": (
         [["--only", part, "--size", "smallest"] for part in ("attacks", "seconds")],
         None,

@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 72320
+MAX_PACKAGE_LINES = 72510
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2440,
-    "recipes": 1240,
+    "ground": 2450,
+    "recipes": 1250,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -29,12 +29,12 @@ ROOMS: dict[str, int] = {
     "tasks": 5930,
     "environments": 1760,
     "store": 2610,
-    "models": 4490,
-    "engines": 6400,
+    "models": 4510,
+    "engines": 6410,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6550,
-    "interpret": 7620,
+    "train": 6700,
+    "interpret": 7580,
     "runs": 2900,
     "sweeps": 3290,
     "reports": 3130,

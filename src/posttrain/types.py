@@ -251,7 +251,7 @@ class Batch:
         )
 
     def to(self, device: Any) -> Batch:
-        """The same batch on another device."""
+        """The same batch on another device; what is float64 becomes float32 where the device has none."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -259,9 +259,19 @@ class Batch:
             mask=self.mask.to(device),
             group=self.group.to(device),
             prefix=self.prefix.to(device),
-            streams={name: x.to(device) for name, x in self.streams.items()},
-            weights=None if self.weights is None else self.weights.to(device),
+            streams={name: _moved(x, device) for name, x in self.streams.items()},
+            weights=None if self.weights is None else _moved(self.weights, device),
         )
+
+
+def with_float64(x: Tensor) -> Tensor:
+    """``x`` where it can be float64: as it is; from an Apple GPU (mps), which has no float64, on the CPU."""
+    return x.cpu() if x.device.type == "mps" else x
+
+
+def _moved(x: Tensor, device: Any) -> Tensor:
+    has_float64 = getattr(device, "type", str(device).partition(":")[0]) != "mps"
+    return x.to(device) if has_float64 or x.element_size() < 8 or not x.is_floating_point() else x.float().to(device)
 
 
 @dataclass(slots=True)

@@ -158,10 +158,12 @@ def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS_ON_GPU", 97 * 50)
     asked: list[int] = []
     plain = score_logits
-    monkeypatch.setattr(
-        "posttrain.models.forward.forward.score_logits",
-        lambda x, *rest, **how: asked.append(len(x)) or plain(x, *rest, **how),
-    )
+
+    def scored(x: torch.Tensor, *rest: object, **how: object) -> object:
+        asked.append(len(x))
+        return plain(x, *rest, **how)
+
+    monkeypatch.setattr("posttrain.models.forward.forward.score_logits", scored)
     forward, most = Forward(model), []
     for memory in (None, 97 * 256 * 20, 80 << 30):
         monkeypatch.setattr("posttrain.models.forward.forward.gpu_memory_of", lambda _, memory=memory: memory)

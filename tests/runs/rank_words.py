@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from posttrain.types import Batch, Loss, Outputs
 
@@ -50,6 +51,24 @@ def dies_in_rank_one(outputs: Outputs, batch: Batch) -> Loss:
     """An objective that ends rank 1 at its second update, where rank 0 is in the midst of an exchange of weights."""
     if _is_late(1):
         os.kill(os.getpid(), signal.SIGKILL)
+    return Loss(-outputs.logprobs)
+
+
+def dies_while_saving(outputs: Outputs, batch: Batch, *, rank: int = 0, step: int = 2) -> Loss:
+    """An objective whose process of one rank ends while that writes the weights of a step's checkpoint."""
+    from posttrain.train import checkpoint
+
+    write = checkpoint.save_file
+
+    def die(tensors: Any, file: Path, *about: Any) -> None:
+        write(tensors, file, *about)
+        if f"step-{step:06d}" in str(file) and os.environ.get("RANK", "0") == str(rank):
+            os.truncate(file, 100)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not hasattr(write, "dies"):
+        die.dies = True  # type: ignore[attr-defined]
+        checkpoint.save_file = die
     return Loss(-outputs.logprobs)
 
 

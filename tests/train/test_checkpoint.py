@@ -6,12 +6,15 @@ import json
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -33,7 +36,7 @@ from posttrain.store.checkpoint_files import (
     seal,
     verify,
 )
-from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checkpoint import Checkpoint, JoinedRows, _deal, load_checkpoint, restore_model, save_checkpoint
 
 SIZES = {
     "vocab_size": 32,
@@ -536,3 +539,63 @@ def test_other_heads_are_refused_and_nothing_copied(
     assert all(torch.equal(tensor, before[name]) for name, tensor in head_tensors(modules).items())
     with pytest.raises(CheckpointError, match=r"value\.weight is not in the checkpoint"):
         restore_heads({"value": ScalarHead(32)}, {})
+
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+        ("llama", SMALL),
+        ("llama", {**SMALL, "tie_word_embeddings": True}),
+    ],
+)
+def test_weights_are_dealt_out_whole_and_under_the_names_that_they_have_on_disk(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=64, **options))
+    model.save_pretrained(tmp_path)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    shares = _deal(model, 3)
+    assert shares is not None
+    assert sorted(name for share in shares for name in share) == sorted(on_disk)
+    assert all(torch.equal(tensor, on_disk[name]) for share in shares for name, tensor in share.items())
+    sizes = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= max(tensor.nbytes for tensor in on_disk.values())
+
+
+def test_an_architecture_whose_weights_are_others_on_disk_is_not_dealt_out() -> None:
+    experts = {**SMALL, "moe_intermediate_size": 16, "num_experts": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", vocab_size=64, **experts))
+    assert _deal(model, 2) is None
+
+
+@pytest.mark.parametrize("rows", [None, "[]", '{"m": [0]}', '{"m": ["x", 2]}', "no JSON"])
+def test_rows_that_a_header_does_not_say_are_refused(rows: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "optimizer-00001-of-00001.safetensors"
+    save_file({"m": torch.zeros(2)}, file, None if rows is None else {"rows": rows})
+    with pytest.raises(CheckpointError, match="does not say which rows"):
+        JoinedRows([file])
+
+
+@pytest.mark.parametrize(("starts", "total"), [((0, 2), 4), ((0, 3), 5), ((1, 2), 4), ((0, 0), 4)])
+def test_rows_are_joined_in_order_or_refused(starts: tuple[int, int], total: int, tmp_path: Path) -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    files = [tmp_path / f"optimizer-0000{i}-of-00002.safetensors" for i in (2, 1)]
+    for start, part, file in zip(starts, whole.split(2), files, strict=True):
+        rest = {"step": torch.tensor(3.0)} if start == 0 and file == files[0] else {}
+        save_file({"m": part, **rest}, file, {"rows": json.dumps({"m": [start, total]})})
+    joined = JoinedRows(sorted(files))
+    if (starts, total) == ((0, 2), 4):
+        assert (list(joined), joined["m"].tolist(), float(joined["step"])) == (["m", "step"], whole.tolist(), 3.0)
+    else:
+        with pytest.raises(CheckpointError, match="rows of m are missing"):
+            joined["m"]

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import shard_case, train_case, world_of
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from posttrain.errors import CheckpointError, RecipeError
 from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
+from posttrain.train.checkpoint import JoinedRows, load_checkpoint
+from posttrain.train.checks import words_of
 from posttrain.world import ONE, World
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
 
+SHARDED = {"scale": {"sharding": "fsdp2"}}
 SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
 TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
 EVALUATION = {"every": 5, "n": 6, "max_tokens": 6}
@@ -155,6 +162,81 @@ def test_the_main_process_has_them_evaluated_beside(several: World, tmp_path: Pa
     check_same(folders["alone"], folders["together"], "float64", steps=3)
 
 
+WRITTEN_TOGETHER = {"scale": {"sharding": "fsdp2", "checkpoint": "sharded"}}
+
+
+def stored(folder: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, however many processes wrote it."""
+    checkpoint = load_checkpoint(folder / "checkpoints", step)
+    assert checkpoint is not None
+    weights = {n: t for file in sorted(checkpoint.path.glob("model*.safetensors")) for n, t in load_file(file).items()}
+    return {**weights, **checkpoint.heads, **{f"optimizer of {name}": t for name, t in checkpoint.optimizer.items()}}
+
+
+@pytest.mark.parametrize("case", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
+    case: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It holds, bit for bit, what the main process gathers; in another number of processes it goes on as any."""
+    together, gathered = recipe_of(case, "float64", **WRITTEN_TOGETHER), recipe_of(case, "float64", **SHARDED)
+    for name, recipe in (("together", together), ("gathered", gathered)):
+        train_case(several, recipe, tmp_path / name, stop_after=2)
+    assert same_bits(stored(tmp_path / "together", 2), stored(tmp_path / "gathered", 2))
+    folder = tmp_path / "together" / "checkpoints" / "step-000002"
+    for stem in ("model", "optimizer"):
+        assert len(list(folder.glob(f"{stem}-*-of-0000{several.size}.safetensors"))) == several.size
+    assert not any(file.suffix in (".bin", ".pt", ".pkl", ".distcp", "") for file in folder.iterdir())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    live = stored(tmp_path / "gathered", 2)
+    assert all(torch.equal(tensor, live[name]) for name, tensor in model.items() if name in live)
+    shutil.copytree(tmp_path / "together", tmp_path / "alone")
+    train_case(ONE, recipe_of(case, "float64"), tmp_path / "alone", resume=True)
+    check_same(alone(case, "float64"), tmp_path / "alone", "float64")
+    train_case(several, together, tmp_path / "whole")
+    train_case(several, together, tmp_path / "together", resume=True)
+    assert same_bits(stored(tmp_path / "whole", 5), stored(tmp_path / "together", 5))
+
+
+@pytest.mark.slow
+def test_a_reward_model_that_all_have_written_is_a_classifier(several: World, tmp_path: Path) -> None:
+    train_case(several, recipe_of("reward model", "float32", train={"steps": 1}, **WRITTEN_TOGETHER), tmp_path)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    classifier, about = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not about["missing_keys"]
+    head = load_file(folder / "heads.safetensors")
+    assert torch.equal(classifier.score.weight, next(t for t in head.values() if t.ndim == 2))
+
+
+def test_shares_of_what_all_have_whole_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"scale\.checkpoint: every process has all of it"):
+        words_of(make_recipe("sft", scale={"processes": 2, "checkpoint": "sharded"}))
+
+
+def test_a_share_that_is_missing_or_damaged_leaves_the_checkpoint_before(several: World, tmp_path: Path) -> None:
+    recipe = recipe_of("sft", "float64", train={"steps": 2, "save_every": 1}, **WRITTEN_TOGETHER)
+    train_case(several, recipe, tmp_path)
+    last = tmp_path / "checkpoints" / "step-000002"
+    for stem in ("optimizer", "model"):
+        file = last / f"{stem}-00002-of-0000{several.size}.safetensors"
+        content = file.read_bytes()
+        flipped = content[:-1] + bytes([content[-1] ^ 1])
+        for left, what in ((None, "is missing"), (flipped, "differs from its SHA-256 in the manifest")):
+            file.unlink(missing_ok=True)
+            if left is not None:
+                file.write_bytes(left)
+            checkpoint = load_checkpoint(tmp_path / "checkpoints")
+            assert checkpoint is not None
+            assert (checkpoint.step, checkpoint.skipped) == (1, [f"step-000002: {file.name} {what}"])
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rows of .* are missing"):
+        dict(JoinedRows([last / f"optimizer-00001-of-0000{several.size}.safetensors"]))
+    (last / f"optimizer-00002-of-0000{several.size}.safetensors").unlink()
+    longer = {**recipe, "train": {**recipe["train"], "steps": 3}}
+    result, events = train_case(several, longer, tmp_path, resume=True)
+    assert (result.step, [facts["step"] for facts in events.of("step")]) == (3, [2, 3])
+    assert any("is missing" in facts["message"] for facts in events.of("notice"))
+
+
 def _evaluations(folder: Path) -> list[MetricsRow]:
     return [row for row in MetricsLog(folder / "metrics.jsonl").read() if is_evaluation(row)]
 
@@ -208,9 +290,6 @@ def test_a_run_goes_on_in_another_number_of_processes(
                     whole = tmp_path_factory.mktemp("whole")
                     train_case(world, recipe, whole)
                     assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
-
-
-SHARDED = {"scale": {"sharding": "fsdp2"}}
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=64, help="prompts at a time (default: 64)")
     parser.add_argument("--engine", default="native", help="what samples: native, vllm (default: native)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
     parser.add_argument(
         "--out", type=new_place, metavar="FILE", default="pairs.jsonl", help="the file of pairs (default: pairs.jsonl)"
     )

@@ -21,7 +21,7 @@ DEFAULT_TEMPLATE = Word(name="r1_zero")
 NATIVE = Word(name="native")
 
 Dtype = Literal["float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 @dataclass(frozen=True)

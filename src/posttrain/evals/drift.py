@@ -16,7 +16,7 @@ from posttrain.evals.generation import Questions, held_out_indices
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.reference import Reference
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, collate, with_float64
 
 NUM_CANDIDATES = 1024
 # Probabilities of all candidates exist for so many tokens at a time, whatever training can afford.
@@ -53,7 +53,8 @@ def measure_drift(
         now = policy(part, "detached")
         assert now.entropy is not None
         trained = part.mask.to(now.entropy.device)
-        entropy += float(torch.where(trained, now.entropy, torch.zeros_like(now.entropy)).sum(dtype=torch.float64))
+        chances = torch.where(trained, now.entropy, torch.zeros_like(now.entropy))
+        entropy += float(with_float64(chances).sum(dtype=torch.float64))
         kl += float(kl_of_states(part, policy, start.open()).sum())
     kl, entropy = (sum(parts) for parts in zip(*sampler.world.gather([(kl, entropy)], "drift"), strict=True))
     facts = {
@@ -102,7 +103,10 @@ def kl_of_states(batch: Batch, policy: Forward, opened: AbstractContextManager[F
         theirs = model(batch, "none", with_candidates=True).candidate_logprobs
     assert theirs is not None
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    p, q = (x.double() if ids.shape[-1] == vocabulary else with_tail(x.double()) for x in (own, theirs))
+    p, q = (
+        x if ids.shape[-1] == vocabulary else with_tail(x)
+        for x in (with_float64(own).double(), with_float64(theirs).double())
+    )
     mask = batch.mask.to(p.device)
     kl: Tensor = categorical_kl(p, q)
     return torch.where(mask, kl, torch.zeros_like(kl))

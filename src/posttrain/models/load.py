@@ -39,6 +39,7 @@ from posttrain.world import local_rank
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
+ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
 SCORE = "score.weight"  # among the weights of a reward model, its head
 
 
@@ -216,6 +217,11 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     else:
         from posttrain.models.quantize import load_quantized
 
+        if section.device == "mps":
+            bits = stored or section.load_bits
+            raise UsageError(
+                f"model.device: mps cannot multiply weights in {bits} bits; use cpu, or leave load_bits out"
+            )
         model, loading_info = load_quantized(
             source,
             bits=section.load_bits if stored is None else None,
@@ -361,9 +367,16 @@ def _check_room(init: InitSection, config: Any) -> None:
 def choose_device(name: str) -> torch.device:
     """The device of ``model.device``; of several processes on a machine, each has a GPU of its own.
 
+    ``auto`` takes a GPU of NVIDIA's where there is one; an Apple GPU (``mps``) is asked for by name.
+
     Raises:
-        UsageError: there is no GPU.
+        UsageError: there is no such GPU.
     """
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            why = "sees no Apple GPU" if torch.backends.mps.is_built() else "was built without it (it is for Macs)"
+            raise UsageError(f"model.device: mps was asked for, but this torch {why}; use model.device auto or cpu")
+        return torch.device("mps")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("model.device: cuda was asked for, but torch sees no GPU; use model.device auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():

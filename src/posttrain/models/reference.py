@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import has_adapter, reference_mode
+from posttrain.types import with_float64
 
 
 class Reference:
@@ -40,7 +41,7 @@ class Reference:
     def fingerprint(self) -> str:
         """Tells this reference from others: a hash of the sums of its weights (of all, an adapter's included)."""
         with self.open() as reference:
-            sums = [float(p.sum(dtype=torch.float64)) for p in reference.model.parameters()]
+            sums = [float(with_float64(p).sum(dtype=torch.float64)) for p in reference.model.parameters()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     @contextmanager

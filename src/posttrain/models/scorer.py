@@ -7,6 +7,7 @@ token that is no padding, which here is the end token of the answer.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from posttrain.models.load import SCORE
+from posttrain.models.load import ONE_FILE, SCORE
 
 ADAPTER_FOLDER = "sequence-classification"
 LABEL = "reward"
@@ -26,7 +27,9 @@ def classifier_class(model: Any) -> str | None:
     return None if known is None else str(known.__name__)
 
 
-def save_scorer(path: Path, model: Any, weight: Tensor, end_id: int) -> bool:
+def save_scorer(
+    path: Path, model: Any, weight: Tensor, end_id: int, weights: Mapping[str, Tensor] | None = None
+) -> bool:
     """Save a plain transformers model with a score head; False (and nothing saved) where the layout does not fit.
 
     The folder also loads as the language model that it was trained from: an LM head of its own stays in the file.
@@ -37,11 +40,13 @@ def save_scorer(path: Path, model: Any, weight: Tensor, end_id: int) -> bool:
         weight: ``float32 [1, d]`` of the head; one with more outputs does not fit.
         end_id: the token at which scores are read. If padding is the same token, the configuration names no padding:
             batches are then refused by transformers, which would otherwise read the score one token early.
+        weights: of the model, what is written here in one file; by default all.
     """
     name = classifier_class(model)
     if name is None or weight.shape[0] != 1:
         return False
-    model.save_pretrained(path, state_dict={**model.state_dict(), SCORE: weight.detach().cpu().clone()})
+    written = {**(model.state_dict() if weights is None else weights), SCORE: weight.detach().cpu().clone()}
+    model.save_pretrained(path, state_dict=written, **({} if weights is None else ONE_FILE))
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": [name], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
     if config.get("pad_token_id") == end_id:

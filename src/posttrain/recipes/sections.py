@@ -200,6 +200,8 @@ class ModelSection(Section):
     double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
     fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
 
+    ``device``: ``auto`` is a GPU of NVIDIA's where there is one, else the CPU; ``mps`` is a Mac's GPU, for one process.
+
     ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
     ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
     machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16, of the weights or by
@@ -212,7 +214,7 @@ class ModelSection(Section):
     adapter: AdapterSection | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     load_bits: Literal[4, 8] | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     attention: Attention = "sdpa"
     trust_remote_code: bool = False
 
@@ -227,6 +229,8 @@ class ModelSection(Section):
             raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
         if self.load_bits is not None and self.dtype == "float64":
             raise ValueError("'load_bits' goes with 'dtype' float32 or bfloat16, not with float64")
+        if self.device == "mps" and self.dtype == "float64":
+            raise ValueError("'device' mps has no float64; use device cpu, or 'dtype' float32")
         return self
 
 
@@ -423,12 +427,14 @@ class ScaleSection(Section):
     ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
     by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
     whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
-    sample with. ``timeout_seconds``: how long one process waits for the others before it says who is
-    missing; a process that ended is noticed at once.
+    sample with. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
+    folder that all see); ``whole`` gathers it in rank 0. ``timeout_seconds``: how long one process waits for the others
+    before it says who is missing; a process that ended is noticed at once.
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
     sharding: Literal["none", "fsdp2"] = "none"
+    checkpoint: Literal["whole", "sharded"] = "whole"
     launcher: Literal["local", "torchrun"] = "local"
     timeout_seconds: float = Field(default=1800.0, gt=0)
 
@@ -447,8 +453,8 @@ class EvalSection(Section):
     by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
     ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
-    ``beside``: evaluate in a process beside training, which goes on meanwhile, on ``device`` (auto, cpu, cuda, cuda:1;
-    by default the model's); a checkpoint is saved at every evaluation's step, for it is evaluated from that.
+    ``beside``: evaluate in a process beside training, which goes on meanwhile, on ``device`` (auto, cpu, cuda, cuda:1,
+    mps; by default the model's); a checkpoint is saved at every evaluation's step, for it is evaluated from that.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -466,7 +472,7 @@ class EvalSection(Section):
     loss: bool | None = None
     engine: Word | None = None
     beside: bool = False
-    device: str | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
+    device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)$")
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
 # Of a checkpoint, what only a resumed run reads.
+_OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
 _CARD = "README.md"
 
@@ -175,7 +177,7 @@ def _check_target(root: Path, goal: Path) -> None:
 def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
     source = step_folder(run / "checkpoints", step)
     try:
-        names = [name for name in verify(source, step) if name not in _TRAINING_ONLY]
+        names = [name for name in verify(source, step) if name not in _TRAINING_ONLY and not _OPTIMIZER.fullmatch(name)]
         for name in names:  # a manifest of unknown origin may name anything
             inside = not Path(name).is_absolute() and (source / name).resolve() == source.resolve() / name
             if not inside:

@@ -72,11 +72,12 @@ def part_command(part: Part, resume: bool) -> list[str]:
 
 def _default_jobs(plan: Plan) -> int:
     """One part per core; one at a time where a GPU trains."""
-    if all(part.recipe.model.device == "cpu" for part in plan.parts if isinstance(part, Training)):
+    devices = {part.recipe.model.device for part in plan.parts if isinstance(part, Training)}
+    if devices <= {"cpu"}:
         return count_cpus()
     import torch
 
-    return 1 if torch.cuda.is_available() else count_cpus()
+    return 1 if "mps" in devices or torch.cuda.is_available() else count_cpus()
 
 
 def run_sweep(

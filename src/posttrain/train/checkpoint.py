@@ -6,25 +6,33 @@ still has optimizer steps to serve, if any), ``heads.safetensors`` (heads and cr
 trained beside the model, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of every
 file. A checkpoint is written aside as ``.tmp-*``, fsynced and renamed, so a folder with a
 final name is complete; on load the manifest is verified. No pickles anywhere.
+
+Several processes write one together with ``scale.checkpoint: sharded``. The model is then in the layout that the
+Hugging Face libraries have for large ones: whole tensors dealt out to files, ``model-00001-of-00002.safetensors``, and
+an index; ``optimizer-00001-of-00002.safetensors`` has of each tensor the rows that its process had, and says in its
+header under ``rows`` which (``{name: [first, of how many]}``).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
-from posttrain.models.load import SCORE, note_base_bits
+from posttrain.models.load import ONE_FILE, SCORE, note_base_bits
 from posttrain.models.trained_heads import copy_tensors
 from posttrain.store.checkpoint_files import (
     ASIDE,
@@ -37,7 +45,11 @@ from posttrain.store.checkpoint_files import (
     step_folder,
     verify,
 )
-from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.store.durable import explain_storage, storage_errors, sync_file
+from posttrain.world import ONE, World
+
+Rows = dict[str, tuple[int, int]]  # of a tensor that is cut along its first dimension: the first row, of how many
+SHARE = "share"  # of the others, until all are there: transformers deletes files that are called as parts of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    optimizer: dict[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     rollout_buffer: dict[str, Tensor] | None
     heads: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -69,6 +81,8 @@ def save_checkpoint(
     rollout_buffer: Mapping[str, Tensor] | None = None,
     heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
+    rows: Rows | None = None,
+    world: World = ONE,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
 
@@ -77,11 +91,13 @@ def save_checkpoint(
         model: a transformers or peft model; written by its own ``save_pretrained``.
         tokenizer: likewise, or None.
         optimizer: the optimizer's tensors by name.
-        state: whatever else the loop needs, as plain data for JSON.
+        state: whatever else the loop needs, as plain data for JSON; of the main process.
         rollout_buffer: tensors of a rollout batch that later optimizer steps still use.
         heads: what ``head_tensors`` gives for the heads and critics.
         score: of a reward model, the weight of its head and the id of the token at which it is read: the
             model is then written in the layout of sequence classification too, where that fits.
+        rows: of each tensor of ``optimizer`` that is cut, which of its rows this process has.
+        world: those that write it together, each its share of the weights and of the optimizer; the main one all else.
 
     Raises:
         StorageError: the disk is full or not writable. Nothing new stands under a final name;
@@ -89,15 +105,18 @@ def save_checkpoint(
     """
     root = Path(folder)
     final = step_folder(root, step)
-    aside = root / f"{ASIDE}{final.name}-{os.getpid()}"
+    aside = world.tell(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
     try:
         with storage_errors(f"checkpoint {final.name}", root):
-            root.mkdir(parents=True, exist_ok=True)
-            remove_tree(aside)
-            aside.mkdir()
-            with _without_progress_bars():
-                _write_model(aside, model, tokenizer, score)
-            save_file(_storable(optimizer), aside / "optimizer.safetensors")
+            if world.is_main:
+                remove_tree(aside)
+                aside.mkdir(parents=True)
+            world.agree(False, "folder of the checkpoint")
+            header = None if rows is None else {"rows": json.dumps(rows)}
+            save_file(_storable(optimizer), aside / _part_name("optimizer", world.rank, world.size), header)
+            _write_model(aside, model, tokenizer, score, world)
+            if not world.is_main:
+                return final
             if rollout_buffer is not None:
                 save_file(_storable(rollout_buffer), aside / "rollout_buffer.safetensors")
             if heads:
@@ -108,7 +127,8 @@ def save_checkpoint(
     except SafetensorError as error:  # safetensors reports a full disk as an error of its own
         raise explain_storage(f"checkpoint {final.name}", root, error) from error
     finally:
-        remove_tree(aside)
+        if world.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
+            shutil.rmtree(aside, ignore_errors=world.size > 1)
     return final
 
 
@@ -188,14 +208,119 @@ def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
         path=path,
         step=step,
         state=json.loads((path / "state.json").read_text(encoding="utf-8")),
-        optimizer=load_file(path / "optimizer.safetensors"),
+        optimizer=_read_optimizer(path, files),
         rollout_buffer=rollout_buffer,
         heads=heads,
         skipped=list(skipped),
     )
 
 
-def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, int] | None) -> None:
+class JoinedRows(Mapping[str, Tensor]):
+    """Tensors of which several files have some rows each; one is read, whole, when it is asked for.
+
+    Raises:
+        CheckpointError: the files do not have all rows, or do not say which.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._place = files[0].parent
+        self._having: dict[str, list[tuple[int, int | None, Any]]] = {}
+        for file in files:
+            stored = safe_open(file, framework="pt")
+            try:
+                rows = {n: (int(a), int(b)) for n, (a, b) in json.loads((stored.metadata() or {})["rows"]).items()}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise CheckpointError(f"{file}: its header does not say which rows it has") from None
+            for name in stored.keys():  # noqa: SIM118
+                self._having.setdefault(name, []).append((*rows.get(name, (0, None)), stored))
+        self._names = sorted(self._having)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        having = sorted(self._having[name], key=lambda part: part[0])
+        parts: list[Tensor] = [stored.get_tensor(name) for *_, stored in having]
+        if len(parts) == 1 and having[0][1] is None:
+            return parts[0]
+        starts = [0, *accumulate(len(part) for part in parts)]
+        if [(first, of) for first, of, _ in having] != [(start, starts[-1]) for start in starts[:-1]]:
+            raise CheckpointError(f"{self._place}: rows of {name} are missing; this checkpoint is not whole")
+        return torch.cat(parts)
+
+
+def _read_optimizer(path: Path, files: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    parts = sorted(name for name in files if name.startswith("optimizer-") and name.endswith(".safetensors"))
+    return JoinedRows([path / name for name in parts]) if parts else load_file(path / "optimizer.safetensors")
+
+
+def _part_name(stem: str, rank: int, size: int) -> str:
+    return f"{stem}.safetensors" if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def _deal(model: Any, size: int) -> list[dict[str, Tensor]] | None:
+    """The model's weights in as many shares of about the same size, tied ones once; None where one process writes all.
+
+    That is an adapter, and an architecture whose weights on disk are others than in memory (fused experts).
+    """
+    if size == 1 or hasattr(model, "peft_config"):
+        return None
+    tensors = model.state_dict()
+    changes = any(getattr(model, key, None) for key in ("_weight_conversions", "_keys_to_ignore_on_save"))
+    if changes or any(tensor.ndim > 2 for tensor in tensors.values()):
+        return None
+    tied = getattr(model, "all_tied_weights_keys", {})  # of several names of a tensor the one that is loaded is kept
+    named = sorted(tensors.items(), key=lambda item: item[0] not in tied)
+    by_place = {(tensor.data_ptr() or name, tensor.shape): name for name, tensor in named}
+    ordered = sorted(by_place.values(), key=lambda name: (-tensors[name].nbytes, name))
+    shares: list[dict[str, Tensor]] = [{} for _ in range(size)]
+    loads = [0] * size
+    for name in ordered:
+        lightest = loads.index(min(loads))
+        shares[lightest][name] = tensors[name]
+        loads[lightest] += tensors[name].nbytes
+    return shares
+
+
+def _write_index(path: Path, shares: list[dict[str, Tensor]]) -> None:
+    """Give all shares their names, and say which file has which weights."""
+    names = [_part_name("model", rank, len(shares)) for rank in range(len(shares))]
+    (path / "model.safetensors").rename(path / names[0])
+    for rank, name in enumerate(names[1:], 1):
+        (path / _part_name(SHARE, rank, len(shares))).rename(path / name)
+    written = safe_open(path / names[0], framework="pt").keys()  # a reward model's head among them
+    places = dict.fromkeys(written, names[0])
+    places |= {name: names[rank] for rank, share in enumerate(shares) if rank for name in share}
+    total = sum(tensor.nbytes for share in shares for tensor in share.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    content = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (path / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+
+
+def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, int] | None, world: World) -> None:
+    """The model with its configuration and tokenizer, or this process's share of it, when all have written theirs."""
+    shares = _deal(model, world.size)
+    own = None if shares is None else _storable(shares[world.rank])
+    if world.is_main:
+        with _without_progress_bars():
+            _write_main(path, model, score, own)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+    else:
+        if own is not None:
+            save_file(own, path / _part_name(SHARE, world.rank, world.size), {"format": "pt"})
+        for stem in ("optimizer", SHARE)[: 1 if own is None else 2]:
+            sync_file(path / _part_name(stem, world.rank, world.size))
+    world.agree(False, "parts of the checkpoint")
+    if world.is_main and shares is not None:
+        _write_index(path, shares)
+
+
+def _write_main(path: Path, model: Any, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
+    """The model as its library writes it, or ``own`` of its weights in one file."""
     if score is not None:
         from posttrain.models.scorer import save_adapter_scorer, save_scorer
     if hasattr(model, "peft_config"):
@@ -204,10 +329,8 @@ def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, in
         note_base_bits(model, path)
         if score is not None:
             save_adapter_scorer(path, model, score[0])
-    elif score is None or not save_scorer(path, model, *score):
-        model.save_pretrained(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
+    elif score is None or not save_scorer(path, model, *score, own):
+        model.save_pretrained(path, state_dict=own, **({} if own is None else ONE_FILE))
 
 
 @contextmanager

@@ -296,6 +296,8 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
 
 def _of_scale(w: Words) -> Iterator[Rule]:
     if w.recipe.scale.sharding == "none":
+        alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
+        yield w.recipe.scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
     known = w.recipe.optimizer.name in SHARDED_OPTIMIZERS
     parts = f": nobody has said whether optimizer {w.recipe.optimizer.name!r} works on tensors in parts"

@@ -142,10 +142,12 @@ def check_devices(device: str, num_processes: int) -> None:
     """Refuse more processes on this machine than it has GPUs, where ``device`` (``model.device``) takes GPUs.
 
     Raises:
-        UsageError: there are fewer.
+        UsageError: there are fewer, or they are Apple's, between which no tensors travel.
     """
     there = torch.cuda.device_count()
-    if choose_device(device).type == "cuda" and num_processes > there:
+    if (kind := choose_device(device).type) == "mps" and num_processes > 1:
+        raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
+    if kind == "cuda" and num_processes > there:
         raise UsageError(
             f"scale.processes: {num_processes} on this machine, and torch sees {there} "
             f"GPU{'s' if there != 1 else ''}; give at most one process per GPU, or model.device cpu"
@@ -184,6 +186,8 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
 
 def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
     chosen = choose_device(device)
+    if chosen.type == "mps":
+        check_devices(device, meeting.size)
     if chosen.type == "cuda":
         index = local_rank() or 0
         check_devices(device, index + 1)
@@ -342,14 +346,10 @@ class Shards:
             plain.copy_(shard.full_tensor())
 
     @torch.no_grad()
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
-        """The shards, and the optimizer's whole moments, become parts of what the whole model and they are."""
+    def scatter(self) -> None:
+        """The shards become parts of what the whole model is."""
         for plain, shard in self._pairs:
             shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if value.shape == parameter.shape and not isinstance(value, DTensor):
-                    state[key] = part_of(value, parameter)
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
@@ -360,6 +360,24 @@ class Shards:
             if is_kept:
                 gathered[name] = full.cpu()
         return gathered
+
+    def rows(self, tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+        """What this process has of each tensor, and of those in parts the row that it begins at, of how many.
+
+        What is in no parts is rank 0's, and what has no row here is left out.
+        """
+        own, rows = {}, {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                local, total = tensor.to_local(), tensor.shape[0]
+                most = -(-total // self._mesh.size())
+                first = min(rank * most, total)
+                assert len(local) == min(most, total - first), "FSDP2 cuts along rows, and the last parts are smaller"
+                if len(local):
+                    own[name], rows[name] = local, (first, total)
+            elif rank == 0:
+                own[name] = tensor
+        return own, rows
 
 
 def part_of(whole: Tensor, like: Any) -> Any:

@@ -10,6 +10,7 @@ step; until its results are recorded it is owed, and a resumed run makes it agai
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -33,7 +34,7 @@ from posttrain.store.headline import Headline, choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
-from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checkpoint import Checkpoint, Rows, load_checkpoint, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
@@ -93,7 +94,7 @@ class Loop:
             restore_heads(self.parts.heads, checkpoint.heads)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
-                self.parts.shards.scatter(self.parts.optimizer)
+                self.parts.shards.scatter()
             self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}))
             self.step = checkpoint.step
             self.best = checkpoint.state.get("best")
@@ -344,42 +345,51 @@ class Loop:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
         optimizer = optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
-        if self.parts.shards is not None:
+        rows, world = None, ONE
+        if self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded":
+            (optimizer, rows), world = self.parts.shards.rows(optimizer, self.world.rank), self.world
+        elif self.parts.shards is not None:
             optimizer = self.parts.shards.whole(optimizer, self.world.is_main)
-        if not self.world.is_main:
+        path = self._write_checkpoint(optimizer, rows, world) if self.world.is_main or world.size > 1 else None
+        if path is None or not self.world.is_main:
             return
-        path = self._write_checkpoint(optimizer)
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _write_checkpoint(self, optimizer: Mapping[str, Tensor]) -> Path:
-        """Records are durable before the checkpoint appears under its name."""
+    def _write_checkpoint(self, optimizer: Mapping[str, Tensor], rows: Rows | None = None, world: World = ONE) -> Path:
+        """Records are durable before the checkpoint appears under its name; ``world`` writes it together."""
         self.rollouts.flush()
         self.metrics.flush()
-        owed = {"owed_evaluations": self.owed} if self.owed else {}
         return save_checkpoint(
             self.files.checkpoints,
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
             optimizer=optimizer,
-            state={
-                "recipe": self.recipe.fingerprint(),
-                "settings": decisive(self.recipe.dump()),
-                "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
-                **self.parts.origins,
-                **choices_in_use(self.recipe),
-                "best": self.best,
-                "evaluations": self.evaluations,
-                "steps": self.steps,
-                "processes": self.world.size,
-                "source": self.source_state,
-                **owed,
-            },
+            state=self._state() if world.is_main else {},
             heads=head_tensors(self.parts.heads),
             score=self.parts.score_head(),
             rollout_buffer=self.parts.source.rollout_buffer(self.step),
+            rows=rows,
+            world=world,
         )
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint says beside tensors, and a resumed run reads."""
+        owed = {"owed_evaluations": self.owed} if self.owed else {}
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "settings": decisive(self.recipe.dump()),
+            "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
+            **self.parts.origins,
+            **choices_in_use(self.recipe),
+            "best": self.best,
+            "evaluations": self.evaluations,
+            "steps": self.steps,
+            "processes": self.world.size,
+            "source": self.source_state,
+            **owed,
+        }
 
     def _tidy(self) -> None:
         """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
@@ -485,7 +495,8 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
 
 
 def peak_memory_bytes() -> int:
-    """The most memory held so far: of the GPU where there is one, else the process's resident set."""
+    """The most memory held so far: of the GPU where there is one of its own, else the process's resident set."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -263,7 +263,9 @@ def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, T
 
 
 def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device.
+    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and in parts as that is.
+
+    ``tensors`` are taken one after the other, the same in all processes.
 
     Raises:
         CheckpointError: an entry for a parameter that the model does not train, or of another shape.
@@ -282,7 +284,8 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
             )
         fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
         device = parameter.device if fused or not scalar else torch.device("cpu")
-        restored.setdefault(parameter, {})[key] = value.detach().to(device).clone()
+        whole = value.detach().to(device)
+        restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
     optimizer.state.clear()
     optimizer.state.update(restored)
 

@@ -28,6 +28,7 @@ from posttrain.consent import declare_code, declare_from_command_line, trusts_re
 from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.machine import choices_in_use, use_choices
+from posttrain.types import with_float64
 
 MAX_STARTS = 3  # for one piece of work, where a signal ends the process
 _HEADER = struct.Struct(">Q")
@@ -86,7 +87,7 @@ def receive(pipe: IO[bytes]) -> dict[str, Any] | None:
 def weight_sums(model: Any) -> list[float]:
     """The sum of every parameter, trained or not: what tells one version of a model from another."""
     with torch.no_grad():
-        return [float(p.detach().sum(dtype=torch.float64)) for p in model.parameters()]
+        return [float(with_float64(p.detach()).sum(dtype=torch.float64)) for p in model.parameters()]
 
 
 class BesideProcess:

@@ -19,7 +19,7 @@ from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import TrainSection
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.types import Batch, Loss, Outputs, with_float64
 from posttrain.world import ONE, World
 
 Objective = Callable[[Outputs, Batch], Loss]
@@ -52,7 +52,7 @@ class MeanOverBatch:
         """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
         values = values.detach()
         kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
-        total = kept.to(torch.float64).sum()
+        total = with_float64(kept).to(torch.float64).sum()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
@@ -125,7 +125,7 @@ def accumulate(
     entropy = method.entropy if learns else "none"
     batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
     device = next(forward.model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means, of_parts = MeanOverBatch(), [MeanOverBatch() for _ in batch.parts]
     slots = used = 0.0
     pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
@@ -147,7 +147,7 @@ def accumulate(
                     loss.backward()
         if index >= num_own:
             continue
-        total += loss.detach().to(torch.float64)
+        total += with_float64(loss.detach()).to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
         for number, of_part in enumerate(of_parts):
             _measure_part(of_part, number, result, planned, level)

@@ -24,7 +24,7 @@ from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry, register
-from posttrain.types import Batch, Sample, collate
+from posttrain.types import Batch, Sample, collate, with_float64
 from posttrain.world import ONE, World
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     mismatched, baseline = mismatch_answers(batch, context_tokens), 0.0
     if mismatched is not None:
         ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
-        baseline = max(0.0, float(ratio.to(torch.float64).sum(dim=1).mean()))
+        baseline = max(0.0, float(with_float64(ratio).to(torch.float64).sum(dim=1).mean()))
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 

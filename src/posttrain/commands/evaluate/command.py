@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)"
     )
-    drawn.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    drawn.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
     drawn.add_argument(
         "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
     )

@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
         with torch.no_grad():
             for rows in split_rows(batch, TOKENS_PER_MICRO):
                 part = batch.select(rows)
-                logprobs = self.forward(part, "none").logprobs.double().cpu()
+                logprobs = self.forward(part, "none").logprobs.cpu().double()
                 likeliest = self.forward.top_candidates(part, 1)[0][..., 0].cpu()
                 for place, row in enumerate(rows):
                     mask = part.mask[place]

@@ -16,7 +16,7 @@ from posttrain.render import Template, decode_response, encode_plain, encode_pro
 from posttrain.render.encoding import markers_of
 from posttrain.tasks.collect import Dropped
 from posttrain.tasks.thinking import answer_text
-from posttrain.types import Message, Sample, collate
+from posttrain.types import Message, Sample, collate, with_float64
 
 TOO_LONG = "the prompt does not fit into the model's context"
 Conversation = Sequence[Message]
@@ -88,5 +88,5 @@ def preference(forward: Forward, tokenizer: Any, prompt: Sequence[int], words: t
     for word in words:
         ids = encode_plain(tokenizer, word)
         samples.append(Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), prefix=len(prompt)))
-    first, second = forward(collate(samples), "none").logprobs.double().sum(dim=1).tolist()
+    first, second = with_float64(forward(collate(samples), "none").logprobs).double().sum(dim=1).tolist()
     return 1.0 / (1.0 + math.exp(min(700.0, second - first)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.base import Sampling
+from posttrain.types import with_float64
 
 UNIT = float(2**40)
 
@@ -20,7 +21,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
 
     Args:
         logits: ``[R, V]`` of any floating dtype.
-        uniforms: ``float64 [R, 1]`` in [0, 1); None when greedy.
+        uniforms: ``float64 [R, 1]`` in [0, 1), on the CPU where the logits' device has no float64; None when greedy.
         sampling: temperature and truncation.
 
     Returns:
@@ -38,7 +39,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
         if sampling.top_k is not None or sampling.top_p < 1.0:
             kept = truncate(probabilities, sampling.top_k, sampling.top_p)
         cumulative = kept.mul(UNIT).long().cumsum(-1)
-        threshold = (uniforms * cumulative[:, -1:]).long()
+        threshold = (uniforms * cumulative[:, -1:].to(uniforms.device)).long().to(cumulative.device)
         # The clamp matters only for a model whose logits are NaN; the caller reports that.
         ids = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
     return ids.squeeze(1), probabilities.gather(1, ids).squeeze(1)
@@ -56,7 +57,8 @@ def truncate(probabilities: Tensor, top_k: int | None, top_p: float) -> Tensor:
     if top_k is not None and top_k < size:
         values, order = values[:, :top_k], order[:, :top_k]
     if top_p < 1.0:
-        before = values.double().cumsum(-1)
-        before = (before - values) / before[:, -1:]
-        values = values.masked_fill(before >= top_p, 0.0)
+        wide = with_float64(values).double()
+        before = wide.cumsum(-1)
+        before = (before - wide) / before[:, -1:]
+        values = values.masked_fill((before >= top_p).to(values.device), 0.0)
     return torch.zeros_like(probabilities).scatter_(-1, order, values)

@@ -26,7 +26,7 @@ from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
-from posttrain.types import Finish
+from posttrain.types import Finish, with_float64
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
 FIRST_COLUMNS = 256  # new tokens that the cache has room for before it first grows
@@ -70,7 +70,7 @@ class Schedule:
         self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)
         self.draws: Tensor | None = None
         if sampling.temperature > 0:
-            self.draws = torch.zeros((self.num_slots, limit), dtype=torch.float64, device=device)
+            self.draws = with_float64(torch.zeros((self.num_slots, limit), device=device)).double()
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
         shape = (decoder.shapes, self.num_slots, device)
@@ -107,7 +107,7 @@ class Schedule:
         ids, probabilities = [], []
         for _ in range(steps):
             logits = self.decoder.decode(tokens, counters[0], self.cache)
-            uniform = None if draws is None else draws.gather(1, counters[1, :, None])
+            uniform = None if draws is None else draws.gather(1, counters[1, :, None].to(draws.device))
             tokens, probability = draw(logits, uniform, self.sampling)
             tokens = self._next(tokens)
             ids.append(tokens)
@@ -228,7 +228,7 @@ class Schedule:
         self._seat(slots, lasts, positions)
         if self.draws is not None:
             table = uniforms([row.key for row in rows], self.draws.shape[1])
-            self.draws[slots] = torch.from_numpy(table).to(self.decoder.device)
+            self.draws[slots] = torch.from_numpy(table).to(self.draws.device)
 
     def _seat(self, slots: slice | list[int], tokens: list[int], positions: list[int]) -> None:
         """Go on in these slots from ``tokens``, which are fed next, with the first of the slots' uniform numbers."""

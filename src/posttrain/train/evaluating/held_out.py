@@ -31,7 +31,7 @@ from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task, build_task, held_out_task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
-from posttrain.types import Batch, Example
+from posttrain.types import Batch, Example, with_float64
 from posttrain.world import ONE, World
 
 # Which of an objective's metrics is told with its interval; the first that it reports.
@@ -159,7 +159,7 @@ def evaluate_loss(
         part = batch.select(rows)
         outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
         mask = part.mask.to(likeliest.device)
-        total -= float(outputs.logprobs.double()[mask].sum())
+        total -= float(with_float64(outputs.logprobs[mask]).double().sum())
         right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
     total, right = (sum(parts) for parts in zip(*world.gather([(total, right)], "held-out loss"), strict=True))
     tokens = float(batch.mask.sum())
