@@ -58,6 +58,14 @@ class Child:
         self.process.send_signal(signal.SIGINT)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended: its exit code, negative for a signal, None where its machine is gone; and in words."""
+
+    code: int | None
+    how: str
+
+
 def start_child(
     command: Sequence[str], log: Path, what: str, num_threads: int, settings: Mapping[str, str] | None = None
 ) -> Child:

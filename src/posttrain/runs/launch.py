@@ -125,13 +125,12 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    with stop_on_signals() as should_stop:
-        if _scale_of(recipe).launcher == "ray":
-            result = _train_on_cluster(recipe, directory.folder, resume, record, should_stop)
-        else:
-            with _world_of(recipe, directory.folder, resume) as world:
-                shared = {"world": world} if isinstance(recipe, Recipe) else {}
-                result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
+    if _scale_of(recipe).launcher == "ray":
+        result = _train_on_cluster(recipe, directory.folder, resume, record)
+    else:
+        with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
+            shared = {"world": world} if isinstance(recipe, Recipe) else {}
+            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
@@ -223,16 +222,16 @@ def _task_of(recipe: Recipe, folder: Path, resume: bool, path: list[str]) -> dic
     }
 
 
-def _train_on_cluster(
-    recipe: Recipe, folder: Path, resume: bool, observer: Observer, should_stop: Callable[[], bool]
-) -> Any:
+def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Observer) -> Any:
     """All processes of the run, rank 0 too, are on a Ray cluster; this one watches them, and keeps status and log."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("ray", "ray", "scale.launcher: ray")
     from posttrain.runs.cluster.launcher import train_on_cluster
+    from posttrain.runs.cluster.ray import joined
 
     task = _task_of(recipe, folder, resume, sys.path) | {"reports": True}
-    return train_on_cluster(task, recipe, observer, should_stop)
+    with joined() as cluster, stop_on_signals() as should_stop:  # in this order: Ray takes signals, too
+        return train_on_cluster(cluster, task, recipe, observer, should_stop)
 
 
 def follow() -> int:

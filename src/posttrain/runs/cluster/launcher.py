@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import PeerFailure, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
+from posttrain.runs.children import End
 from posttrain.runs.cluster.reports import Reading
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.train.distributed import Meeting
@@ -30,20 +30,12 @@ LOOK_SECONDS = 0.2
 SETTLE_SECONDS = 20.0  # behind the end of one process, for the others to say or to show why; a dead node takes Ray 17
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a process ended: its exit code, negative for a signal, None where its machine is gone; and in words."""
-
-    code: int | None
-    how: str
-
-
 class Lost(PeerFailure):
     """A process of the run, or its machine, is gone, and no error of the run's own is why."""
 
 
 def train_on_cluster(
-    task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
+    cluster: Cluster, task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
     """Train as ``task`` (``runs/launch.py``) says, in ``scale.processes`` processes of a cluster; again from the last
     checkpoint where one of them is lost, ``scale.restarts`` times at most.
@@ -52,30 +44,25 @@ def train_on_cluster(
         observer: is told what rank 0 reports, as if the loop were in this process.
 
     Raises:
-        UsageError: no such cluster, no room in it, or what a process says of what was asked for.
+        UsageError: no room in the cluster, or what a process says of what was asked for.
         PeerFailure: a process failed, with its exit code; or one was lost once too often.
     """
-    from posttrain.runs.cluster.ray import joined
-
     restarts = RESTARTS if recipe.scale.restarts is None else recipe.scale.restarts
-    folder = Path(task["folder"])
-    with joined() as cluster:
-        for lost in range(restarts + 1):
-            try:
-                return _attempt(cluster, task, recipe, observer, should_stop)
-            except Lost as loss:
-                cause = str(loss)
-                if should_stop():
-                    raise
-                if lost == restarts:
-                    often = f"{restarts} time{'s' * (restarts != 1)}"
-                    raise PeerFailure(f"{cause}. It was started again {often} (scale.restarts)") from None
-            task = {**task, "resume": True}
-            saved = max(checkpoint_steps(folder / "checkpoints"), default=None)
-            where = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-            message = f"{cause}. All processes start again from {where} ({lost + 1} of {restarts} times)"
-            observer("notice", {"message": message})
-            cluster.cause = cause
+    for lost in range(restarts + 1):
+        try:
+            return _attempt(cluster, task, recipe, observer, should_stop)
+        except Lost as loss:
+            cluster.cause = str(loss)
+            if should_stop():
+                raise
+            if lost == restarts:
+                often = f"{restarts} time{'s' * (restarts != 1)}"
+                raise PeerFailure(f"{loss}. It was started again {often} (scale.restarts)") from None
+        task = {**task, "resume": True}
+        saved = max(checkpoint_steps(Path(task["folder"]) / "checkpoints"), default=None)
+        where = "the beginning" if saved is None else f"the checkpoint of step {saved}"
+        message = f"{cluster.cause}. All processes start again from {where} ({lost + 1} of {restarts} times)"
+        observer("notice", {"message": message})
     raise AssertionError("every way out of the loop is above")
 
 

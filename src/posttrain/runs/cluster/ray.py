@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -28,8 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain import __version__
 from posttrain.errors import PeerFailure, StorageError, UsageError
-from posttrain.runs.children import FOLLOW, Child, end_at_once, how_it_ended, start_child
-from posttrain.runs.cluster.launcher import End
+from posttrain.runs.children import FOLLOW, Child, End, end_at_once, how_it_ended, start_child
 from posttrain.world import local_size
 
 ADDRESS = "RAY_ADDRESS"
@@ -75,6 +75,9 @@ class Actor:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.pop(name, None)  # Ray's own, which would be taken for the user's
         os.environ.update(variables)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, [signal.SIGINT]
+        )  # Ray's workers block it, and so would what they start
         command, threads = [sys.executable, "-m", "posttrain", FOLLOW], (os.cpu_count() or 1) // local_size()
         try:
             self.child = start_child(command, Path(log), f"rank {variables['RANK']}", max(1, threads))
