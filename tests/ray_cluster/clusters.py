@@ -83,11 +83,14 @@ def recipe_of(reward: str, launcher: str = "ray", processes: int = 2, **options:
     )
 
 
-def wait_until(what: Callable[[], object], seconds: float = SECONDS) -> None:
-    """Until ``what`` is true."""
+def wait_until(
+    what: Callable[[], object], seconds: float = SECONDS, process: subprocess.Popen[str] | None = None
+) -> None:
+    """Until ``what`` is true; not longer than the ``process`` works."""
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.1)
 
 
