@@ -87,13 +87,20 @@ def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
         ((1, "ValueError: no", 1), {1: KILLED, 0: FAILED}, True, PeerFailure, "rank 1 of 2: ValueError: no"),
         ((1, "ValueError: no", 1), {1: FAILED, 0: FAILED}, True, PeerFailure, "rank 1 of 2: ValueError: no"),
         ((0, "no such model", 2), {0: End(2, "..."), 1: FAILED}, False, UsageError, "rank 0 of 2: no such model"),
+        (
+            (1, "the vLLM server is gone", 1, True),
+            {1: FAILED, 0: FAILED},
+            True,
+            Lost,
+            "rank 1 of 2: the vLLM server is gone",
+        ),
         # an exchange that did not come about; a program that cannot be started
         (None, {0: FAILED}, True, Lost, f"rank 0 of 2: {FAILED.how}"),
         (None, {0: FAILED}, False, PeerFailure, f"rank 0 of 2: {FAILED.how}"),
     ],
 )
 def test_whose_end_it_was(
-    said: tuple[int, str, int] | None, ended: dict[int, End], started: bool, kind: type, message: str
+    said: tuple[Any, ...] | None, ended: dict[int, End], started: bool, kind: type, message: str
 ) -> None:
     meeting = Meeting.open(2)
     if said is not None:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.errors import EngineLost, PeerFailure, PosttrainError, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
@@ -119,10 +119,12 @@ class Meeting:
             self.num_reports += 1
             yield event, facts
 
-    def fail(self, rank: int, message: str, exit_code: int) -> None:
-        """Leave why a rank failed; what was left first stays."""
+    def fail(self, rank: int, message: str, exit_code: int, is_loss: bool = False) -> None:
+        """Leave why a rank failed (``PeerFailure``); what was left first stays."""
         with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
-            self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
+            self.store.compare_set(
+                FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code, is_loss])
+            )
 
     def failure(self) -> PeerFailure | None:
         """Why the first rank failed, if one has."""
@@ -198,7 +200,8 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
             raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
-            meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
+            code = getattr(error, "exit_code", RunFailure.exit_code)
+            meeting.fail(meeting.rank, what, code, isinstance(error, EngineLost))
         raise
 
 

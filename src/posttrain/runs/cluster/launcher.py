@@ -111,6 +111,8 @@ def _failure(meeting: Meeting, ended: Mapping[int, End], started: bool) -> PeerF
         how = f"rank {rank} of {size}: {end.how}"
         if own is None or own == how or not own.startswith(f"rank {rank} of "):
             return Lost(how)
+    if failure is not None and failure.is_loss:
+        return Lost(str(failure))
     if failure is not None:
         return UsageError(own) if failure.exit_code == UsageError.exit_code else failure
     rank, end = next(((r, e) for r, e in sorted(ended.items()) if e.code), (0, End(0, "it ended without a result")))
