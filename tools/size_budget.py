@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 70920
+MAX_PACKAGE_LINES = 71500
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
-    "recipes": 1230,
+    "recipes": 1240,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -33,9 +33,9 @@ ROOMS: dict[str, int] = {
     "engines": 6730,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6460,
+    "train": 6480,
     "interpret": 7620,
-    "runs": 2900,
+    "runs": 3440,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8870,
