@@ -16,7 +16,7 @@ from torch import distributed as dist
 from posttrain.errors import MissingExtra, PeerFailure, UsageError
 from posttrain.runs.children import End
 from posttrain.runs.cluster import launcher
-from posttrain.runs.cluster.launcher import Lost, train_on_cluster
+from posttrain.runs.cluster.launcher import train_on_cluster
 from posttrain.runs.cluster.reports import Reading, reporting
 from posttrain.runs.launch import launch
 from posttrain.store.headline import ACCURACY
@@ -26,6 +26,7 @@ from small_runs import Events, make_recipe
 KILLED = End(-9, "its process was ended by SIGKILL")
 GONE = End(None, "its node is gone")
 FAILED = End(1, "its process ended with exit code 1: posttrain: it failed")
+LOST, OWN, ASKED = (PeerFailure, True), (PeerFailure, False), (UsageError, False)
 RAY = {"processes": 2, "launcher": "ray"}
 
 
@@ -79,36 +80,36 @@ def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
 @pytest.mark.parametrize(
     ("said", "ended", "started", "kind", "message"),
     [
-        (None, {1: KILLED}, True, Lost, "rank 1 of 2: its process was ended by SIGKILL"),
-        (None, {0: FAILED, 1: GONE}, True, Lost, "rank 1 of 2: its node is gone"),
+        (None, {1: KILLED}, True, LOST, "rank 1 of 2: its process was ended by SIGKILL"),
+        (None, {0: FAILED, 1: GONE}, True, LOST, "rank 1 of 2: its node is gone"),
         # what a rank makes of the loss of another is not why the run ended
-        ((0, "RuntimeError: connection closed", 1), {0: FAILED, 1: GONE}, True, Lost, "rank 1 of 2: its node is gone"),
+        ((0, "RuntimeError: connection closed", 1), {0: FAILED, 1: GONE}, True, LOST, "rank 1 of 2: its node is gone"),
         # an error, and the process dies of it
-        ((1, "ValueError: no", 1), {1: KILLED, 0: FAILED}, True, PeerFailure, "rank 1 of 2: ValueError: no"),
-        ((1, "ValueError: no", 1), {1: FAILED, 0: FAILED}, True, PeerFailure, "rank 1 of 2: ValueError: no"),
-        ((0, "no such model", 2), {0: End(2, "..."), 1: FAILED}, False, UsageError, "rank 0 of 2: no such model"),
+        ((1, "ValueError: no", 1), {1: KILLED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
+        ((1, "ValueError: no", 1), {1: FAILED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
+        ((0, "no such model", 2), {0: End(2, "..."), 1: FAILED}, False, ASKED, "rank 0 of 2: no such model"),
         (
             (1, "the vLLM server is gone", 1, True),
             {1: FAILED, 0: FAILED},
             True,
-            Lost,
+            LOST,
             "rank 1 of 2: the vLLM server is gone",
         ),
         # an exchange that did not come about; a program that cannot be started
-        (None, {0: FAILED}, True, Lost, f"rank 0 of 2: {FAILED.how}"),
-        (None, {0: FAILED}, False, PeerFailure, f"rank 0 of 2: {FAILED.how}"),
+        (None, {0: FAILED}, True, LOST, f"rank 0 of 2: {FAILED.how}"),
+        (None, {0: FAILED}, False, OWN, f"rank 0 of 2: {FAILED.how}"),
     ],
 )
 def test_whose_end_it_was(
-    said: tuple[Any, ...] | None, ended: dict[int, End], started: bool, kind: type, message: str
+    said: tuple[Any, ...] | None, ended: dict[int, End], started: bool, kind: tuple[type, bool], message: str
 ) -> None:
     meeting = Meeting.open(2)
     if said is not None:
         meeting.fail(*said)
     failure = launcher._failure(meeting, ended, started)
-    assert type(failure) is kind
+    assert (type(failure), getattr(failure, "is_loss", False)) == kind
     assert str(failure) == message
-    assert failure.exit_code == (2 if kind is UsageError else 1)
+    assert failure.exit_code == (2 if kind == ASKED else 1)
 
 
 class FakeRanks:
@@ -174,6 +175,6 @@ def test_it_gives_up(tmp_path: Path) -> None:
             train_on_cluster(cluster, task, recipe, Events(), lambda: False)  # type: ignore[arg-type]
         assert cluster.attempts == []
     stopping = FakeCluster(LOSS)
-    with pytest.raises(Lost):
+    with pytest.raises(PeerFailure, match=r"ended by SIGKILL$"):
         train_on_cluster(stopping, task, make_recipe("sft", scale=RAY), Events(), lambda: True)  # type: ignore[arg-type]
     assert len(stopping.tasks) == 1

@@ -30,10 +30,6 @@ LOOK_SECONDS = 0.2
 SETTLE_SECONDS = 20.0  # behind the end of one process, for the others to say or to show why; a dead node takes Ray 17
 
 
-class Lost(PeerFailure):
-    """A process of the run, or its machine, is gone, and no error of the run's own is why."""
-
-
 def train_on_cluster(
     cluster: Cluster, task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
@@ -51,10 +47,10 @@ def train_on_cluster(
     for lost in range(restarts + 1):
         try:
             return _attempt(cluster, task, recipe, observer, should_stop)
-        except Lost as loss:
-            cluster.cause = str(loss)
-            if should_stop():
+        except PeerFailure as loss:
+            if not loss.is_loss or should_stop():
                 raise
+            cluster.cause = str(loss)
             if lost == restarts:
                 often = f"{restarts} time{'s' * (restarts != 1)}"
                 raise PeerFailure(f"{loss}. It was started again {often} (scale.restarts)") from None
@@ -110,11 +106,9 @@ def _failure(meeting: Meeting, ended: Mapping[int, End], started: bool) -> PeerF
     for rank, end in lost_ranks(ended).items():
         how = f"rank {rank} of {size}: {end.how}"
         if own is None or own == how or not own.startswith(f"rank {rank} of "):
-            return Lost(how)
-    if failure is not None and failure.is_loss:
-        return Lost(str(failure))
+            return PeerFailure(how, is_loss=True)
     if failure is not None:
         return UsageError(own) if failure.exit_code == UsageError.exit_code else failure
     rank, end = next(((r, e) for r, e in sorted(ended.items()) if e.code), (0, End(0, "it ended without a result")))
-    kind = Lost if started else PeerFailure  # an exchange that failed; or a process that cannot be started at all
-    return kind(f"rank {rank} of {size}: {end.how}", end.code or RunFailure.exit_code)
+    how = f"rank {rank} of {size}: {end.how}"  # an exchange that failed; or a process that cannot be started at all
+    return PeerFailure(how, end.code or RunFailure.exit_code, is_loss=started)

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from posttrain import __version__
 from posttrain.errors import PeerFailure, StorageError, UsageError
 from posttrain.runs.children import FOLLOW, Child, End, end_at_once, how_it_ended, start_child
+from posttrain.store.durable import ASIDE, storage_errors
 from posttrain.world import local_size
 
 ADDRESS = "RAY_ADDRESS"
@@ -37,6 +38,7 @@ CONNECT_SECONDS = 20.0
 PLACE_SECONDS = 30.0  # for room that others take, and for a node in place of one that is lost
 LOOK_SECONDS = 1.0  # of an actor, before it answers that its process still works
 START_SECONDS = 60.0  # for Ray to start a Python on each node
+END_SECONDS = 5.0  # for actors to end their processes; those of an actor that is killed end by themselves
 SHARED_SECONDS = 10.0  # for a new file to be seen everywhere; network file systems remember what was not there
 # What of this process's environment the others get; keys and passwords stay where they are.
 _PASSED = ("POSTTRAIN_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "TOKENIZERS_", "VLLM_")
@@ -75,9 +77,7 @@ class Actor:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.pop(name, None)  # Ray's own, which would be taken for the user's
         os.environ.update(variables)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, [signal.SIGINT]
-        )  # Ray's workers block it, and so would what they start
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it, and what is started inherits that
         command, threads = [sys.executable, "-m", "posttrain", FOLLOW], (os.cpu_count() or 1) // local_size()
         try:
             self.child = start_child(command, Path(log), f"rank {variables['RANK']}", max(1, threads))
@@ -149,9 +149,8 @@ class Cluster:
                 actors.append(ray.remote(Actor).options(scheduling_strategy=place, **resources).remote())
             yield self._ordered(actors)
         finally:
-            ray.wait(
-                [actor.end.remote() for actor in actors], num_returns=max(1, len(actors)), timeout=5
-            ) if actors else 0
+            if actors:
+                ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
@@ -161,11 +160,11 @@ class Cluster:
             places = ray.get([actor.place.remote() for actor in actors], timeout=START_SECONDS)
         except (RayError, GetTimeoutError) as error:
             what = f"Ray's workers cannot be started on its nodes: {_reason(error)}. Each needs the same posttrain"
-            raise self._problem(f"the cluster at {self.address}: {what}") from error
+            raise self.problem(f"the cluster at {self.address}: {what}", is_loss=True) from error
         for place in places:
             if place["version"] != __version__:
                 what = f"has posttrain {place['version']}, and this is {__version__}; install the same everywhere"
-                raise self._problem(f"the node {place['address']} of the cluster {what}")
+                raise self.problem(f"the node {place['address']} of the cluster {what}")
         first = {place["node"]: index for index, place in reversed([*enumerate(places)])}
         order = sorted(range(len(actors)), key=lambda index: (first[places[index]["node"]], index))
         return Ranks(self, [actors[index] for index in order], [places[index] for index in order])
@@ -177,14 +176,16 @@ class Cluster:
         alive = [node for node in ray.nodes() if node["Alive"]]
         rows = [f"{node['NodeManagerAddress']} {node['Resources'].get(kind, 0):g}" for node in alive]
         free = ray.available_resources().get(kind, 0)
-        return self._problem(
+        return self.problem(
             f"scale.processes: {size} of them need {size} {kind}s, and the cluster at {self.address} has "
             f"{self._count(kind)} ({free:g} free; by node: {', '.join(rows)}).{waited} Give fewer "
             f"processes, or add nodes with `ray start --address {self.address}`"
         )
 
-    def _problem(self, text: str) -> UsageError | PeerFailure:
-        return PeerFailure(f"{self.cause}. It cannot start again: {text}") if self.cause else UsageError(text)
+    def problem(self, text: str, is_loss: bool = False) -> UsageError | PeerFailure:
+        """What stands against it, as an error; ``is_loss``: the second time and later, trying again may help."""
+        again = f"{self.cause}. It cannot start again: {text}"
+        return PeerFailure(again, is_loss=is_loss) if self.cause else UsageError(text)
 
 
 class Ranks:
@@ -205,10 +206,12 @@ class Ranks:
 
         Raises:
             UsageError: a node does not share the run's ``folder`` or this working directory.
+            PeerFailure: a node was lost meanwhile.
         """
-        proof = folder / f".tmp-shared-{os.getpid()}"
         content = secrets.token_hex(16)
-        proof.write_text(content, encoding="utf-8")
+        proof = folder / f"{ASIDE}{content}-{os.getpid()}"
+        with storage_errors("run", folder), proof.open("x", encoding="utf-8") as file:
+            file.write(content)
         try:
             asked = [
                 actor.start.remote(str(folder / f"log-{rank}.txt"), (str(proof), content), os.getcwd(), variables)
@@ -216,12 +219,13 @@ class Ranks:
             ]
             problems = ray.get(asked, timeout=START_SECONDS)
         except (RayError, GetTimeoutError) as error:
-            raise self._cluster._problem(f"Ray lost a node while processes were started: {_reason(error)}") from error
+            what = f"a node of the cluster was lost while processes were started: {_reason(error)}"
+            raise PeerFailure(what, is_loss=True) from error
         finally:
             proof.unlink(missing_ok=True)
         for place, problem in zip(self.places, problems, strict=True):
             if problem:
-                raise self._cluster._problem(f"node {place['address']} of the cluster: {problem}")
+                raise self._cluster.problem(f"node {place['address']} of the cluster: {problem}")
 
     def _variables(self, port: int) -> Iterator[dict[str, str]]:
         """What each process is told of its place, as torchrun tells it."""
@@ -248,10 +252,8 @@ class Ranks:
             try:
                 answer = ray.get(asked)
             except RayError as error:
-                answer = (
-                    None,
-                    f"its node {self.places[rank]['address']}, or Ray's worker there, is gone: {_reason(error)}",
-                )
+                node = self.places[rank]["address"]
+                answer = (None, f"its node {node}, or Ray's worker there, is gone: {_reason(error)}")
             if answer is not None:
                 self.ended[rank] = End(*answer)
                 self.working.discard(rank)
@@ -294,22 +296,16 @@ def _init(address: str) -> None:
 
     def init() -> None:
         try:
-            ray.init(
-                address=address,
-                namespace=f"posttrain-{secrets.token_hex(8)}",
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (OSError, RuntimeError, ValueError, RayError) as error:
             problems.append(error)
 
     thread = threading.Thread(target=init, name="ray", daemon=True)
     thread.start()
     thread.join(CONNECT_SECONDS)
-    if problems or thread.is_alive():
-        raise _unreachable(
-            address, _reason(problems[0]) if problems else f"no answer of Ray's in {CONNECT_SECONDS:g} s"
-        )
+    if problems or thread.is_alive() or not ray.is_initialized():
+        silence = f"no answer of Ray's in {CONNECT_SECONDS:g} s"
+        raise _unreachable(address, _reason(problems[0]) if problems else silence)
 
 
 def _unreachable(address: str, reason: str) -> UsageError:
