@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 71500
+MAX_PACKAGE_LINES = 71490
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2440,
@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "reward_models": 1640,
     "train": 6480,
     "interpret": 7620,
-    "runs": 3440,
+    "runs": 3430,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8870,
