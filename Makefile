@@ -20,11 +20,12 @@ PACKAGES_openenv := -c constraints.txt -e '.[openenv]'
 PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
+PACKAGES_ray := -c constraints.txt ray
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-adapters check format bench bench-cpu docs clean
+.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -49,6 +50,9 @@ test-gpu: $(DEV) ## the tests that need CUDA
 
 test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
+
+test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
+	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
 
 test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, gymnasium, OpenEnv, verifiers, openai, lm-eval
 

@@ -75,7 +75,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "vllm": ("engines/vllm/plugin/",),  # what runs inside a server; to us it is talked to over HTTP
     # tensors to a server's workers, in a group of their own: they are no processes that train together
     "torch.distributed": ("train/distributed.py", "engines/vllm/transfer.py", "engines/vllm/plugin/"),
-    "ray": ("engines/ray.py",),
+    "ray": ("runs/cluster/ray.py",),
     "accelerate": ("train/distributed.py",),
     "lightning": ("interpret/dictionaries/training.py",),
     "wandb": ("store/trackers.py",),

@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 72510
+MAX_PACKAGE_LINES = 73080
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
-    "recipes": 1250,
+    "recipes": 1260,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -33,9 +33,9 @@ ROOMS: dict[str, int] = {
     "engines": 6410,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6700,
+    "train": 6730,
     "interpret": 7580,
-    "runs": 2900,
+    "runs": 3430,
     "sweeps": 3290,
     "reports": 3130,
     "commands": 8870,

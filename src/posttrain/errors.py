@@ -17,6 +17,7 @@
         ├── CheckpointError           no checkpoint verifies
         ├── StorageError              the disk is full or not writable
         ├── PeerFailure               another process of the run failed: its message, its exit code
+        ├── EngineLost                the run's own server is gone, in the midst of what several processes asked of it
         └── EngineMismatch            sampler and trainer disagree about the same tokens
 
 A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
@@ -164,11 +165,16 @@ class PeerFailure(RunFailure):
     Args:
         message: says which one, and why.
         exit_code: with which that one ended, where it ended by an error of ours.
+        is_loss: that one lost what it works with, so that the same again may succeed.
     """
 
-    def __init__(self, message: str, exit_code: int = RunFailure.exit_code) -> None:
+    def __init__(self, message: str, exit_code: int = RunFailure.exit_code, is_loss: bool = False) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.is_loss = exit_code, is_loss
+
+
+class EngineLost(RunFailure):
+    """The server that a run started for several processes is gone, and some have answers of it by now."""
 
 
 class EngineMismatch(RunFailure):

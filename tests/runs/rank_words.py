@@ -79,3 +79,25 @@ def asks_to_stop(text: str, *, after: int = 0) -> float:
     if "RANK" not in os.environ and calls == after:
         os.kill(os.getpid(), signal.SIGINT)
     return fine(text)
+
+
+def kills_once(text: str, *, rank: int = 1, after: int = 0, note: str = "") -> float:
+    """It ends a rank, unless that was done before: its process number is then in a file."""
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == str(rank) and calls > after and not Path(note).exists():
+        Path(note).write_text(str(os.getpid()), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fine(text)
+
+
+def waits(text: str, *, after: int = 0, note: str = "", seconds: float = 0.5) -> float:
+    """It notes in a file that a rank has paid so many rewards, and then takes its time, until another file is there."""
+    global calls
+    calls += 1
+    if calls == after:
+        Path(f"{note}-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()), encoding="utf-8")
+    deadline = time.monotonic() + (seconds if calls >= after else 0)
+    while not Path(f"{note}-go").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return fine(text)

@@ -425,18 +425,27 @@ class ScaleSection(Section):
     Results are those of one process but for the order of sums, so nothing here decides them. ``processes``: how many.
     ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
     ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
-    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment). ``sharding``: ``none`` keeps the
+    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment); ``ray`` lets the Ray cluster that
+    RAY_ADDRESS names place all of them, one GPU each where it has GPUs, else one CPU. ``sharding``: ``none`` keeps the
     whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
     sample with. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
     folder that all see); ``whole`` gathers it in rank 0. ``timeout_seconds``: how long one process waits for the others
-    before it says who is missing; a process that ended is noticed at once.
+    before it says who is missing; a process that ended is noticed at once. ``restarts``: how often, under ``ray``, all
+    processes are started again from the last checkpoint after one was killed or its machine lost (3).
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
     sharding: Literal["none", "fsdp2"] = "none"
     checkpoint: Literal["whole", "sharded"] = "whole"
-    launcher: Literal["local", "torchrun"] = "local"
+    launcher: Literal["local", "torchrun", "ray"] = "local"
     timeout_seconds: float = Field(default=1800.0, gt=0)
+    restarts: int | None = Field(default=None, ge=0, le=1000)
+
+    @model_validator(mode="after")
+    def _check_restarts(self) -> Self:
+        if self.restarts is not None and self.launcher != "ray":
+            raise ValueError("'restarts' is for 'launcher: ray', which starts lost processes again; leave it out")
+        return self
 
 
 class EvalSection(Section):

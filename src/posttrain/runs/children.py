@@ -58,6 +58,14 @@ class Child:
         self.process.send_signal(signal.SIGINT)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended: its exit code, negative for a signal, None where its machine is gone; and in words."""
+
+    code: int | None
+    how: str
+
+
 def start_child(
     command: Sequence[str], log: Path, what: str, num_threads: int, settings: Mapping[str, str] | None = None
 ) -> Child:
@@ -172,14 +180,14 @@ def following(meeting: Meeting, folder: Path) -> Iterator[None]:
     finally:
         ended.set()
         for child in children.values():
-            _end_at_once(child)
+            end_at_once(child)
         torch.set_num_threads(num_threads)
         for name, value in before.items():
             os.environ.pop(name)
             os.environ.update({} if value is None else {name: value})
 
 
-def _end_at_once(child: Child) -> None:
+def end_at_once(child: Child) -> None:
     """Kill what is still at work, with what it has started itself; remove a log in which nothing stands."""
     if child.poll() is None:
         with suppress(ProcessLookupError):
@@ -200,7 +208,7 @@ def _watch_children(meeting: Meeting, children: Mapping[int, Child], ended: thre
         rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
         if not code:
             continue
-        meeting.fail(rank, _how_it_ended(code, children[rank]), RunFailure.exit_code)  # unless it has left why itself
+        meeting.fail(rank, how_it_ended(code, children[rank]), RunFailure.exit_code)  # unless it has left why itself
         failure = meeting.failure() or PeerFailure(f"rank {rank} ended")
         if not ended.wait(NOTICE_SECONDS) and not meeting.noticed:
             fail_thread(thread, failure)
@@ -210,7 +218,8 @@ def _watch_children(meeting: Meeting, children: Mapping[int, Child], ended: thre
         return
 
 
-def _how_it_ended(code: int, child: Child) -> str:
+def how_it_ended(code: int, child: Child) -> str:
+    """In words, from its exit code and the last line that it said."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         hint = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""

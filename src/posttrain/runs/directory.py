@@ -39,7 +39,7 @@ MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
-_RECORDS = ("metrics.jsonl", "rollouts.db*", "*.safetensors")
+_RECORDS = ("metrics.jsonl", "rollouts.db*", "*.safetensors", "log-*.txt")
 PATIENCE_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -10,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from posttrain.consent import declare_code, declare_from_command_line, declared_code, trusts_remote_code
-from posttrain.errors import INTERRUPTED, DataError, RunConflict, RunFailure, StorageError, UsageError
+from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
@@ -123,9 +124,12 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
-        shared = {"world": world} if isinstance(recipe, Recipe) else {}
-        result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
+    if _scale_of(recipe).launcher == "ray":
+        result = _train_on_cluster(recipe, directory.folder, resume, record)
+    else:
+        with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
+            shared = {"world": world} if isinstance(recipe, Recipe) else {}
+            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
@@ -140,6 +144,11 @@ def check_scale(recipe: Recipe) -> None:
     """
     scale = _scale_of(recipe)
     there = num_started()
+    if scale.launcher == "ray" and there is not None:
+        raise UsageError(
+            "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
+            "is in the environment); start the command alone, or use launcher torchrun"
+        )
     if scale.sharding != "none" and (there or scale.processes) == 1:
         raise UsageError(
             f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
@@ -193,25 +202,41 @@ def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
     if started is None:
         check_devices(recipe.model.device, size)
     meeting = Meeting.open(size) if started is None else Meeting.attend()
-    scale = (recipe.model.device, recipe.scale.timeout_seconds)
-    meeting.give(
-        {
-            "recipe": recipe.dump(),
-            "folder": str(folder.resolve()),
-            "resume": resume,
-            "scale": scale,
-            "code": declared_code(),
-            "trust_remote_code": trusts_remote_code(),
-            "path": [] if started else sys.path,
-        }
-    )
+    meeting.give(task := _task_of(recipe, folder, resume, [] if started else sys.path))
     others: AbstractContextManager[None] = nullcontext() if started else following(meeting, folder)
-    with others, join(meeting, *scale) as world:
+    with others, join(meeting, *task["scale"]) as world:
         yield world
 
 
+def _task_of(recipe: Recipe, folder: Path, resume: bool, path: list[str]) -> dict[str, Any]:
+    """What the processes of a run that do not read the command line are told (``follow``)."""
+    return {
+        "recipe": recipe.dump(),
+        "folder": str(folder.resolve()),
+        "resume": resume,
+        "scale": (recipe.model.device, recipe.scale.timeout_seconds),
+        "code": declared_code(),
+        "trust_remote_code": trusts_remote_code(),
+        "path": path,
+    }
+
+
+def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Observer) -> Any:
+    """All processes of the run, rank 0 too, are on a Ray cluster; this one watches them, and keeps status and log."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtra("ray", "ray", "scale.launcher: ray")
+    from posttrain.runs.cluster.launcher import train_on_cluster
+    from posttrain.runs.cluster.ray import joined
+
+    task = _task_of(recipe, folder, resume, sys.path) | {"reports": True}
+    with joined() as cluster, stop_on_signals() as should_stop:  # in this order: Ray takes signals, too
+        return train_on_cluster(cluster, task, recipe, observer, should_stop)
+
+
 def follow() -> int:
-    """Train as rank 0 of a run says, as another of its processes, which keeps no records; returns the exit code.
+    """Train as one of several processes that were started for that, and told what to do; returns the exit code.
+
+    Rank 0 is one of them where a cluster has placed it: it keeps the run's records, and reports to who started them.
 
     Raises:
         PosttrainError: this process or another failed.
@@ -228,8 +253,15 @@ def follow() -> int:
         recipe = validate_recipe(task["recipe"], is_own=False).resolve()
         from posttrain.train.loop import train
 
-        files = RunFiles.within(task["folder"])
-        result = train(recipe, files, resume=task["resume"], should_stop=should_stop, world=world)
+        shared: dict[str, Any] = {"resume": task["resume"], "should_stop": should_stop, "world": world}
+        reports = world.is_main and task.get("reports", False)
+        if reports:
+            from posttrain.runs.cluster.reports import reporting
+
+            shared["observer"] = reporting(meeting)
+        result = train(recipe, RunFiles.within(task["folder"]), **shared)
+        if reports:
+            meeting.report("result", asdict(result))
     return 0 if result.reason == "finished" else INTERRUPTED
 
 

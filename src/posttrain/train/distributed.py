@@ -14,6 +14,7 @@ import copy
 import ctypes
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.errors import EngineLost, PeerFailure, PosttrainError, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
@@ -44,20 +45,26 @@ TASK, FAILURE, ARRIVED, FAREWELL = "task", "failure", "arrived", "farewell"
 
 @dataclass
 class Meeting:
-    """Where the processes of a run find one another: a store that rank 0 holds.
+    """Where the processes of a run find one another: a store that rank 0 holds, or who has started all of them.
 
-    ``noticed``: this process has come upon the failure of another one, and is on its way out.
+    ``noticed``: this process has come upon the failure of another one, and is on its way out. ``num_reports``: how many
+    it has made, or read.
     """
 
     rank: int
     size: int
     store: Any
     noticed: bool = False
+    num_reports: int = 0
 
     @classmethod
-    def open(cls, size: int) -> Meeting:
-        """A store of rank 0, on this machine alone, at a port that is free."""
-        store = dist.TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+    def open(cls, size: int, host: str = LOOPBACK) -> Meeting:
+        """A store that this process holds, reached at ``host``'s address and a port that is free."""
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = int(listening.getsockname()[1])  # of this address alone, where torch would take all of the machine's
+        store = dist.TCPStore(
+            host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         return cls(0, size, store)
 
     @classmethod
@@ -99,10 +106,25 @@ class Meeting:
         task: dict[str, Any] = json.loads(self.store.get(TASK))
         return task
 
-    def fail(self, rank: int, message: str, exit_code: int) -> None:
-        """Leave why a rank failed; what was left first stays."""
+    def report(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Rank 0: leave an event for the process that started all of them."""
+        self.store.set(f"report {self.num_reports}", json.dumps([event, facts]))
+        self.num_reports += 1
+
+    def reports(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """That process: what was reported and not read yet."""
+        while self.store.check([key := f"report {self.num_reports}"]):
+            event, facts = json.loads(self.store.get(key))
+            self.store.delete_key(key)
+            self.num_reports += 1
+            yield event, facts
+
+    def fail(self, rank: int, message: str, exit_code: int, is_loss: bool = False) -> None:
+        """Leave why a rank failed (``PeerFailure``); what was left first stays."""
         with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
-            self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
+            self.store.compare_set(
+                FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code, is_loss])
+            )
 
     def failure(self) -> PeerFailure | None:
         """Why the first rank failed, if one has."""
@@ -180,7 +202,8 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
             raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
-            meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
+            code = getattr(error, "exit_code", RunFailure.exit_code)
+            meeting.fail(meeting.rank, what, code, isinstance(error, EngineLost))
         raise
 
 

@@ -27,7 +27,7 @@ from posttrain.engines.vllm.protocol import ServedModel
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
 from posttrain.engines.weights import checkpoint_weights
-from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineLost, EngineMismatch, RunFailure, UsageError
 from posttrain.models.lora import has_adapter
 from posttrain.types import Completion
 
@@ -151,8 +151,10 @@ class FollowingEngine(VllmEngine):
             except EngineMismatch:
                 raise
             except RunFailure as failure:
-                if self.own is None or self.process is None or self.version < 0 or self.world.size > 1:
-                    raise  # not ours, or one that never worked, or other processes have answers of it by now
+                if self.own is not None and self.version >= 0 and self.world.size > 1:
+                    raise EngineLost(str(failure)) from None  # other processes have answers of it by now
+                if self.own is None or self.process is None or self.version < 0:
+                    raise  # not ours, or one that never worked
                 reason = f"the vLLM server failed: {failure}"
                 if self.restarts == self.own.restarts:
                     raise RunFailure(

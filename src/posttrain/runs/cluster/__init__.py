@@ -1,0 +1,1 @@
+"""A run whose processes a cluster places, watches and starts again."""

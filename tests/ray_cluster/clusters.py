@@ -1,0 +1,102 @@
+"""A Ray cluster on this machine: a head without processors, where commands are typed, and nodes of one each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from small_runs import make_recipe
+
+TESTS = Path(__file__).parent.parent
+SHORT = {"prompts": 4, "group": 2, "max_tokens": 6, "temperature": 1.5}
+SECONDS = 300.0  # a bound for the slowest of machines
+
+
+class Machines:
+    """A cluster, and the command on its head."""
+
+    def __init__(self, num_nodes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.nodes = [self.add() for _ in range(num_nodes)]
+
+    def add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1)
+
+    def kill(self, node: Any) -> None:
+        """As when the power fails: all of its processes at once, nobody is told."""
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.nodes.remove(node)
+
+    def started(self, folder: Path, recipe: Any, *options: str, **variables: str) -> subprocess.Popen[str]:
+        path = folder / "asked.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        where = ["--runs-dir", str(folder / "runs"), "--run", "it", "--quiet"]
+        command = [sys.executable, "-m", "posttrain", "train", str(path), *where, *options]
+        environment = {**os.environ, "RAY_ADDRESS": self.cluster.address, **variables}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, **pipes)
+
+    def ended(self, folder: Path, recipe: Any, *options: str, **variables: str) -> tuple[int, str]:
+        """(exit code, what it said on the standard error) of a command."""
+        return end_of(self.started(folder, recipe, *options, **variables))
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit code, what it said on the standard error)."""
+    try:
+        _, error = process.communicate(timeout=SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, error
+
+
+@contextmanager
+def machines(num_nodes: int) -> Iterator[Machines]:
+    """A cluster that is gone behind the block."""
+    made = Machines(num_nodes)
+    try:
+        yield made
+    finally:
+        made.cluster.shutdown()
+
+
+def recipe_of(reward: str, launcher: str = "ray", processes: int = 2, **options: Any) -> Any:
+    """Five short steps with a checkpoint behind each; ``options`` are those of the reward."""
+    scale: dict[str, Any] = {"processes": processes, "launcher": launcher}
+    restarts = options.pop("restarts", None)
+    return make_recipe(
+        "grpo",
+        rewards=[{"name": f"rank_words:{reward}", **options}],
+        rollout=SHORT,
+        train={"steps": 5, "lr": 1e-4, "save_every": 1, "keep": 9},
+        scale=scale | ({} if restarts is None else {"restarts": restarts}),
+    )
+
+
+def wait_until(
+    what: Callable[[], object], seconds: float = SECONDS, process: subprocess.Popen[str] | None = None
+) -> None:
+    """Until ``what`` is true; not longer than the ``process`` works."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this number works."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,180 @@
+"""The launcher ``ray`` without Ray: what is refused, what is reported, which end is whose, how often it starts again.
+
+``tests/ray_cluster`` has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from posttrain.errors import MissingExtra, PeerFailure, UsageError
+from posttrain.runs.children import End
+from posttrain.runs.cluster import launcher
+from posttrain.runs.cluster.launcher import train_on_cluster
+from posttrain.runs.cluster.reports import Reading, reporting
+from posttrain.runs.launch import launch
+from posttrain.store.headline import ACCURACY
+from posttrain.train.distributed import LOOPBACK, Meeting
+from small_runs import Events, make_recipe
+
+KILLED = End(-9, "its process was ended by SIGKILL")
+GONE = End(None, "its node is gone")
+FAILED = End(1, "its process ended with exit code 1: posttrain: it failed")
+LOST, OWN, ASKED = (PeerFailure, True), (PeerFailure, False), (UsageError, False)
+RAY = {"processes": 2, "launcher": "ray"}
+
+
+def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"scale\.launcher: ray needs the package 'ray'.*\[ray\]"):
+        launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_process_of_torchruns_places_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"scale\.launcher: ray places all processes of a run itself"):
+        launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
+
+
+def test_restarts_are_rays() -> None:
+    assert make_recipe("sft", scale=RAY | {"restarts": 0}).scale.restarts == 0
+    with pytest.raises(UsageError, match="'restarts' is for 'launcher: ray'"):
+        make_recipe("sft", scale={"processes": 2, "restarts": 3})
+    with pytest.raises(UsageError, match=r"scale\.restarts"):
+        make_recipe("sft", scale=RAY | {"restarts": -1})
+
+
+def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
+    recipe, events, here = make_recipe("sft", scale=RAY), Events(), Meeting.open(2)
+    report = reporting(Meeting(0, 2, here.store))
+    reading = Reading(here, recipe, events)
+    told: list[tuple[str, dict[str, Any]]] = [
+        ("start", {"recipe": recipe, "steps": 3, "dropped": {"too long": 2}, "resumed_from": None}),
+        ("evaluation", {"step": 0, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.25}}),
+        ("evaluation", {"step": 0, "name": "loss", "headline": None, "results": {}}),
+        ("step", {"step": 1, "metrics": {"loss": 0.1 + 0.2}, "timing": {"update_seconds": 1e-3}}),
+    ]
+    for event, facts in told[:1]:
+        report(event, facts)
+    reading.read()
+    assert (reading.started, [*events]) == (True, told[:1])
+    for event, facts in told[1:]:
+        report(event, facts)
+    reading.read()
+    reading.read()
+    assert [*events] == told
+    assert reading.result is None
+    Meeting(0, 2, here.store, num_reports=4).report("result", {"step": 3, "reason": "finished", "evaluations": {}})
+    reading.read()
+    assert (reading.result, len(events)) == ({"step": 3, "reason": "finished", "evaluations": {}}, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "ended", "started", "kind", "message"),
+    [
+        (None, {1: KILLED}, True, LOST, "rank 1 of 2: its process was ended by SIGKILL"),
+        (None, {0: FAILED, 1: GONE}, True, LOST, "rank 1 of 2: its node is gone"),
+        # what a rank makes of the loss of another is not why the run ended
+        ((0, "RuntimeError: connection closed", 1), {0: FAILED, 1: GONE}, True, LOST, "rank 1 of 2: its node is gone"),
+        # an error, and the process dies of it
+        ((1, "ValueError: no", 1), {1: KILLED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
+        ((1, "ValueError: no", 1), {1: FAILED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
+        ((0, "no such model", 2), {0: End(2, "..."), 1: FAILED}, False, ASKED, "rank 0 of 2: no such model"),
+        (
+            (1, "the vLLM server is gone", 1, True),
+            {1: FAILED, 0: FAILED},
+            True,
+            LOST,
+            "rank 1 of 2: the vLLM server is gone",
+        ),
+        # an exchange that did not come about; a program that cannot be started
+        (None, {0: FAILED}, True, LOST, f"rank 0 of 2: {FAILED.how}"),
+        (None, {0: FAILED}, False, OWN, f"rank 0 of 2: {FAILED.how}"),
+    ],
+)
+def test_whose_end_it_was(
+    said: tuple[Any, ...] | None, ended: dict[int, End], started: bool, kind: tuple[type, bool], message: str
+) -> None:
+    meeting = Meeting.open(2)
+    if said is not None:
+        meeting.fail(*said)
+    failure = launcher._failure(meeting, ended, started)
+    assert (type(failure), getattr(failure, "is_loss", False)) == kind
+    assert str(failure) == message
+    assert failure.exit_code == (2 if kind == ASKED else 1)
+
+
+class FakeRanks:
+    """Two processes that end as they are told to; the first reports that it has finished if both end well."""
+
+    def __init__(self, ends: dict[int, End], tasks: list[dict[str, Any]]) -> None:
+        self.working, self.ended, self.ends, self.tasks = {0, 1}, dict[int, End](), ends, tasks
+
+    @property
+    def failed(self) -> bool:
+        return any(end.code != 0 for end in self.ended.values())
+
+    def start(self, folder: Path, port: int) -> None:
+        meeting = Meeting(0, 2, dist.TCPStore(LOOPBACK, port, 2, is_master=False))
+        self.tasks.append(meeting.take())
+        meeting.report("start", {"steps": 4})
+        if all(end.code == 0 for end in self.ends.values()):
+            meeting.report("result", {"step": 4, "reason": "finished", "evaluations": {}})
+
+    def look(self, seconds: float, stop: bool) -> None:
+        rank = max(self.working)
+        self.working.discard(rank)
+        self.ended[rank] = self.ends[rank]
+
+
+class FakeCluster:
+    host = LOOPBACK
+    cause = ""
+
+    def __init__(self, *attempts: dict[int, End]) -> None:
+        self.attempts, self.tasks = list(attempts), list[dict[str, Any]]()
+
+    @contextmanager
+    def placed(self, size: int, device: str, should_stop: Callable[[], bool]) -> Iterator[FakeRanks]:
+        assert size == 2
+        yield FakeRanks(self.attempts.pop(0), self.tasks)
+
+
+WELL = {0: End(0, ""), 1: End(0, "")}
+LOSS = {0: FAILED, 1: KILLED}
+
+
+@pytest.mark.parametrize("restarts", [None, 2])
+def test_it_starts_again_from_what_is_saved(restarts: int | None, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    cluster, events = FakeCluster(LOSS, LOSS, WELL), Events()
+    recipe = make_recipe("sft", scale=RAY | {"restarts": restarts})
+    task = {"folder": str(tmp_path), "resume": False}
+    result = train_on_cluster(cluster, task, recipe, events, lambda: False)  # type: ignore[arg-type]
+    assert (result.step, result.reason) == (4, "finished")
+    assert [told["resume"] for told in cluster.tasks] == [False, True, True]
+    allowed = 3 if restarts is None else restarts
+    cause = "rank 1 of 2: its process was ended by SIGKILL. All processes start again from the checkpoint of step 2"
+    assert [facts["message"] for facts in events.of("notice")] == [f"{cause} ({n} of {allowed} times)" for n in (1, 2)]
+
+
+def test_it_gives_up(tmp_path: Path) -> None:
+    task = {"folder": str(tmp_path), "resume": False}
+    for restarts, times in ((0, "0 times"), (1, "1 time")):
+        cluster = FakeCluster(*[LOSS] * (restarts + 1))
+        recipe = make_recipe("sft", scale=RAY | {"restarts": restarts})
+        with pytest.raises(PeerFailure, match=rf"ended by SIGKILL\. It was started again {times} \(scale\.restarts\)"):
+            train_on_cluster(cluster, task, recipe, Events(), lambda: False)  # type: ignore[arg-type]
+        assert cluster.attempts == []
+    stopping = FakeCluster(LOSS)
+    with pytest.raises(PeerFailure, match=r"ended by SIGKILL$"):
+        train_on_cluster(stopping, task, make_recipe("sft", scale=RAY), Events(), lambda: True)  # type: ignore[arg-type]
+    assert len(stopping.tasks) == 1
