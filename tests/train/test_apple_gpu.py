@@ -15,6 +15,7 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import choose_device, load_model
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.distributed import check_devices
+from posttrain.train.optimizer import Offloaded
 from posttrain.types import with_float64
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors
 
@@ -51,6 +52,42 @@ def test_two_steps_and_an_evaluation_ask_for_nothing_that_an_apple_gpu_lacks(cas
     assert len(rows) == len(expected) >= 2
     for row, other in zip(rows, expected, strict=True):
         assert row == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_offloaded_optimizer_gives_the_bits_of_one_that_is_not(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is in main memory before and after every update, and where the weights are in between."""
+    seen: list[tuple[bool, bool]] = []
+
+    def watch(self: Offloaded, closure: Any = None) -> None:
+        before = on_apple(self)
+        step(self)
+        assert self.state
+        seen.append((before, on_apple(self)))
+
+    def on_apple(optimizer: Offloaded) -> bool:
+        return any(isinstance(x, OnApple) for state in optimizer.state.values() for x in state.values())
+
+    step = Offloaded.step
+    monkeypatch.setattr(Offloaded, "step", watch)
+    options = {"model": {"device": "mps"}, "optimizer": optimizer}
+    offloaded, plain = (
+        make_recipe("sft", **options, train={"steps": 3, "lr": 1e-4, "offload": offload})
+        for offload in ("optimizer", "none")
+    )
+    with apple_gpu():
+        run(tmp_path / "plain", plain)
+        assert seen == []
+        run(tmp_path / "whole", offloaded)
+        run(tmp_path / "cut", offloaded, stop_after=1)
+        run(tmp_path / "cut", offloaded, resume=True)
+    assert seen == [(False, False)] * 6
+    saved = [saved_tensors(tmp_path / name, 3) for name in ("plain", "whole", "cut")]
+    assert any(key.startswith("optimizer.safetensors:") for key in saved[0])
+    assert same_bits(saved[0], saved[1])
+    assert same_bits(saved[0], saved[2])
 
 
 def test_it_goes_on_from_a_checkpoint_there(tmp_path: Path) -> None:

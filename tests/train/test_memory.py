@@ -23,7 +23,7 @@ from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.train.build import Parts, prepare
-from posttrain.train.memory import Memory, stated_memory
+from posttrain.train.memory import Memory, counted, memory_of, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
@@ -337,6 +337,15 @@ def test_one_limit_for_a_prompt_and_its_answer(folders: dict[str, str]) -> None:
     assert stated_memory(shared) != stated_memory(
         recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", **asked)
     )
+
+
+def test_an_offloaded_optimizer_has_one_tensor_on_the_gpu(folders: dict[str, str]) -> None:
+    usual, offloaded = (recipe_of("sft", folders["llama"], train__offload=where) for where in ("none", "optimizer"))
+    assert stated_memory(offloaded) == stated_memory(usual), "a CPU's memory is the main memory"
+    on_gpu, all_there = (memory_of(*counted(recipe), 80 << 30) for recipe in (offloaded, usual))
+    largest = max(p.numel() for _, p in prepare(offloaded).parameters)
+    assert on_gpu == replace(all_there, optimizer=8 * largest + 4)
+    assert all_there.optimizer > 2 * on_gpu.optimizer
 
 
 def test_an_engine_with_a_copy_and_one_in_a_server(folders: dict[str, str]) -> None:

@@ -377,6 +377,9 @@ class TrainSection(Section):
     LM head's products are fp32 always (``tf32``, and the LM head beside ``bf16`` on a GPU: TF32). The native engine
     samples in the weights' own type.
 
+    ``offload``: ``optimizer`` keeps a GPU's optimizer state in the machine's main memory; for each update it goes to
+    the GPU and back, a tensor at a time. The same numbers with 8 bytes per trained weight less, and slower updates.
+
     ``native_kernel``: on a CPU what stands between the products of layers in fp32 is compiled C++, where there is a
     compiler: an update takes about a quarter less time, and its last bits are others.
 
@@ -395,6 +398,7 @@ class TrainSection(Section):
     rows_per_micro: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    offload: Literal["none", "optimizer"] = "none"
     native_kernel: bool = False
     compile: bool = False
     epochs: int = Field(default=1, ge=1)

@@ -165,7 +165,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
 def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
     """A line where a GPU is to attend under masks, and nobody asked for that."""
-    meant = recipe.model.attention != "sdpa" or policy.device.type == "cpu" or policy.path == "padded"
+    meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda" or policy.path == "padded"
     if meant or policy.attention != "mask":
         return []
     return ["model.attention: neither variable-length nor flex attention works here; the trainer attends under masks"]

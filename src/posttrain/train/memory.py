@@ -226,7 +226,9 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     return Memory(
         weights=(base + 4 * sum(w.numel for w in low_rank)) * (2 if copied else 1),
         gradients=4 * num_trained,
-        optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
+        optimizer=_optimizer_bytes(
+            trained, recipe.optimizer.name, recipe.train.offload != "none" and gpu_memory is not None
+        ),
         reference=base if reads and adapter is None else 0,
         heads=_head_bytes(words, config, trained, critic=bool(has_critic)),
         activations=activations * (2 if has_critic else 1),
@@ -325,12 +327,16 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
     return round(total)
 
 
-def _optimizer_bytes(trained: list[Weight], name: str) -> int:
-    total = 0
+def _optimizer_bytes(trained: list[Weight], name: str, offloaded: bool) -> int:
+    """Of all of it; of what is on the GPU at a time, where it is ``offloaded``."""
+    total = most = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
-        total += 4 * weight.numel if name == "muon" and is_matrix else 8 * weight.numel + 4 * weight.times
-    return total
+        by_muon = name == "muon" and is_matrix
+        of_weight = 4 * weight.numel if by_muon else 8 * weight.numel + 4 * weight.times
+        total += of_weight
+        most = max(most, of_weight if by_muon else of_weight // weight.times)
+    return most if offloaded else total
 
 
 def _head_bytes(words: Words, config: Any, trained: list[Weight], *, critic: bool) -> int:

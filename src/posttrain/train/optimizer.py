@@ -182,6 +182,58 @@ class Muon(Optimizer):
         parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
 
 
+class Offloaded(Optimizer):
+    """An optimizer whose state lies in the machine's main memory between updates (``train.offload``).
+
+    For its step each tensor's state goes to where the tensor is, and back; tensors that are stepped together (Muon's
+    of one shape) go together. The numbers are those of the optimizer itself.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own."""
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from the gradients that are there; parameters without one stay."""
+        assert closure is None, "gradients are computed before"
+        try:
+            for group in self.param_groups:
+                for piece in _stepped_together(group):
+                    for parameter in piece:
+                        self._move(parameter, lambda kept, p=parameter: kept.to(p.device, non_blocking=True))
+                    self.inner.param_groups = [{**group, "params": piece}]
+                    self.inner.step()
+                    for parameter in piece:
+                        self._move(parameter, _in_main_memory)
+        finally:
+            self.inner.param_groups = self.param_groups
+
+    def _move(self, parameter: Parameter, move: Callable[[Tensor], Tensor]) -> None:
+        if parameter in self.state:
+            self.state[parameter] = {key: move(value) for key, value in self.state[parameter].items()}
+
+
+def _stepped_together(group: dict[str, Any]) -> list[list[Parameter]]:
+    ready = [p for p in group["params"] if p.grad is not None]
+    if not group.get("orthogonal"):
+        return [[parameter] for parameter in ready]
+    by_shape: dict[torch.Size, list[Parameter]] = {}
+    for parameter in ready:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    return list(by_shape.values())
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)  # pinned: it goes back twice as fast
+
+
 def _whole(tensor: Any) -> Tensor:
     """The tensor itself; of one that is in parts, one in each process, all of it: a direction is of a whole matrix."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -213,7 +265,7 @@ def build_optimizer(
     build = entry.bind(recipe.optimizer.options, "optimizer")
     optimizer = build(named, recipe.train.lr)
     named += _add_heads(optimizer, build, heads, recipe)
-    return named, optimizer
+    return named, Offloaded(optimizer) if recipe.train.offload == "optimizer" else optimizer
 
 
 def _check_precision(named: list[tuple[str, Parameter]]) -> None:
@@ -263,7 +315,8 @@ def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, T
 
 
 def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and in parts as that is.
+    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and in parts as that is; of an
+    optimizer that is offloaded, into main memory.
 
     ``tensors`` are taken one after the other, the same in all processes.
 
@@ -283,7 +336,8 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
                 f"optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             )
         fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
-        device = parameter.device if fused or not scalar else torch.device("cpu")
+        is_there = (fused or not scalar) and not isinstance(optimizer, Offloaded)
+        device = parameter.device if is_there else torch.device("cpu")
         whole = value.detach().to(device)
         restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
     optimizer.state.clear()

@@ -111,8 +111,8 @@ def check_window(packing: Packing, window: int | None) -> None:
 
 
 def unmasked_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel | None:
-    """What attends to the stream without a mask; None on a CPU, and where nothing that this GPU has does."""
-    if q.device.type == "cpu" or dropout or q.shape[-1] != v.shape[-1] or not len(q):
+    """What attends to the stream without a mask; None on a CPU or a Mac, and where nothing that this GPU has does."""
+    if q.device.type in ("cpu", "mps") or dropout or q.shape[-1] != v.shape[-1] or not len(q):
         return None
     from posttrain.models.forward.varlen import kernel_for
 

@@ -45,7 +45,7 @@ def max_logit_elements(gpu_memory: int | None) -> int:
 
 def gpu_memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU; None of a CPU."""
-    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+    return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def causal_lm(model: Any) -> Any:
