@@ -205,17 +205,19 @@ class Offloaded(Optimizer):
             for group in self.param_groups:
                 for piece in _stepped_together(group):
                     for parameter in piece:
-                        self._move(parameter, lambda kept, p=parameter: kept.to(p.device, non_blocking=True))
+                        self._move(parameter, parameter.device)
                     self.inner.param_groups = [{**group, "params": piece}]
                     self.inner.step()
                     for parameter in piece:
-                        self._move(parameter, _in_main_memory)
+                        self._move(parameter, None)
         finally:
             self.inner.param_groups = self.param_groups
 
-    def _move(self, parameter: Parameter, move: Callable[[Tensor], Tensor]) -> None:
-        if parameter in self.state:
-            self.state[parameter] = {key: move(value) for key, value in self.state[parameter].items()}
+    def _move(self, parameter: Parameter, device: torch.device | None) -> None:
+        """The state of a parameter, where it has one, to a device; None: into main memory."""
+        for key, value in self.state.get(parameter, {}).items():
+            there = _in_main_memory(value) if device is None else value.to(device, non_blocking=True)
+            self.state[parameter][key] = there
 
 
 def _stepped_together(group: dict[str, Any]) -> list[list[Parameter]]:
