@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from posttrain.cli import main
 from posttrain.errors import DataError
@@ -223,3 +224,32 @@ def test_what_was_just_changed_is_not_remembered(
     verify(folder, 1)
     verify(folder, 1)
     assert hashed == ["model.safetensors"] * 2
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ({"a": "../outside.safetensors"}, "'../outside.safetensors' does not lie beside it"),
+        ({"a": "/tmp/outside.safetensors"}, "'/tmp/outside.safetensors' does not lie beside it"),
+        ({"a": ".."}, "'..' does not lie beside it"),
+        ({"a": 5}, "5 does not lie beside it"),
+        ([], "an object is needed; got []"),
+    ],
+)
+def test_an_index_that_leads_out_of_a_model_is_refused(
+    places: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TINY, "m")
+    Path("m/model.safetensors").rename("outside.safetensors")
+    if places == {"a": "../outside.safetensors"}:  # which would be read
+        places = dict.fromkeys(load_file("outside.safetensors"), "../outside.safetensors")
+    index = Path("m/model.safetensors.index.json")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert main(["generate", "./m", "1+1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"model.safetensors.index.json: weight_map: {says}" in said
+    parted = dict.fromkeys(load_file("outside.safetensors"), "model-00001-of-00001.safetensors")
+    Path("outside.safetensors").rename("m/model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": parted}))
+    assert main(["generate", "./m", "1+1", "--max-tokens", "2"]) == 0

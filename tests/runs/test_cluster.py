@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,27 @@ def test_it_gives_up(tmp_path: Path) -> None:
     with pytest.raises(PeerFailure, match=r"ended by SIGKILL$"):
         train_on_cluster(stopping, task, make_recipe("sft", scale=RAY), Events(), lambda: True)  # type: ignore[arg-type]
     assert len(stopping.tasks) == 1
+
+
+@pytest.mark.parametrize(("restarts", "is_loss", "attempts"), [(2, True, 3), (0, True, 1), (2, False, 1)])
+def test_what_is_lost_starts_again_so_often_and_an_error_of_its_own_never(
+    restarts: int, is_loss: bool, attempts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[dict[str, Any]] = []
+    lines: list[str] = []
+
+    def attempt(_cluster: Any, task: dict[str, Any], *_: Any) -> None:
+        tasks.append(task)
+        raise PeerFailure("rank 1 of 2: killed", is_loss=is_loss)
+
+    monkeypatch.setattr(launcher, "_attempt", attempt)
+    scale = {"processes": 2, "launcher": "ray", "restarts": restarts}
+    recipe = SimpleNamespace(scale=SimpleNamespace(**scale))
+    cluster = SimpleNamespace(cause="")
+    task = {"folder": str(tmp_path), "resume": False}
+    with pytest.raises(PeerFailure, match="rank 1 of 2: killed") as failure:
+        launcher.train_on_cluster(cluster, task, recipe, lambda _, facts: lines.append(facts["message"]), lambda: False)
+    assert [task["resume"] for task in tasks] == [False, *[True] * (attempts - 1)]
+    often = f"It was started again {restarts} time{'s' * (restarts != 1)} (scale.restarts)"
+    assert (often in str(failure.value)) == is_loss
+    assert [line[-len("(1 of 2 times)") :] for line in lines] == [f"({n} of 2 times)" for n in range(1, attempts)]

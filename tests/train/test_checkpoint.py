@@ -578,7 +578,9 @@ def test_an_architecture_whose_weights_are_others_on_disk_is_not_dealt_out() -> 
     assert _deal(model, 2) is None
 
 
-@pytest.mark.parametrize("rows", [None, "[]", '{"m": [0]}', '{"m": ["x", 2]}', "no JSON"])
+@pytest.mark.parametrize(
+    "rows", [None, "[]", '{"m": [0]}', '{"m": ["x", 2]}', '{"m": [1e400, 2]}', "[" * 10**5, "no JSON"]
+)
 def test_rows_that_a_header_does_not_say_are_refused(rows: str | None, tmp_path: Path) -> None:
     file = tmp_path / "optimizer-00001-of-00001.safetensors"
     save_file({"m": torch.zeros(2)}, file, None if rows is None else {"rows": rows})

@@ -22,7 +22,8 @@ LARGEST: dict[str, int] = {
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a model folder whose config.json is no JSON object or states sizes that no model has.
+    """Refuse a model folder whose config.json is no JSON object or states sizes that no model has, or whose index of
+    several files of weights names one that does not lie beside it.
 
     Raises:
         UsageError: with the file and the key.
@@ -30,6 +31,15 @@ def check_folder(folder: Path) -> None:
     place = folder / "config.json"
     if place.is_file():
         check_sizes(read_object(place), f"model.name: {place}: ")
+    for index in sorted(folder.glob("*.index.json")):
+        places = read_object(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise UsageError(f"model.name: {index}: weight_map: an object is needed; got {shorten(places)}")
+        for name in places.values():
+            if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+                raise UsageError(
+                    f"model.name: {index}: weight_map: {shorten(name)} does not lie beside it; give a complete model"
+                )
 
 
 def read_object(place: Path) -> dict[str, Any]:

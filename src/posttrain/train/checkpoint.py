@@ -229,7 +229,7 @@ class JoinedRows(Mapping[str, Tensor]):
             stored = safe_open(file, framework="pt")
             try:
                 rows = {n: (int(a), int(b)) for n, (a, b) in json.loads((stored.metadata() or {})["rows"]).items()}
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 raise CheckpointError(f"{file}: its header does not say which rows it has") from None
             for name in stored.keys():  # noqa: SIM118
                 self._having.setdefault(name, []).append((*rows.get(name, (0, None)), stored))

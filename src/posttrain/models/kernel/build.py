@@ -98,7 +98,7 @@ def _find() -> tuple[str, ctypes.CDLL | None, str]:
             raise Unavailable("there is no folder for the library: the user has no home, and XDG_CACHE_HOME is not set")
         command = [*_compiler(), *FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
         made_of = "\0".join([platform.machine(), *command]).encode()
-        made_of += b"\0".join(path.read_bytes() for path in (*SOURCES, FOLDER / "vectors.h"))
+        made_of += b"\0".join(path.read_bytes() for path in (*SOURCES, *sorted(FOLDER.glob("*.h"))))
         path = folder / "kernels" / f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
         if not path.exists():
             _build(command, path)

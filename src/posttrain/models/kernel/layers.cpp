@@ -9,11 +9,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 constexpr int64_t LANES = 16;
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -47,22 +46,6 @@ inline float total(Vector x) {
 
 int64_t num_parts(int64_t rows, int64_t numbers, int64_t threads) {
   return std::max<int64_t>(1, std::min({threads, numbers / SHARED, rows}));
-}
-
-// Calls work(part, first row, row behind the last) once for each part.
-template <typename Work>
-void share(int64_t rows, int64_t parts, const Work& work) {
-  std::vector<std::thread> others;
-  for (int64_t p = 1; p < parts; p++) {
-    const int64_t first = rows * p / parts, end = rows * (p + 1) / parts;
-    try {
-      others.emplace_back(work, p, first, end);
-    } catch (const std::system_error&) {  // the machine has no more threads
-      work(p, first, end);
-    }
-  }
-  work(0, 0, rows / parts);
-  for (std::thread& other : others) other.join();
 }
 
 // Sums over rows, a part of the rows at a time; what is added in a block is kept apart until the block is full.

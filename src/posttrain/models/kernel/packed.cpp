@@ -9,8 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -18,6 +16,7 @@ constexpr int64_t LANES = 16;
 #else
 constexpr int64_t LANES = 8;
 #endif
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -131,20 +130,9 @@ void multiply(const Run& run, int64_t first, int64_t rows, const float* x, int64
 // Calls work(head) for every key head, in threads.
 template <typename Work>
 void each_head(const Sizes& s, const Work& work) {
-  const int64_t parts = std::max<int64_t>(1, std::min(s.threads, s.keys));
-  const auto part = [&](int64_t p) {
-    for (int64_t head = p; head < s.keys; head += parts) work(head);
-  };
-  std::vector<std::thread> others;
-  for (int64_t p = 1; p < parts; p++) {
-    try {
-      others.emplace_back(part, p);
-    } catch (const std::system_error&) {  // the machine has no more threads
-      part(p);
-    }
-  }
-  part(0);
-  for (std::thread& other : others) other.join();
+  share(s.keys, std::max<int64_t>(1, std::min(s.threads, s.keys)), [&](int64_t, int64_t first, int64_t end) {
+    for (int64_t head = first; head < end; head++) work(head);
+  });
 }
 
 }  // namespace
