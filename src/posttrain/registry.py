@@ -69,15 +69,14 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.math.grader": "math",
         "posttrain.graders.choice": "multiple_choice",
         "posttrain.graders.knights": "knights_and_knaves",
-        "posttrain.graders.ifeval.grader": "ifeval",
+        "posttrain.graders.ifeval": "ifeval",
         "posttrain.graders.alternatives": "any_answer",
         "posttrain.graders.code.grader": "code_tests",
         "posttrain.graders.scored": "scored",
-        "posttrain.graders.behaviour.refusal": "refusal",
-        "posttrain.graders.behaviour.opinion": "opinion",
+        "posttrain.graders.behaviour": "opinion refusal",
     },
     "principle": {
-        "posttrain.graders.behaviour.principles": "at_most_words closes_tags shows_working without_phrases",
+        "posttrain.graders.behaviour": "at_most_words closes_tags shows_working without_phrases",
     },
     "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade, is_blank
 from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
 from posttrain.rewards.format import xml_format
 

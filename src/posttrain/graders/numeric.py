@@ -8,8 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.graders.answers import parse_quantity, same_answer, same_text
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.registry import register
 
 _INTRODUCTION = re.compile(

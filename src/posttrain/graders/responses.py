@@ -7,8 +7,7 @@ of the text.
 from __future__ import annotations
 
 from posttrain.graders.answers import last_boxed, last_number
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission
+from posttrain.graders.grading import Submission, is_blank
 
 _THINKING = ("think", "reasoning")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from posttrain.graders.answers import last_boxed, last_number
-from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import is_blank
 
 _CLOSING = re.compile(r"</(think|reasoning)>")
 _OPENING = re.compile(r"\s*<(think|reasoning)>")

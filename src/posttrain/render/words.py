@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.graders.answers import last_boxed, last_number
-from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import is_blank
 from posttrain.registry import register
 from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
@@ -158,7 +158,7 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
 
     Source: the wording is ours.
     """
-    from posttrain.graders.code.extraction import last_program  # nobody else's prompts need it
+    from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
     def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
         if chat:

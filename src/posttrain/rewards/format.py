@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.errors import UsageError
-from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import is_blank
 from posttrain.registry import register
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from posttrain.graders.behaviour.refusal import KINDS
+from posttrain.graders.behaviour import KINDS
 from posttrain.option_types import Seed
 from posttrain.registry import find, register, suggest
 from posttrain.tasks.base import Answered, Task

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from posttrain.errors import DataError, RecipeError, UnknownWord
-from posttrain.graders.ifeval.content import READ_LANGUAGE
-from posttrain.graders.ifeval.language import known_languages
-from posttrain.graders.ifeval.table import read_arguments
+from posttrain.graders.ifeval import READ_LANGUAGE, known_languages, read_arguments
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.reader import reads_rows
