@@ -24,7 +24,6 @@ NAMED = {
     "rewards.format",
     "tasks.base",
     "tasks.stories.families",
-    "tasks.stories.responses",
     "tasks.stories.task",
     "tasks.stories.text",
 }

@@ -16,7 +16,7 @@ from posttrain.models.sources import TINY
 from posttrain.render import encode_prompt, encode_response
 from posttrain.render.rows import rows_of
 from posttrain.tasks.stories.families import Equation, Story
-from posttrain.tasks.stories.responses import carry_on, corrupt, count_results, make_responses
+from posttrain.tasks.stories.task import carry_on, corrupt, count_results, make_responses
 from posttrain.tasks.stories.task import StoryOptions, draw_story, stories, usual_results
 from posttrain.types import Response
 

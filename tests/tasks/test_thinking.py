@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.tasks.collect import Dropped
+from posttrain.tasks.reader import Dropped
 from posttrain.tasks.thinking import answer_text, remove_thinking
 
 

@@ -175,6 +175,17 @@ def read_file(path: str | Path) -> Iterator[Row]:
     yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
 
 
+def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
+    """The rows of a local file or, without one, of a split on the hub; and the name of that place in messages."""
+    if path is not None:
+        return read_file(path), path
+    return read_hub(hub, config, split), _hub_place(hub, config, split)
+
+
+def _hub_place(name: str, config: str | None, split: str) -> str:
+    return f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
+
+
 def _read_lines(path: Path) -> Iterator[Row]:
     number = 0
     try:
@@ -241,7 +252,7 @@ def read_hub(name: str, config: str | None, split: str, first: int | None = None
         import datasets
     except ImportError:
         raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
-    place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
+    place = _hub_place(name, config, split)
     streamed = {} if first is None else {"streaming": True}
     own = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from posttrain.tasks.collect import Dropped
+from posttrain.tasks.reader import Dropped
 
 _TAG = re.compile(r"</?think>")
 

@@ -14,7 +14,7 @@ from posttrain.errors import UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.render import Template, decode_response, encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of
-from posttrain.tasks.collect import Dropped
+from posttrain.tasks.reader import Dropped
 from posttrain.tasks.thinking import answer_text
 from posttrain.types import Message, Sample, collate, with_float64
 

@@ -20,7 +20,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.randomness import permutation
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import show_counts
+from posttrain.tasks.reader import show_counts
 from posttrain.types import Example
 
 

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split, choose_split
+from posttrain.tasks.reader import Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -35,18 +34,11 @@ def gsm8k(
         split: there is no validation split upstream: ``validation`` is a part of the training rows
             chosen by a hash of the question, and ``train`` is the rest. ``test`` of a local file is
             the whole file.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub (its configuration ``main``).
         validation_share: share of the training rows that is held out.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    source = "test" if split == "test" else "train"
-    rows = read_file(path) if path is not None else read_hub(hub, "main", source)
-    examples = [read_example(row, split) for row in rows]
-    return Task("gsm8k", split, choose_split(examples, split, validation_share, path or f"hub:{hub}/main/{source}"))
+    rows, place = read_source(path, hub, "main", "test" if split == "test" else "train")
+    return collect(rows, lambda row: read_example(row, split), place).as_task("gsm8k", place, split, validation_share)
 
 
 def read_example(row: Row, split: str) -> Example:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from posttrain.errors import DataError, RecipeError, UnknownWord
+from posttrain.errors import RecipeError, UnknownWord
 from posttrain.graders.ifeval import READ_LANGUAGE, known_languages, read_arguments
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.reader import Dropped, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
 
 
@@ -27,28 +26,23 @@ def ifeval(*, split: Literal["test"] = "test", path: str | None = None, hub: str
 
     Args:
         split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub (where its one split is called ``train``).
 
     Raises:
-        DataError: a missing or malformed file or row, with its line.
         MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed, or ``langdetect``, which
             instructions about languages need.
 
     Source: Zhou et al. 2023 (arXiv 2311.07911).
     """
-    rows = read_file(path) if path is not None else read_hub(hub, None, "train")
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
-    for row in rows:
+
+    def read(row: Row) -> Example:
         example, problem = read_example(row)
-        if problem is None:
-            examples.append(example)
-        else:
-            dropped[problem] += 1
-    if not examples:
-        raise DataError(path or f"hub:{hub}", "no usable examples in it; give a file with rows")
-    return Task("ifeval", split, examples, dict(dropped))
+        if problem is not None:
+            raise Dropped(problem)
+        return example
+
+    rows, place = read_source(path, hub, None, "train")
+    return collect(rows, read, place).as_task("ifeval", place, split)
 
 
 def read_example(row: Row) -> tuple[Example, str | None]:

@@ -10,9 +10,8 @@ from pydantic import Field
 from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
+from posttrain.tasks.reader import Split, choose_split, reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
 MIN_PEOPLE, MAX_PEOPLE = 2, 8  # of the published puzzles
@@ -41,7 +40,6 @@ def knights_and_knaves(
     Args:
         split: ``validation`` is a part of the training rows chosen by a hash of the prompt, and ``train`` is the rest.
             ``test`` of a local file is the whole file.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub, with the configurations ``train`` and ``test`` and a split for each number
             of people (``2ppl`` to ``8ppl``).
         people: only puzzles with so many people; none: all.
@@ -50,7 +48,6 @@ def knights_and_knaves(
 
     Raises:
         DataError: a missing or malformed file or row, with its line, or no puzzle of that size.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Xie et al. 2024 (arXiv 2410.23123). Departure: the puzzle is followed by the form of the answer.
     """

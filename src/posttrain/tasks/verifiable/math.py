@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,9 +11,8 @@ from posttrain.graders.answers import last_boxed
 from posttrain.graders.math.extraction import read_boxes
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split, choose_split
+from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
 
 # "Enter only one of the foci, not both."
@@ -41,26 +39,17 @@ def math(
     Args:
         split: ``validation`` is a part of the training rows chosen by a hash of the problem, and
             ``train`` is the rest. ``test`` of a local file is the whole file.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
         validation_share: share of the training rows that is held out.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    source = "test" if split == "test" else "train"
-    rows = read_file(path) if path is not None else read_hub(hub, None, source)
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
-    for row in rows:
+
+    def read(row: Row) -> Example:
         example = read_example(row, split)
         if example.answer is None:
-            dropped["no answer and no \\boxed{} in the solution"] += 1
-        else:
-            examples.append(example)
-    chosen = choose_split(examples, split, validation_share, path or f"hub:{hub}/{source}")
-    return Task("math", split, chosen, dict(dropped))
+            raise Dropped("no answer and no \\boxed{} in the solution")
+        return example
+
+    rows, place = read_source(path, hub, None, "test" if split == "test" else "train")
+    return collect(rows, read, place).as_task("math", place, split, validation_share)
 
 
 def read_example(row: Row, split: str, name: str = "math") -> Example:

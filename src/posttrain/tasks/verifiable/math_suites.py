@@ -5,18 +5,16 @@ Those in the common layout are rows of a table; MATH-500 and SVAMP have layouts 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import isfinite
 from typing import Any, Literal
 
-from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.reader import Dropped, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.tasks.verifiable import math
 from posttrain.types import Example, Message
 
@@ -43,12 +41,6 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
 
     Args:
         split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
     """
@@ -56,7 +48,7 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
     def read(row: Row) -> Example:
         return math.read_example(row, split, "math500")
 
-    return _read_suite("math500", _rows(path, hub, "test"), path or f"hub:{hub}", read)
+    return _read_suite("math500", path, hub, "test", read)
 
 
 @register("task", held_out="test")
@@ -74,13 +66,8 @@ def svamp(
 
     Args:
         split: there is nothing but a test split: all 1,000 problems.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub, where the problems were parted into 700 and 300.
         hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Patel et al. 2021 (arXiv 2103.07191).
     """
@@ -90,19 +77,13 @@ def svamp(
         joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
         return _example("svamp", row, joined, read_golds(row, ("Answer",)), "numeric")
 
-    return _read_suite("svamp", _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+    return _read_suite("svamp", path, hub, hub_split, read)
 
 
 _OPTIONS = """
 Args:
     split: there is nothing but a test split.
-    path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-    hub: name of the data set on the hub.
     hub_split: what its split is called there.
-
-Raises:
-    DataError: a missing or malformed file or row, with its line.
-    MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 """
 
 
@@ -119,7 +100,7 @@ def _suite(
             golds = read_golds(row, ("answer", "final_answer"))
             return _example(name, row, row.text(key).strip(), golds, grader)
 
-        return _read_suite(name, _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+        return _read_suite(name, path, hub, hub_split, read)
 
     suite.__name__ = suite.__qualname__ = name
     suite.__doc__ = f"{says}{_OPTIONS}" + (f"\nSource: {source}\n" if source else "")
@@ -167,22 +148,15 @@ meta, the first as ``subject``).
 )
 
 
-def _rows(path: str | None, hub: str, hub_split: str) -> Iterable[Row]:
-    return read_file(path) if path is not None else read_hub(hub, None, hub_split)
-
-
-def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row], Example]) -> Task:
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
-    for row in rows:
+def _read_suite(name: str, path: str | None, hub: str, hub_split: str, read: Callable[[Row], Example]) -> Task:
+    def read_answered(row: Row) -> Example:
         example = read(row)
         if example.answer is None:
-            dropped["no answer"] += 1
-        else:
-            examples.append(example)
-    if not examples:
-        raise DataError(place, "no usable examples in it; give a file with rows")
-    return Task(name, "test", examples, dict(dropped))
+            raise Dropped("no answer")
+        return example
+
+    rows, place = read_source(path, hub, None, hub_split)
+    return collect(rows, read_answered, place).as_task(name, place)
 
 
 def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -> Example:
