@@ -18,9 +18,8 @@ from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item, item_of, read_items, sample_of, write_items
 from posttrain.evals.measures import Kinds
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
-from posttrain.store.links import refuse_links
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import harmless

@@ -20,8 +20,7 @@ from posttrain.evals.files import refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
 from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import half_width
-from posttrain.evals.statistics import item_interval
+from posttrain.evals.statistics import half_width, item_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.evals import tables
-from posttrain.evals.seeds import Summary, student_t_quantile
+from posttrain.evals.statistics import Summary, student_t_quantile
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.reports.charts.comparison import draw_comparison
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import Headline
+from posttrain.sweeps.compare import LEARNS_FROM
 from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
-from posttrain.sweeps.methods import LEARNS_FROM
 from posttrain.untrusted import bullets, harmless, paragraph, plain
 
 

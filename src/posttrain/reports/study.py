@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from posttrain.reports.charts.pipeline import draw_pipeline
-from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization
+from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization, draw_pipeline
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.sweeps.study_results import StudyReport, StudyResults, to_json, to_page

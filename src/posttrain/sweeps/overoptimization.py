@@ -14,7 +14,7 @@ from typing import Any, Literal
 from posttrain.errors import RunFailure
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
-from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import Summary, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from posttrain.evals.items import Item, read_items
 from posttrain.recipes.recipe import Recipe
 from posttrain.sweeps import best_of_n, overoptimization
-from posttrain.sweeps.plan import ITEMS
+from posttrain.sweeps.plan import ITEMS, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study import Kind, StudyPlan
 from posttrain.sweeps.study_results import StudyReport, StudyResults
 

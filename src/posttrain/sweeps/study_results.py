@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.evals.seeds import Summary
+from posttrain.evals.statistics import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
 from posttrain.sweeps.study import Kind
 from posttrain.untrusted import paragraph, plain

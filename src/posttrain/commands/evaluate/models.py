@@ -33,8 +33,7 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
-from posttrain.reports.evaluation import by_evaluation, write_page, write_table_page
-from posttrain.reports.win_rate import contest_table, write_contest_page
+from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 from posttrain.untrusted import harmless

@@ -91,8 +91,7 @@ def _compare(
     """The folder with the report, and what was found in sentences."""
     from posttrain.interpret.differences.comparison import compare_in, prepare
     from posttrain.interpret.differences.recipe import Compared
-    from posttrain.reports.difference_sentences import findings
-    from posttrain.reports.differences import render_diff
+    from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
 

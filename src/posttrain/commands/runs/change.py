@@ -15,9 +15,8 @@ from posttrain.commands.runs.show import describe_link, show_bytes
 from posttrain.errors import DataError, RecipeError, RunConflict, UsageError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import Weights, export_run
-from posttrain.runs.filtering import Filter, check_states
 from posttrain.runs.lineage import find_links
-from posttrain.runs.listing import disk_bytes, summarize_run
+from posttrain.runs.listing import Filter, check_states, disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of

@@ -22,9 +22,8 @@ from posttrain.commands.runs.change import (
 from posttrain.commands.runs.compare import find_runs, print_side_by_side
 from posttrain.commands.runs.show import NUM_LISTED, ancestors, print_comparisons, print_run, print_runs, show_bytes
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.runs.filtering import sort_runs
 from posttrain.runs.lineage import find_links, find_links_around
-from posttrain.runs.listing import RunSummary, list_comparisons, list_runs
+from posttrain.runs.listing import RunSummary, list_comparisons, list_runs, sort_runs
 from posttrain.runs.notes import add_remark, change_tags, read_notes
 from posttrain.runs.paths import Place, locate, locate_all
 from posttrain.runs.removal import parse_keep

@@ -97,8 +97,8 @@ def run_study(arguments: argparse.Namespace) -> int:
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.sweeps.pipelines.plan import load_pipeline
-    from posttrain.sweeps.pipelines.results import collect_pipeline
+    from posttrain.sweeps.pipeline import load_pipeline
+    from posttrain.sweeps.pipeline_results import collect_pipeline
 
     plan = load_pipeline(arguments.recipe, **_asked(arguments), methods=arguments.methods)
     return _run_study_like(arguments, plan, collect_pipeline)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import Summary, summarize_seeds
 from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.divergence import encode_some, feature_patch, random_features

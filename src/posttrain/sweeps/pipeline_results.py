@@ -16,13 +16,12 @@ from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import half_width, summarize_seeds
+from posttrain.evals.statistics import half_width, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
-from posttrain.sweeps.pipelines.plan import PipelinePlan
-from posttrain.sweeps.plan import ITEMS, RESULTS, Training
+from posttrain.sweeps.pipeline import PipelinePlan
+from posttrain.sweeps.plan import ITEMS, RESULTS, Training, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.standings import problems
 from posttrain.sweeps.study_report import describe_training
 from posttrain.sweeps.study_results import Answer, Answers, StudyReport, StudyResults
 
