@@ -101,7 +101,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.episodes": "episodes",
         "posttrain.tasks.mixture": "mixture",
         "posttrain.tasks.sums": "sums",
-        "posttrain.environments.random_play": "random_play",
+        "posttrain.environments.games": "random_play",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",

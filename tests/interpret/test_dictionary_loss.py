@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.loss import dictionary_loss
+from posttrain.interpret.dictionaries.fitting import dictionary_loss
 from posttrain.interpret.dictionaries.words import keep_largest
 
 D, F, N = 10, 48, 40

@@ -13,7 +13,7 @@ from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
-from posttrain.engines.judging.contests import SUFFIXES, read_pair_judge
+from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label

@@ -19,8 +19,16 @@ from posttrain.commands.runs.change import (
     prune_runs,
     resume,
 )
-from posttrain.commands.runs.compare import find_runs, print_side_by_side
-from posttrain.commands.runs.show import NUM_LISTED, ancestors, print_comparisons, print_run, print_runs, show_bytes
+from posttrain.commands.runs.show import (
+    NUM_LISTED,
+    ancestors,
+    find_runs,
+    print_comparisons,
+    print_run,
+    print_runs,
+    print_side_by_side,
+    show_bytes,
+)
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.runs.lineage import find_links, find_links_around
 from posttrain.runs.listing import RunSummary, list_comparisons, list_runs, sort_runs

@@ -11,9 +11,8 @@ from typing import Any
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.feedback.asking import refuse_tags
-from posttrain.engines.feedback.labels import Label, label
 from posttrain.engines.feedback.principles import Principle, Way
-from posttrain.engines.feedback.revision import Draft, revise
+from posttrain.engines.feedback.revision import Draft, Label, label, revise
 from posttrain.engines.rollout import Sampler
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.forward.forward import Forward

@@ -25,10 +25,12 @@ from posttrain.graders.answers import parse_quantity
 from posttrain.graders.math.reading import NotUnderstood
 
 # Where two expressions are compared, and which of these points count.
+#
 # **Equal means equal wherever both sides are real throughout**, every root, logarithm and power of them: the common
 # domain, as school mathematics has it (√x·√x = x, √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Where only one side is real
 # the other has no say, with one exception. Whoever writes |x| says that x takes both signs, so a side that allows only
 # one of them says something else: ln|x| is not ln x. So it is with √(x²), another way to write |x|. Odd roots are real.
+#
 # Two sides that are smooth need few points. Signs, parity and steps need more: powers such as (−1)^n are compared at
 # whole numbers of all residues modulo 12, positive and negative, in several variables at all combinations of parities;
 # bars, floors and domains also on both sides of every number that stands in the expressions, far out and close to 0.

@@ -17,8 +17,7 @@ from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
-from posttrain.interpret.features.judges import Judge
-from posttrain.interpret.features.labels import draw_windows, label_features
+from posttrain.interpret.features.labels import Judge, draw_windows, label_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens, show_tokens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection

@@ -1,0 +1,509 @@
+"""``posttrain runs``: what has been trained, and how it stands. What changes runs is in ``records_change``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from posttrain.commands.console import MAX_COLUMNS, Text, open_console, wants_json, write_json
+from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
+from posttrain.errors import UsageError
+from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
+from posttrain.runs.lineage import Link, families, find_links, find_links_around
+from posttrain.runs.listing import (
+    ComparisonSummary,
+    Filter,
+    RunSummary,
+    check_states,
+    list_comparisons,
+    list_runs,
+    show_run,
+    sort_runs,
+    summarize_comparison,
+    summarize_run,
+)
+from posttrain.runs.paths import comparison_names, every_run_name, fits
+from posttrain.runs.removal import unfinished_deletions
+from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
+from posttrain.store.headline import ACCURACY
+from posttrain.store.metrics import MetricsLog
+from posttrain.store.rollouts import RolloutStore
+from posttrain.untrusted import harmless
+
+STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "failed": "red",
+    "interrupted": "yellow",
+    "unfinished": "yellow",
+    "dead": "red",
+    "damaged": "red",
+}
+NUM_LISTED = 50
+FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
+# What a narrow terminal does without, in this order.
+DISPENSABLE = ("size", "from", "model", "tags", "objective", "step", "held-out", "state")
+COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
+# Where the body of every other action is.
+BODIES = {
+    "compare": ("posttrain.commands.runs.show", "run_compare_runs"),
+    "tag": ("posttrain.commands.runs.change", "run_tag"),
+    "note": ("posttrain.commands.runs.change", "run_note"),
+    "prune": ("posttrain.commands.runs.change", "run_prune"),
+    "delete": ("posttrain.commands.runs.change", "run_delete"),
+    "export": ("posttrain.commands.runs.change", "run_export"),
+    "resume": ("posttrain.commands.runs.change", "run_resume"),
+    "manage": ("posttrain.commands.runs.menu", "run_manage"),
+}
+
+
+def run_runs(arguments: argparse.Namespace) -> int:
+    """List the runs, show one, or do what the action says."""
+    if arguments.action in BODIES:
+        module, function = BODIES[arguments.action]
+        return int(getattr(importlib.import_module(module), function)(arguments))
+    console = open_console()
+    if arguments.action == "list":
+        return _run_list(console, arguments)
+    if arguments.name is None:
+        known = list_names(run_names(arguments.runs_dir))
+        raise UsageError(f"give the run's name: posttrain runs show NAME. {known} in {arguments.runs_dir}")
+    name = arguments.name.rstrip("/").removeprefix(f"{arguments.runs_dir}/")
+    if name in comparison_names(arguments.runs_dir):
+        comparison = summarize_comparison(arguments.runs_dir, name)
+        if not write_json(asdict(comparison)):
+            print_comparison(console, comparison, find_links(arguments.runs_dir))
+        return 0
+    folder = find_run(arguments.runs_dir, arguments.name)
+    root, name = _home_of(folder, Path(arguments.runs_dir))
+    links = find_links(root, of=name)
+    if not (wants_json() and write_json(show_run(folder) | {"name": name, "links": [asdict(link) for link in links]})):
+        print_run(console, folder, name, links)
+    return 0
+
+
+def _home_of(folder: Path, root: Path) -> tuple[Path, str]:
+    """(runs folder, name in it) of a run that may have been named by a path elsewhere."""
+    if folder.resolve().is_relative_to(root.resolve()):
+        return root, folder.resolve().relative_to(root.resolve()).as_posix()
+    return folder.parent, folder.name
+
+
+def _run_list(console: Console, arguments: argparse.Namespace) -> int:
+    root = arguments.runs_dir
+    wanted = Filter(
+        check_states(arguments.state),
+        tuple(arguments.tag),
+        arguments.recipe,
+        arguments.objective,
+        arguments.model,
+        tuple(arguments.names),
+    )
+    with_cells = arguments.cells or any("/" in name for name in arguments.names)
+    limit = NUM_LISTED if arguments.limit is None else arguments.limit
+    whole = wants_json() or arguments.families or not limit
+    by_start = arguments.sort == "created" and not arguments.reverse and not wanted
+    newest = limit if by_start and not whole else None
+    every = list_runs(root, with_cells=with_cells, newest=newest)
+    comparisons = [] if wanted else list_comparisons(root)
+    runs = [run for run in sort_runs(every, arguments.sort, reverse=arguments.reverse) if wanted(run)]
+    number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
+    if not whole:
+        runs = runs[-limit:] if by_start else runs[:limit]
+    links = find_links(root) if whole else find_links_around(root, [run.name for run in runs])
+    if wants_json():
+        listed = {run.name for run in runs}
+        links = [link for link in links if link.child in listed]
+        listing = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
+        write_json(listing | {"comparisons": [asdict(comparison) for comparison in comparisons]})
+        return 0
+    if not every and not comparisons:
+        print(f"no runs in {root} yet. Start one: posttrain train tiny/grpo")
+    elif not runs and wanted:
+        print(f"none of the {len(every)} runs in {root} is like that")
+    elif arguments.families:
+        print_families(console, runs, links)
+    else:
+        print_runs(console, runs, links, [*every, *(ancestors(root, links, every) if newest else ())])
+    if comparisons:
+        print_comparisons(console, comparisons)
+    _print_foot(console, root, runs, comparisons, number)
+    return 0
+
+
+def ancestors(root: str, links: Sequence[Link], known: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs that others were trained from and that are not among the ``known``."""
+    names = {link.parent for link in links if link.is_there} - {run.name for run in known}
+    return [replace(summarize_run(Path(root) / name), name=name) for name in sorted(names)]
+
+
+def print_runs(
+    console: Console,
+    runs: Sequence[RunSummary],
+    links: Sequence[Link] = (),
+    every: Sequence[RunSummary] = (),
+    *,
+    numbered: bool = False,
+) -> None:
+    """A table with a row per run. What they were trained from and their tags have columns where there are any.
+
+    ``every``: runs among which those are looked for that others were trained from.
+    """
+    models = {run.name: run.model for run in every}
+    parents = {run.name: describe_parents(run.name, links) for run in runs}
+    shown = ["#"] if numbered else []
+    shown += ["run", "state", "step", "model", "objective", "held-out", "size"]
+    shown += ["from"] if any(parents.values()) else []
+    shown += ["tags"] if any(run.tags for run in runs) else []
+    rows: list[dict[str, Text]] = []
+    for number, run in enumerate(runs, start=1):
+        cells = {
+            "#": Text(str(number)),
+            "run": Text(run.name, style="bold"),
+            "state": Text(run.state, style=STYLES[run.state]),
+            "step": Text(f"{run.step}/{run.steps}"),
+            "model": Text(base_model(run, links, models)),
+            "objective": Text(run.objective),
+            "held-out": Text(run.told or "–"),
+            "size": Text(show_bytes(run.disk_bytes)),
+            "from": Text(parents[run.name]),
+            "tags": Text(" ".join(run.tags), style="magenta"),
+        }
+        rows.append(cells)
+    fitting = _fitting(shown, rows, console.width if console.is_terminal else MAX_COLUMNS)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in fitting:
+        table.add_column(
+            column,
+            no_wrap=column not in FOLDED,
+            overflow="fold",  # in a narrow terminal a name takes several lines; nothing is cut off
+            min_width=FOLDED.get(column),
+            justify="right" if column in ("#", "step", "size") else "left",
+        )
+    for cells in rows:
+        table.add_row(*(cells[column] for column in fitting))
+    console.print(table)
+    if left_out := [column for column in shown if column not in fitting]:
+        more = f"no room here for {', '.join(left_out)}; a wider terminal or --format csv shows all"
+        console.print(Text(more, style="dim"))
+    for run in runs:
+        if run.problem:
+            console.print(Text(f"{run.name}: {run.problem}", style="red"))
+
+
+def _fitting(columns: Sequence[str], rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """The columns that fit into so many characters: the dispensable ones go first, the name never."""
+    needed = {name: max(len(name), *(row[name].cell_len for row in rows), 0) for name in columns}
+    needed = {name: min(size, FOLDED.get(name, size)) for name, size in needed.items()}
+    kept = list(columns)
+    for name in DISPENSABLE:
+        if sum(needed[column] + 2 for column in kept) <= width:
+            break
+        kept = [column for column in kept if column != name]
+    return kept
+
+
+def print_families(console: Console, runs: Sequence[RunSummary], links: Sequence[Link]) -> None:
+    """Runs under the runs that they were trained from or with; first the families, then the single ones."""
+    by_name = {run.name: run for run in runs}
+    related = {name for family in families(links) for name in family}
+    children = {link.child for link in links}
+    roots = [name for name in related if name not in children] or sorted(related)[:1]
+    shown: set[str] = set()
+
+    def add(node: Tree, name: str, trail: tuple[str, ...]) -> None:
+        shown.add(name)
+        for link in links:
+            if link.parent == name and link.child not in trail:
+                label = _tree_label(by_name.get(link.child), link.child)
+                step = "" if link.step is None else f", step {link.step}"
+                label.append(f"  ({link.role}{step})", style="dim")
+                add(node.add(label), link.child, (*trail, link.child))
+
+    order = {run.name: place for place, run in enumerate(runs)}
+    for name in sorted(roots, key=lambda name: (order.get(name, -1), name)):
+        tree = Tree(_tree_label(by_name.get(name), name))
+        add(tree, name, (name,))
+        console.print(tree)
+    for run in runs:
+        if run.name not in shown:
+            console.print(_tree_label(run, run.name))
+
+
+def _tree_label(run: RunSummary | None, name: str) -> Text:
+    text = Text(name, style="bold")
+    if run is None:
+        return text.append("  (not in this list)", style="dim")
+    told = f"  {run.told}" if run.told else ""
+    text.append(f"  {run.objective}", style="not bold")
+    text.append(f"  {run.state}", style=f"not bold {STYLES[run.state]}")
+    return text.append(f"{told}  {show_bytes(run.disk_bytes)}", style="not bold")
+
+
+def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
+    """A table with a row per comparison."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("comparison", "state", "finished", "methods", "size"):
+        table.add_column(column, no_wrap=column != "methods", justify="right" if column == "size" else "left")
+    for item in comparisons:
+        table.add_row(
+            Text(item.name, style="bold"),
+            Text(item.state, style=STYLES[item.state]),
+            f"{item.num_finished} of {item.num_cells}",
+            Text(", ".join(item.methods)),
+            show_bytes(item.disk_bytes),
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_foot(
+    console: Console, root: str, runs: Sequence[RunSummary], comparisons: Sequence[ComparisonSummary], number: int
+) -> None:
+    if number > len(runs):
+        more = f"and {number - len(runs):,} more runs; --limit 0 shows all, PATTERN and --state some"
+        console.print(Text(more, style="yellow"))
+    sizes = [run.disk_bytes for run in runs if run.name.count("/") == 0] + [item.disk_bytes for item in comparisons]
+    if len(sizes) > 1 or comparisons:
+        counts = ", ".join(_count(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
+        console.print(Text(f"{counts}, {show_bytes(sum(sizes))} in all", style="dim"))
+    left = unfinished_deletions(root)
+    if left:
+        what = f"{_count(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
+        console.print(Text(f"{what}; `posttrain runs delete` without a name goes on with them", style="yellow"))
+    if runs or comparisons:
+        console.print(Text("posttrain runs show NAME tells more", style="dim"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[Link]) -> None:
+    """One comparison: where it stands, its table, its runs."""
+    console.print(Text(item.name, style="bold"))
+    facts = [("state", item.state), ("finished", f"{item.num_finished} of {item.num_cells} runs")]
+    facts += [("methods", ", ".join(item.methods)), ("size", show_bytes(item.disk_bytes))]
+    facts += [("problem", item.problem)] if item.problem else []
+    _print_facts(console, facts)
+    table = item.path / "table.md"
+    if table.is_file():
+        console.print()
+        console.print(Text(table.read_text(encoding="utf-8", errors="replace").rstrip()), soft_wrap=True)
+    console.print()
+    print_runs(console, item.runs, links, item.runs)
+    console.print(Text(f"\nsee {item.path / 'report.html'}", style="dim"), soft_wrap=True)
+
+
+def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) -> None:
+    """One run in full: its standing, its family, its courses and evaluations, what was said about it."""
+    facts = show_run(folder)
+    console.print(Text(name, style="bold"))
+    _print_facts(console, _facts(facts, name, links))
+    rows = MetricsLog(folder / "metrics.jsonl").read() if not facts["problem"] else []
+    for name in COURSES:
+        series = [row.metrics[name] for row in rows if name in row.metrics]
+        if series:
+            console.print(Text(f"{name:>12}  {series[0]:9.3f} {sparkline(series) or BARS[0]} {series[-1]:.3f}"))
+    headline = ACCURACY if facts["problem"] else RunDirectory(folder).headline()
+    for item in facts["evaluations"]:
+        results = {key: value for key, value in item.items() if key not in ("name", "step")}
+        about = {"name": item["name"], "step": item["step"], "headline": headline}
+        console.print(Text(show_evaluation(about | {"results": results})))
+    for line in _last_episode(folder) if not facts["problem"] else []:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    for remark in facts["remarks"]:
+        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
+    console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
+
+
+def _last_episode(folder: Path) -> list[str]:
+    """The newest completion of several turns, where there is one: what was asked, each turn, its calls."""
+    if not (folder / "rollouts.db").is_file():
+        return []
+    newest = RolloutStore(folder / "rollouts.db", read_only=True).training(limit=1, newest_first=True)
+    if not newest or not newest[0].turns:
+        return []
+    row = newest[0]
+    turns = _count(len(row.turns), "turn")
+    about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
+    return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
+
+
+def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    table = Table("fact", "value", box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    for label, value in facts:
+        table.add_row(Text(label, style="dim"), Text(value))
+    console.print(table)
+
+
+def _facts(facts: Mapping[str, Any], name: str, links: Sequence[Link]) -> list[tuple[str, str]]:
+    children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
+    checkpoints = ", ".join(f"{c['step']}{' (best)' if c['best'] else ''}" for c in facts["checkpoints"])
+    disk = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in facts["disk"].items() if size)
+    lines = [
+        ("state", facts["state"]),
+        ("step", f"{facts['step']} of {facts['steps']}"),
+        ("recipe", facts["recipe"]),
+        ("model", facts["model"]),
+        ("objective", facts["objective"]),
+        ("created", facts["created"] or "?"),
+        *((link.role, describe_link(link)) for link in links if link.child == name),
+        *([("used by", children)] if children else []),
+        ("checkpoints", checkpoints or "none"),
+        ("rollouts", f"{sum(facts['rollouts'].values()):,} in {len(facts['rollouts'])} steps"),
+        ("size", f"{show_bytes(facts['disk_bytes'])} ({disk})"),
+    ]
+    lines += [("tags", " ".join(facts["tags"]))] if facts["tags"] else []
+    message = facts["status"].get("message")
+    lines += [("message", message)] if message else []
+    return lines + ([("problem", facts["problem"])] if facts["problem"] else [])
+
+
+def describe_link(link: Link) -> str:
+    """``demo-sft, step 60``."""
+    return link.parent + ("" if link.step is None else f", step {link.step}") + ("" if link.is_there else " (deleted)")
+
+
+def describe_parents(name: str, links: Sequence[Link]) -> str:
+    """What a run stands on, in a few words: its start by name alone, anything else with its role."""
+    own = [link for link in links if link.child == name]
+    return ", ".join(link.parent if link.role == "start" else f"{link.role} {link.parent}" for link in own)
+
+
+def base_model(run: RunSummary, links: Sequence[Link], models: Mapping[str, str]) -> str:
+    """The model that training began with, over all runs on the way; ``models``: those of the runs, by name."""
+    starts = {link.child: link.parent for link in links if link.role == "start"}
+    name, model, seen = run.name, run.model, set[str]()
+    while name in starts and name not in seen:
+        seen.add(name)
+        name = starts[name]
+        model = models.get(name, name)
+    return model
+
+
+def show_bytes(count: int) -> str:
+    """``512 B``, ``3.4 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+# ``posttrain runs compare A B``: runs beside one another.
+
+MAX_VALUE_CHARACTERS = 60
+
+
+def run_compare_runs(arguments: argparse.Namespace) -> int:
+    """Print in what the recipes differ and what came out."""
+    known = every_run_name(arguments.runs_dir)
+    fitting = [[run for run in known if fits(run, name)] or [name] for name in arguments.names]
+    names = list(dict.fromkeys(name for group in fitting for name in group))
+    if len(names) < 2:
+        raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
+    side_by_side = put_side_by_side(find_runs(arguments.runs_dir, names))
+    if not write_json(to_data(side_by_side, names)):
+        print_side_by_side(open_console(), side_by_side, names)
+    return 0
+
+
+def find_runs(root: str, names: Sequence[str]) -> list[Path]:
+    """The folders of the runs.
+
+    Raises:
+        UsageError: there is no such run, or it is a comparison.
+    """
+    for name in names:
+        if name.rstrip("/") in comparison_names(root):
+            raise UsageError(
+                f"{name} is a comparison, with a table of its own: posttrain runs show NAME. Its runs can be compared "
+                f"by name, such as {name.rstrip('/')}/cells/NAME"
+            )
+    return [find_run(root, name.rstrip("/")) for name in names]
+
+
+def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
+    """Plain data; a key that a recipe does not have is missing from its mapping."""
+    recipe = {
+        key: {name: value for name, value in zip(names, values, strict=True) if value is not ABSENT}
+        for key, values in side_by_side.recipe.items()
+    }
+    return asdict(side_by_side) | {"names": list(names), "recipe": recipe}
+
+
+def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
+    """Three tables: what differs in the recipes, what came out, and where that was."""
+    labels = [name.rstrip("/").rpartition("/")[2] for name in names]
+    labels = labels if len(set(labels)) == len(labels) else list(names)
+    if side_by_side.recipe:
+        table = _table("recipe", labels)
+        for key, values in sorted(side_by_side.recipe.items()):
+            table.add_row(Text(key), *(_value_text(value) for value in values))
+        console.print(table)
+        console.print(Text(f"{side_by_side.num_equal_keys} further keys are equal", style="dim"))
+    else:
+        console.print(Text(f"the recipes are equal in all of their {side_by_side.num_equal_keys} keys"))
+    console.print()
+    table = _table("outcome", labels)
+    for label, cells in _outcome(side_by_side):
+        table.add_row(Text(label), *(Text(cell) for cell in cells))
+    console.print(table)
+    if side_by_side.environment:
+        console.print()
+        table = _table("where it ran", labels)
+        for key, values in side_by_side.environment.items():
+            table.add_row(Text(key), *(Text(value) for value in values))
+        console.print(table)
+    console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
+
+
+def _table(title: str, labels: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(Text(title))
+    for label in labels:
+        table.add_column(Text(label), overflow="fold")
+    return table
+
+
+def _value_text(value: Any) -> Text:
+    if value is ABSENT:
+        return Text("not there", style="dim")
+    text = harmless(str(value))
+    return Text(text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…")
+
+
+def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
+    runs = side_by_side.runs
+    rows: list[tuple[str, list[str]]] = [
+        ("state", [str(run.state) for run in runs]),
+        ("step", [f"{run.step} of {run.steps}" for run in runs]),
+    ]
+    for name, results in side_by_side.last.items():
+        rows.append((f"{name}, last", _show_results(results, side_by_side)))
+        best = side_by_side.best[name]
+        if best != results:
+            rows.append((f"{name}, best", _show_results(best, side_by_side)))
+    for metric, label, form in SHOWN:
+        values = side_by_side.metrics.get(metric)
+        if values is not None:
+            rows.append((label, ["–" if value is None else f"{value:{form}}" for value in values]))
+    rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
+    rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
+    return rows
+
+
+def _show_results(items: Sequence[dict[str, Any] | None], side_by_side: SideBySide) -> list[str]:
+    """What each run is told by, in one evaluation."""
+    told = zip(items, side_by_side.headlines, strict=True)
+    return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]

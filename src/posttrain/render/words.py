@@ -1,0 +1,422 @@
+"""The prompt templates that a recipe may name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.graders.answers import last_boxed, last_number
+from posttrain.graders.grading import is_blank
+from posttrain.registry import register
+from posttrain.render.encoding import Piece
+from posttrain.render.extraction import (
+    boxed_answer,
+    chat_answer,
+    split_response,
+    split_thinking,
+    tagged_answer,
+    written_answer,
+)
+from posttrain.render.template import Template
+from posttrain.render.turns import chat_pieces, check_messages
+from posttrain.types import Example, Message
+
+# Conversations as plain text, for models without turn markers: ``User: …``, one paragraph for each message.
+# Here the marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
+# look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with ``From``.
+# Quoting can be undone exactly: ``style.read(style.write(messages)) == messages``.
+
+# What a reader may take for the end of a line, and for space within one.
+_BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
+_SPACE = rf"(?:(?!{_BREAK})\s)*"
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How turns are written: the name of each role, and what stands between two turns (it ends a line)."""
+
+    system: str = "System"
+    user: str = "User"
+    assistant: str = "Assistant"
+    separator: str = "\n"
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Role to name."""
+        return {"system": self.system, "user": self.user, "assistant": self.assistant}
+
+    @cached_property
+    def _looks_like_a_turn(self) -> str:
+        return rf">*{_SPACE}(?:{'|'.join(map(re.escape, self.names.values()))}){_SPACE}:"
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """One paragraph per message; the names are trusted, the contents are not.
+
+        Raises:
+            UsageError: no messages, a blank one, an unknown role, or the last is the assistant's.
+        """
+        check_messages(messages)
+        pieces: list[Piece] = []
+        for number, message in enumerate(messages):
+            name = Piece(f"{self.separator if number else ''}{self.names[message.role]}: ", trusted=True)
+            pieces += [name, Piece(self.quote(message.content), trusted=False)]
+        return pieces
+
+    def write(self, messages: Sequence[Message]) -> str:
+        """The text of ``pieces``."""
+        return "".join(piece.text for piece in self.pieces(messages))
+
+    def read(self, text: str) -> tuple[Message, ...]:
+        """Who said what in a text that ``write`` wrote.
+
+        Raises:
+            ValueError: the text does not begin with a turn.
+        """
+        roles = {name: role for role, name in self.names.items()}
+        known = "|".join(map(re.escape, roles))
+        starts = list(re.finditer(rf"(?:\A|{re.escape(self.separator)})({known}): ", text))
+        if not starts or starts[0].start() != 0:
+            raise ValueError(f"a dialogue begins with one of {', '.join(f'{name}: ' for name in roles)}")
+        ends = [match.start() for match in starts[1:]] + [len(text)]
+        quoted = re.compile(f"({_BREAK})>(?={self._looks_like_a_turn})", re.IGNORECASE)
+        return tuple(
+            Message(roles[match[1]], quoted.sub(r"\1", text[match.end() : end]))
+            for match, end in zip(starts, ends, strict=True)
+        )
+
+    def quote(self, content: str) -> str:
+        """``content`` with ``>`` before each line that looks like the start of a turn (``Assistant: …``)."""
+        return re.sub(f"({_BREAK})(?={self._looks_like_a_turn})", r"\1>", content, flags=re.IGNORECASE)
+
+
+PARAGRAPHS = Dialogue()
+
+
+R1_ZERO_PREAMBLE = (
+    "This is a conversation between a user and an assistant. The user asks a question, and the assistant "
+    "answers it. Before answering, the assistant works the problem out in its mind, step by step. It writes "
+    "its reasoning between <think> and </think> and then its final answer between <answer> and </answer>, "
+    "that is: <think> the reasoning </think> <answer> the final answer </answer>."
+)
+XML_SYSTEM = (
+    "Work the problem out step by step, then give the final answer. Write exactly in this format:\n"
+    "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+)
+CODE_INSTRUCTION = "Write the whole program in one block of Python code between ``` marks."
+Variables = Mapping[str, Any] | None
+BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
+
+
+@register("template")
+def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
+    """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
+
+    A demonstration continues `` reasoning </think> <answer> 42 </answer>``; a given response is taken apart and written
+    so (its own answer, else the gold one; without either it is dropped and counted). The answer is the first
+    complete ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn
+    (``Assistant: …``) is quoted with ``>``.
+
+    Args:
+        preamble: what stands above the conversation (trusted; its tags are the tokenizer's own). May
+            be empty.
+
+    Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [_ours(f"{preamble}\n" if preamble else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant: <think>")]
+
+    def response(example: Example) -> list[Piece]:
+        solution, answer = _parts_of(example)
+        reasoning = [_ours(" "), _theirs(solution)] if solution else []
+        written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
+        return written if answer else []
+
+    extract = partial(tagged_answer, reasoning="think", answer="answer")
+    frame = ("\nUser: ", "\nAssistant: <think>")
+    return Template(
+        "r1_zero", "<think>", ("think", "answer"), prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote
+    )
+
+
+@register("template")
+def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
+    """A system prompt asks for ``<reasoning>`` and ``<answer>`` blocks, each tag on a line of its own.
+
+    The answer is the first complete ``<answer>`` after the first ``</reasoning>``.
+
+    Args:
+        system: the system message (trusted). May be empty.
+        chat: render with the tokenizer's chat template; ``false`` writes plain paragraphs for a
+            model that has none.
+
+    Source: the format of the widely shared GSM8K GRPO notebooks; the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, system, variables)
+        return [_ours(f"{system}\n\n" if system else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant:\n")]
+
+    def response(example: Example) -> list[Piece]:
+        solution, answer = _parts_of(example)
+        reasoning = [_theirs(solution), _ours("\n")] if solution else []
+        closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
+        return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
+
+    extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
+    return Template(
+        "xml_reasoning",
+        "",
+        ("reasoning", "answer"),
+        prompt,
+        response,
+        extract,
+        chat=chat,
+        own_start=chat,
+        frame=("\nUser: ", "\nAssistant:\n"),
+        quote=str if chat else PARAGRAPHS.quote,
+    )
+
+
+@register("template")
+def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Template:
+    """The question, an instruction, and the answer in ``\\boxed{}``: the last complete box of the text.
+
+    A demonstration is the solution; a box with the answer is added unless it ends in that box. A given response
+    stands as it is, with the gold answer in a box behind it where it has none.
+
+    Args:
+        instruction: follows the last message (trusted). May be empty.
+        chat: render with the tokenizer's chat template; the instruction is then its system message.
+
+    Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, instruction, variables)
+        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+
+    def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            said, boxed_already = _as_said(example.demonstration), boxed_answer(example.demonstration)
+            return said if boxed_already or example.answer is None else [*said, *_box("\n", example.answer)]
+        answer = _answer_of(example)
+        if not example.solution:
+            return _box("", answer)
+        if last_boxed(example.solution) == answer:
+            return [_theirs(example.solution)]
+        return [_theirs(example.solution), *_box("\n", answer)]
+
+    return Template("boxed", "", (), prompt, response, boxed_answer, chat=chat, own_start=chat)
+
+
+@register("template")
+def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
+    """The question, and an instruction to answer with a program in a fenced block: the last complete one of Python.
+
+    A demonstration or a given response stands as it is. (The grader ``code_tests`` prefers the last block that
+    defines the function which the tests call.)
+
+    Args:
+        instruction: the system message (trusted), or what follows the last message without a chat template. May be
+            empty.
+        chat: render with the tokenizer's chat template; ``false`` for a model that has none.
+
+    Source: the wording is ours.
+    """
+    from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, instruction, variables)
+        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+
+    def response(example: Example) -> list[Piece]:
+        return [_theirs(example.demonstration or example.solution or _answer_of(example))]
+
+    return Template("code", "", (), prompt, response, last_program, chat=chat, own_start=chat)
+
+
+@register("template")
+def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Template:
+    """The tokenizer's own chat template.
+
+    The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A
+    demonstration is the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer
+    (that line alone without a solution). A given response stands as it is; the tags of the thinking that it begins with
+    are the tokenizer's own. A response ends with the end of the turn.
+
+    Args:
+        system: a system message (trusted) above the data's own. May be empty.
+        variables: passed to the chat template, such as ``enable_thinking: false``. A template that
+            prints today's date renders other prompts every day: give it its date variable here.
+    """
+
+    own = variables or {}
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
+        return chat_pieces(messages, tokenizer, system, variables)
+
+    def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            return _as_said(example.demonstration)
+        if example.answer is None and example.solution:
+            return [_theirs(example.solution)]
+        closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+        return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
+
+    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True, variables=own)
+
+
+@register("template")
+def plain() -> Template:
+    """The question on its own line, then the text; the answer is the last number in it.
+
+    A demonstration is the solution and ``The answer is 42.``, on one line, or a given response as it is. Gold answers
+    that are no numbers are never found: use another template for them.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [*_bare(messages), _ours("\n")]
+
+    def response(example: Example) -> list[Piece]:
+        if example.demonstration is not None:
+            return [_theirs(example.demonstration)]
+        reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
+        return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
+
+    return Template("plain", "", (), prompt, response, last_number)
+
+
+@register("template")
+def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: str = "\n\n") -> Template:
+    """A transcript, for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
+
+    It ends with the assistant's name, behind which the model goes on; a demonstration is the solution, or else the
+    answer. The whole reply is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
+
+    Args:
+        user, assistant: the names of the two.
+        separator: stands between two turns; it ends a line.
+
+    Source: the transcripts of HH-RLHF (Bai et al. 2022).
+
+    Raises:
+        UsageError: equal or blank names, or a separator that does not end a line.
+    """
+    if not user.strip() or not assistant.strip() or len({n.casefold() for n in ("System", user, assistant)}) < 3:
+        raise UsageError(
+            f"template dialogue: user and assistant need names that differ (not System); got {user!r}, {assistant!r}"
+        )
+    if not separator.endswith("\n"):
+        raise UsageError(f"template dialogue: separator must end a line, as '\\n' does; got {separator!r}")
+    style = Dialogue(user=user, assistant=assistant, separator=separator)
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
+
+    def response(example: Example) -> list[Piece]:
+        return [_ours(" "), _theirs(example.demonstration or example.solution or _answer_of(example))]
+
+    frame = (f"{separator}{user}: ", f"{separator}{assistant}:")
+
+    def extract(text: str) -> str | None:
+        return None if is_blank(text) else text.strip()
+
+    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote)
+
+
+@register("template")
+def document() -> Template:
+    """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then
+    the solution.
+
+    The whole text is trusted, so that markers and tags in it become the tokenizer's own tokens:
+    use it only with texts that may hold them. The messages are ignored. What counts as the answer is the last
+    number.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        start = tokenizer.bos_token or tokenizer.eos_token
+        if start is None:
+            raise UsageError("template document: the tokenizer has neither bos_token nor eos_token to begin with")
+        return [_ours(start)]
+
+    def response(example: Example) -> list[Piece]:
+        text = example.demonstration or example.solution
+        if not text or not text.strip():
+            raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
+        return [_ours(text)]
+
+    return Template("document", "", (), prompt, response, last_number, own_start=True)
+
+
+@register("template")
+def as_is() -> Template:
+    """Prompts that are already rendered, as they stand; a demonstration is the response as it stands.
+
+    Both are trusted whole, so that markers and tags in them become the tokenizer's own tokens: use it only with files
+    that were rendered for this model. BOS and the end token are added where they do not stand there already. The
+    answer is the first complete ``<answer>``, else the last box, else the last number, of what follows the thinking.
+    """
+
+    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
+        check_messages(messages)
+        if len(messages) > 1:
+            raise UsageError(
+                f"template as_is: a rendered prompt is one text, and this one has {len(messages)} messages; use chat, "
+                "which renders them"
+            )
+        return [_ours(messages[0].content)]
+
+    def response(example: Example) -> list[Piece]:
+        return [_ours(example.demonstration or example.solution or _answer_of(example))]
+
+    return Template("as_is", "", (), prompt, response, written_answer)
+
+
+def _ours(text: str) -> Piece:
+    return Piece(text, trusted=True)
+
+
+def _theirs(text: str | None) -> Piece:
+    return Piece(text or "", trusted=False)
+
+
+def _box(before: str, answer: str) -> list[Piece]:
+    return [_ours(f"{before}\\boxed{{"), _theirs(answer), _ours("}")]
+
+
+def _as_said(response: str) -> list[Piece]:
+    """A whole response, where the tags of thinking that it begins with are ours: a tokenizer may know them."""
+    parts = split_thinking(response)
+    if parts is None or not response.lstrip().startswith("<think>"):
+        return [_theirs(response)]
+    return [_ours("<think>"), _theirs(parts[0]), _ours("</think>"), _theirs(parts[1])]
+
+
+def _parts_of(example: Example) -> tuple[str | None, str | None]:
+    """(reasoning, answer) to write between tags; of a demonstration its own answer, else the gold one, else None."""
+    if example.demonstration is None:
+        return example.solution, _answer_of(example)
+    reasoning, answer = split_response(example.demonstration)
+    cut_off = answer is None and reasoning.startswith("<")
+    return reasoning, answer or (None if cut_off else example.answer)
+
+
+def _bare(messages: Sequence[Message]) -> list[Piece]:
+    """A single question as it is; several messages as a dialogue."""
+    check_messages(messages)
+    return [_theirs(messages[0].content)] if len(messages) == 1 else PARAGRAPHS.pieces(messages)
+
+
+def _answer_of(example: Example) -> str:
+    if example.answer is None or not example.answer.strip():
+        raise UsageError(f"example {example.id!r} has no answer, so there is nothing to demonstrate")
+    return example.answer
