@@ -57,9 +57,8 @@ HOMES: dict[str, dict[str, str]] = {
     "reward": {
         "posttrain.rewards.correct": "correct",
         "posttrain.rewards.environment": "environment tool_calls turn_rewards",
-        "posttrain.rewards.format": "xml_count xml_format xml_soft",
+        "posttrain.rewards.format": "overlong truncated xml_count xml_format xml_soft",
         "posttrain.graders.numeric": "is_number",
-        "posttrain.rewards.length": "overlong truncated",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging.reward": "judge",
         "posttrain.reward_models.reward": "reward_model",
@@ -70,7 +69,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.choice": "multiple_choice",
         "posttrain.graders.knights": "knights_and_knaves",
         "posttrain.graders.ifeval": "ifeval",
-        "posttrain.graders.alternatives": "any_answer",
+        "posttrain.graders.grading": "any_answer",
         "posttrain.graders.code.grader": "code_tests",
         "posttrain.graders.scored": "scored",
         "posttrain.graders.behaviour": "opinion refusal",
@@ -81,9 +80,9 @@ HOMES: dict[str, dict[str, str]] = {
     "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
-        "posttrain.tasks.verifiable.gsm8k": "gsm8k",
-        "posttrain.tasks.verifiable.math": "math",
-        "posttrain.tasks.verifiable.math_suites": "aime24 aime25 amc math500 minerva_math olympiad_bench svamp",
+        "posttrain.tasks.verifiable.mathematics": (
+            "aime24 aime25 amc gsm8k math math500 minerva_math olympiad_bench svamp"
+        ),
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.verifiable.ifeval": "ifeval",

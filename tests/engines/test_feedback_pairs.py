@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.feedback import revision
-from posttrain.engines.feedback.asking import preference
 from posttrain.engines.feedback.pairs import Feedback, FeedbackRequest, Journal, make_pairs, write_pairs
 from posttrain.engines.feedback.principles import read_principles
-from posttrain.engines.feedback.revision import label
+from posttrain.engines.feedback.revision import label, preference
 from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import PosttrainError, RunFailure, UsageError

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.graders.grading import Submission, grade, is_blank
-from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
+from posttrain.render.words import boxed_answer, chat_answer, tagged_answer
 from posttrain.rewards.format import xml_format
 
 BLANK = [

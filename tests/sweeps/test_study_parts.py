@@ -16,7 +16,7 @@ from fake_runner import STUDIED, FakeRunner, doings
 
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.reports.study import write_study
+from posttrain.reports.sweeps import write_study
 from posttrain.sweeps.plan import standings
 from posttrain.sweeps.runner import Outcome, part_command, run_sweep
 from posttrain.sweeps.study import StudyPlan, load_study

@@ -12,7 +12,7 @@ import pytest
 from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed, same_answer
 from posttrain.graders.grading import Submission, grade
-from posttrain.tasks.verifiable.math import math
+from posttrain.tasks.verifiable.mathematics import math
 
 SOLUTION = "First $\\boxed{1}$, no: it is $\\boxed{\\left\\{\\frac{1}{2}, 3\\right\\}}$."
 

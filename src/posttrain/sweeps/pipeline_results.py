@@ -22,8 +22,8 @@ from posttrain.sweeps.pipeline import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
+from posttrain.sweeps.study import Answer, Answers, StudyReport, StudyResults
 from posttrain.sweeps.study_report import describe_training
-from posttrain.sweeps.study_results import Answer, Answers, StudyReport, StudyResults
 
 NUM_SAMPLES = 4
 # What is told of a policy: measure -> (column, whether it is a share).

@@ -10,8 +10,7 @@ from posttrain.sweeps import best_of_n, overoptimization
 from posttrain.sweeps.plan import ITEMS, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.study import Kind, StudyPlan
-from posttrain.sweeps.study_results import StudyReport, StudyResults
+from posttrain.sweeps.study import Kind, StudyPlan, StudyReport, StudyResults
 
 _KINDS: Mapping[Kind, Callable[..., StudyResults]] = {
     "overoptimization": overoptimization.report,

@@ -12,11 +12,10 @@ from pydantic import Field
 from posttrain.errors import UsageError
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
-from posttrain.render.extraction import split_response
+from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import Collected, Split, choose_split, collect, opening_hash, reads_rows
+from posttrain.tasks.reader import Collected, Split, answer_text, choose_split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.thinking import answer_text
 from posttrain.types import Call, Example, Message, Turn
 
 # Conversations in which tools are used, as OpenAI's API and most data sets write them.

@@ -17,8 +17,18 @@ from urllib.parse import parse_qsl
 
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.chat.studio_html import COLOURINGS, draw_conversation, draw_note, draw_problem, stylesheet
-from posttrain.commands.chat.studio_records import TRAINING, Archive, Offers, check_offered, draw_found_features
+from posttrain.commands.chat.studio_records import (
+    COLOURINGS,
+    TRAINING,
+    Archive,
+    Offers,
+    check_offered,
+    draw_conversation,
+    draw_found_features,
+    draw_note,
+    draw_problem,
+    stylesheet,
+)
 from posttrain.commands.interpret.steering import read_steering
 from posttrain.commands.serve.doorway import (
     TEXT,

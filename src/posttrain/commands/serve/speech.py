@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.render.text_stream import TextStream
+from posttrain.render.encoding import TextStream
 from posttrain.store.durable import storage_errors
 from posttrain.types import Finish
 

@@ -18,7 +18,7 @@ from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
 from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.runner import Outcome, run_sweep
-from posttrain.sweeps.study_results import StudyResults
+from posttrain.sweeps.study import StudyResults
 
 DEFAULT_RUNS = "runs"
 # (outcome, command line) -> the report's path, and what prints the results
@@ -142,7 +142,7 @@ def _left(seconds: float | None) -> str:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table, its notes and what differs."""
-    from posttrain.reports.comparison import describe_differences, make_notes, make_table
+    from posttrain.reports.sweeps import describe_differences, make_notes, make_table
 
     content = make_table(comparison)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

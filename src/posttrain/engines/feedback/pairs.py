@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.feedback.asking import refuse_tags
 from posttrain.engines.feedback.principles import Principle, Way
-from posttrain.engines.feedback.revision import Draft, Label, label, revise
+from posttrain.engines.feedback.revision import Draft, Label, label, refuse_tags, revise
 from posttrain.engines.rollout import Sampler
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.forward.forward import Forward

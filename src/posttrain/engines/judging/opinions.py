@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.engines.judging.asking import Judge, Opinion
-from posttrain.engines.judging.questions import Question, compare
+from posttrain.engines.judging.asking import Judge, Opinion, Question, compare
 from posttrain.errors import DataError, RunFailure
 from posttrain.store.durable import storage_errors
 from posttrain.store.reading import open_record

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.engines.judging.asking import KEY_VARIABLE, Judge, LocalJudge, Opinion, RemoteJudge
+from posttrain.engines.judging.asking import KEY_VARIABLE, RUBRIC, Judge, LocalJudge, Opinion, RemoteJudge, rate
 from posttrain.engines.judging.opinions import Opinions, check_failures, describe_bias, match
-from posttrain.engines.judging.questions import RUBRIC, rate
 from posttrain.engines.models import ModelSource, OpenedModel, open_model
 from posttrain.errors import RecipeError
 from posttrain.graders.grading import Measured

@@ -17,6 +17,7 @@ from posttrain.tasks.reader import (
     Dropped,
     Half,
     Split,
+    answer_text,
     choose_half,
     choose_split,
     collect,
@@ -25,7 +26,6 @@ from posttrain.tasks.reader import (
     reads_rows,
 )
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message, Response
 
 # Dialogues written as one text: HH-RLHF's ``Human:`` and ``Assistant:`` behind blank lines.

@@ -13,9 +13,8 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.own_samples import judged_rows
 from posttrain.tasks.preferences.rows import read_verdict, require
-from posttrain.tasks.reader import Collected, Dropped, Split, reads_rows
+from posttrain.tasks.reader import Collected, Dropped, Split, answer_text, reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.thinking import answer_text
 from posttrain.types import Example, Message, Response
 
 # Facts about a problem that evaluation breaks results down by.
