@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, say
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -257,7 +257,7 @@ class PlainProgress(Progress):
         return " | ".join(parts)
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+        say(self._console, line)
 
 
 class LiveProgress(Progress):

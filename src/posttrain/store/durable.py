@@ -76,6 +76,21 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def cut_torn_line(descriptor: int) -> None:
+    """Shorten a file of lines to its last newline, so that the next line does not continue what a kill has torn."""
+    size = os.fstat(descriptor).st_size
+    keep, block = size, 4096
+    while keep > 0:
+        start = max(0, keep - block)
+        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep < size:
+        os.ftruncate(descriptor, keep)
+
+
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Put ``content`` at ``path`` in one step: written aside, then renamed over it.
 

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from posttrain.errors import PosttrainError, RecipeError, RunConflict
+from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Section, Word
 from posttrain.runs.directory import RunDirectory, RunStatus, refuse_live_folder, wait_for_end
 from posttrain.store.durable import refuse_links, storage_errors
 from posttrain.store.metrics import MetricsLog, MetricsRow
@@ -185,6 +188,28 @@ class Labelling(Sampling):
         except PosttrainError as error:
             return str(error)
         return None
+
+
+class AskedSection(Section):
+    """A task of which some models are asked, and how they answer."""
+
+    task: Word
+    n: int = Field(default=256, ge=2)
+    samples: int = Field(default=1, ge=1)
+    max_tokens: Tokens = 128
+    temperature: float = Field(default=1.0, gt=0)
+
+    @property
+    def task_words(self) -> list[str]:
+        """The options of ``posttrain evaluate`` that name the task."""
+        options = ((f"--task.{key}", json.dumps(value)) for key, value in self.task.options.items())
+        return ["--task", self.task.name, *(word for option in options for word in option)]
+
+    @property
+    def drawing_words(self) -> list[str]:
+        """Those that say how answers are drawn, but for their seed."""
+        words = ["--n", str(self.n), "--samples", str(self.samples), "--max-tokens", str(self.max_tokens)]
+        return [*words, "--temperature", f"{self.temperature:g}"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,10 @@ from pydantic import Field, model_validator
 from posttrain.errors import RecipeError
 from posttrain.evals.statistics import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
-from posttrain.option_types import Tokens
 from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RewardWord, Section, Word
-from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
+from posttrain.recipes.sections import RewardWord
+from posttrain.sweeps.plan import AskedSection, Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
 from posttrain.untrusted import paragraph, plain
 
@@ -60,14 +59,10 @@ _TASK_OF_STEPS = {"task": {"name": "preferences", "path": "", "step_separator": 
 Recipes = Mapping[tuple[str, str], Recipe]
 
 
-class BestOfNSection(Section):
+class BestOfNSection(AskedSection):
     """What the start is asked, and how many answers it gives to each problem."""
 
-    task: Word
-    n: int = Field(default=256, ge=2)
     samples: int = Field(default=64, ge=2)
-    max_tokens: Tokens = 128
-    temperature: float = Field(default=1.0, gt=0)
 
 
 class LabelledSection(BestOfNSection):
@@ -291,12 +286,8 @@ def _labelling(asked: LabelledSection, start: Training, seed: int) -> Labelling:
 
 
 def _sampling_words(asked: BestOfNSection, start: Training, seed: int, target: Path) -> tuple[str, ...]:
-    words = ["evaluate", start.weights, "--task", asked.task.name]
-    for key, value in asked.task.options.items():
-        words += [f"--task.{key}", json.dumps(value)]
-    words += ["--n", str(asked.n), "--samples", str(asked.samples), "--max-tokens", str(asked.max_tokens)]
-    words += ["--temperature", f"{asked.temperature:g}", "--seed", str(seed)]
-    return (*words, "--out", str(target), "--quiet")
+    words = ["evaluate", start.weights, *asked.task_words, *asked.drawing_words]
+    return (*words, "--seed", str(seed), "--out", str(target), "--quiet")
 
 
 # What a study has found, as data: tables, sentences, notes and facts, whatever its kind.

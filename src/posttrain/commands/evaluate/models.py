@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, print_table
+from posttrain.commands.console import Text, open_console, print_table, say
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
@@ -96,8 +96,8 @@ def show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
     for own in by_evaluation(rows_of(finished)):
         print_table(console, results_table(own))
     for note in notes_of(finished):
-        console.print(Text(note, style="dim"), soft_wrap=True)
-    console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+        say(console, note, "dim")
+    say(console, f"summary, results and every answer: {plan.folder}")
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             )
         if not arguments.quiet and not plan.asked.tasks:
             options = ", ".join(f"{key} {value}" for key, value in plan.cells[0].task_word.options.items())
-            console.print(Text(f"both on {plan.cells[0].name} ({options}); --task names another"), soft_wrap=True)
+            say(console, f"both on {plan.cells[0].name} ({options}); --task names another")
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:
@@ -132,27 +132,27 @@ def run_comparison(arguments: argparse.Namespace) -> int:
     write_comparison(out, a, b, paired, apart)
     if not arguments.quiet:
         print_comparison(console, paired, apart)
-        console.print(Text(f"comparison: {out / COMPARISON}"), soft_wrap=True)
+        say(console, f"comparison: {out / COMPARISON}")
     return 0
 
 
 def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
     """What differs, the differences with their intervals, the items on which the two part."""
-    console.print(Text(f"A: {paired.a}   B: {paired.b}"), soft_wrap=True)
+    say(console, f"A: {paired.a}   B: {paired.b}")
     for name, (left, right) in apart.items():
         if name not in ("model", "checkpoint"):
             console.print(Text(f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", style="dim"))
     print_table(console, differences_table(paired))
     counts = " · ".join(f"{TABLE_WORDS[name]} {count}" for name, count in paired.table.items())
     exact = f" · McNemar's exact test: {show_p(paired.mcnemar)}" if paired.mcnemar is not None else ""
-    console.print(Text(counts + exact), soft_wrap=True)
+    say(console, counts + exact)
     for title, pairs in (("B gained", paired.gained), ("B lost", paired.lost)):
         if pairs:
             console.print(Text(f"\n{title}, the first {len(pairs)}:", style="bold"))
             _print_flips(console, pairs)
-    console.print(Text(f"\n{paired.in_words()}", style="bold"), soft_wrap=True)
+    say(console, f"\n{paired.in_words()}", "bold")
     for caution in paired.cautions():
-        console.print(Text(caution, style="dim"), soft_wrap=True)
+        say(console, caution, "dim")
 
 
 def differences_table(paired: Paired) -> TextTable:
@@ -180,10 +180,8 @@ def _print_flips(console: Console, pairs: Sequence[tuple[Item, Item]]) -> None:
     for left, right in pairs:
         question = " ".join(harmless(left.question).split())
         shown = question if len(question) <= MAX_QUESTION_CHARS else f"{question[:MAX_QUESTION_CHARS]} …"
-        console.print(Text(f"{left.id}: {shown}"), soft_wrap=True)
-        console.print(
-            Text(f"  gold {left.answer} · A {_answers(left)} · B {_answers(right)}", style="dim"), soft_wrap=True
-        )
+        say(console, f"{left.id}: {shown}")
+        say(console, f"  gold {left.answer} · A {_answers(left)} · B {_answers(right)}", "dim")
 
 
 def _answers(item: Item) -> str:
@@ -220,8 +218,8 @@ def run_against(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print_table(console, table)
         for note in notes:
-            console.print(Text(note, style="dim"), soft_wrap=True)
-        console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+            say(console, note, "dim")
+        say(console, f"summary, results and every answer: {plan.folder}")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from posttrain.commands.console import Text
+from posttrain.commands.console import say
 from posttrain.evals.generation import Advance
 from posttrain.evals.plan import EvaluationProgress
 from posttrain.untrusted import guard_output
@@ -65,7 +65,7 @@ class PlainLines(Shown):
         self._print(line)
 
     def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+        say(self.console, line)
 
 
 class LiveBar(Shown):
@@ -96,7 +96,7 @@ class LiveBar(Shown):
         )
 
     def tell(self, line: str) -> None:
-        self.progress.console.print(Text(line), soft_wrap=True)
+        say(self.progress.console, line)
 
     def close(self) -> None:
         self.progress.stop()

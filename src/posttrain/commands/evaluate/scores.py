@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, print_table
+from posttrain.commands.console import Text, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH
 from posttrain.commands.evaluate.models import request_of
 from posttrain.errors import UsageError
@@ -73,8 +73,8 @@ def show_scores(console: Console, done: Sequence[Scored]) -> None:
             print_table(console, ways)
         if one.dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items())
-            console.print(Text(f"{one.name} · {label}: not measured: {reasons}", style="dim"), soft_wrap=True)
+            say(console, f"{one.name} · {label}: not measured: {reasons}", "dim")
     for view in dict.fromkeys(one.view for _, one in rows):
         console.print(Text(NOTES[view], style="dim"))
     for scored in done:
-        console.print(Text(f"summary, results and every score: {scored.folder}"), soft_wrap=True)
+        say(console, f"summary, results and every score: {scored.folder}")

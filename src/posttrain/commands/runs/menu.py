@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import open_console, say
 from posttrain.commands.runs.change import (
     answer_of,
     delete_runs,
@@ -211,4 +211,4 @@ class Menu:
             self._say("\nstopped", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        say(self.console, text, style)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from posttrain.commands.console import MAX_COLUMNS, Text, open_console, wants_json, write_json
+from posttrain.commands.console import MAX_COLUMNS, Text, open_console, plain_table, say, wants_json, write_json
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
@@ -179,7 +179,7 @@ def print_runs(
         }
         rows.append(cells)
     fitting = _fitting(shown, rows, console.width if console.is_terminal else MAX_COLUMNS)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in fitting:
         table.add_column(
             column,
@@ -250,7 +250,7 @@ def _tree_label(run: RunSummary | None, name: str) -> Text:
 
 def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
     """A table with a row per comparison."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("comparison", "state", "finished", "methods", "size"):
         table.add_column(column, no_wrap=column != "methods", justify="right" if column == "size" else "left")
     for item in comparisons:
@@ -273,17 +273,18 @@ def _print_foot(
         console.print(Text(more, style="yellow"))
     sizes = [run.disk_bytes for run in runs if run.name.count("/") == 0] + [item.disk_bytes for item in comparisons]
     if len(sizes) > 1 or comparisons:
-        counts = ", ".join(_count(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
+        counts = ", ".join(counted(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
         console.print(Text(f"{counts}, {show_bytes(sum(sizes))} in all", style="dim"))
     left = unfinished_deletions(root)
     if left:
-        what = f"{_count(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
+        what = f"{counted(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
         console.print(Text(f"{what}; `posttrain runs delete` without a name goes on with them", style="yellow"))
     if runs or comparisons:
         console.print(Text("posttrain runs show NAME tells more", style="dim"))
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -297,10 +298,10 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
     table = item.path / "table.md"
     if table.is_file():
         console.print()
-        console.print(Text(table.read_text(encoding="utf-8", errors="replace").rstrip()), soft_wrap=True)
+        say(console, table.read_text(encoding="utf-8", errors="replace").rstrip())
     console.print()
     print_runs(console, item.runs, links, item.runs)
-    console.print(Text(f"\nsee {item.path / 'report.html'}", style="dim"), soft_wrap=True)
+    say(console, f"\nsee {item.path / 'report.html'}", "dim")
 
 
 def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) -> None:
@@ -319,10 +320,10 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         about = {"name": item["name"], "step": item["step"], "headline": headline}
         console.print(Text(show_evaluation(about | {"results": results})))
     for line in _last_episode(folder) if not facts["problem"] else []:
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        say(console, line, "dim")
     for remark in facts["remarks"]:
-        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
-    console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
+        say(console, f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}")
+    say(console, f"\nsee {folder / 'report.html'}", "dim")
 
 
 def _last_episode(folder: Path) -> list[str]:
@@ -333,13 +334,13 @@ def _last_episode(folder: Path) -> list[str]:
     if not newest or not newest[0].turns:
         return []
     row = newest[0]
-    turns = _count(len(row.turns), "turn")
+    turns = counted(len(row.turns), "turn")
     about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
     return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    table = Table("fact", "value", box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table = plain_table("fact", "value", show_header=False, padding=(0, 2))
     for label, value in facts:
         table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
@@ -469,7 +470,7 @@ def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequen
 
 
 def _table(title: str, labels: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column(Text(title))
     for label in labels:
         table.add_column(Text(label), overflow="fold")
