@@ -114,7 +114,7 @@ HOMES: dict[str, dict[str, str]] = {
         ),
     },
     "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
-    "dictionary": {"posttrain.interpret.dictionaries.words": "batchtopk jumprelu l1 topk"},
+    "dictionary": {"posttrain.interpret.dictionaries.dictionary": "batchtopk jumprelu l1 topk"},
 }
 _MODULES = {
     kind: {word: module for module, words in homes.items() for word in words.split()} for kind, homes in HOMES.items()

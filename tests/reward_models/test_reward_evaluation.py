@@ -15,9 +15,8 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.errors import UsageError
-from posttrain.evals.calibration import logit, sigmoid
 from posttrain.evals.ranking import COMBINE, area_under_curve
-from posttrain.evals.statistics import paired_bootstrap, wilson_interval
+from posttrain.evals.statistics import logit, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
 from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.reward_model import difference_tables, shared_verdicts

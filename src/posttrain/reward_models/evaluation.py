@@ -10,11 +10,11 @@ from typing import Any
 
 from posttrain.engines.models import ModelSource
 from posttrain.errors import UsageError
-from posttrain.evals.calibration import Bin
 from posttrain.evals.files import refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
+from posttrain.evals.statistics import Bin
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
 from posttrain.reward_models.biases import add_probes, biases_by_kind

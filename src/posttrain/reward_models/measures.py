@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.evals.calibration import logit, sigmoid
 from posttrain.evals.ranking import (
     COMBINE,
     area_under_curve,
@@ -19,7 +18,7 @@ from posttrain.evals.ranking import (
     vote,
     vote_key,
 )
-from posttrain.evals.statistics import paired_bootstrap
+from posttrain.evals.statistics import logit, paired_bootstrap, sigmoid
 from posttrain.graders.answers import last_boxed
 from posttrain.render.rows import rows_of
 from posttrain.reward_models.biases import add_biases

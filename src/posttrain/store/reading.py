@@ -113,6 +113,7 @@ def _check_plain(value: Any) -> None:
 
 
 # What was worked out from a file, remembered for as long as it is the same file.
+#
 # A file is the same while its device, inode, size and times (of its content, and of its last change of any kind, which
 # no program can set) are. What is remembered lies in the user's own cache folder, never among the files that it is
 # about: those may be a stranger's.

@@ -51,6 +51,7 @@ from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
 # Who may ask the studio's server: the doorway of its page.
+#
 # Beyond what every server here checks (``serve/doorway.py``), the ``Gate`` lets a request pass if its path is one that
 # the page itself asks for, and it knows the token where there is one; a route that a later Gradio brings is closed
 # until it is named here.

@@ -94,8 +94,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
     from posttrain.commands.console import open_console
-    from posttrain.interpret.activations.loading import check_layers
     from posttrain.interpret.activations.record import Recorder
+    from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
 
     console = open_console()

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.graders.code.judging import Checks, Walls, judge_all
-from posttrain.graders.grading import Outcome, Submission, Verdict, is_blank
+from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.graders.responses import tagged_response
 from posttrain.graders.sandbox.levels import Level, choose_level
 from posttrain.graders.sandbox.sandbox import Bounds
@@ -145,7 +145,7 @@ def code_tests(
         walls = Walls(choose_level(level, image), bounds, float(WALL_FACTOR * timeout_seconds), image)
         outcomes = judge_all(list(asked), walls, num_workers or min(count_cpus(), MAX_WORKERS))
         for (pair, places), outcome in zip(asked.items(), outcomes, strict=True):
-            verdicts.update((place, _verdict(outcome, pair[0])) for place in places)
+            verdicts.update((place, Verdict(outcome, extracted=pair[0])) for place in places)
     return [verdicts[place] for place in range(len(submissions))]
 
 
@@ -162,7 +162,3 @@ def _program_of(submission: Submission, tests: Checks) -> str | None:
     return extract_program(
         submission.text, tests.names, stated.get("prefix", ""), goes_on=bool(stated.get("goes_on", False))
     )
-
-
-def _verdict(outcome: Outcome, program: str) -> Verdict:
-    return Verdict(outcome, extracted=program)

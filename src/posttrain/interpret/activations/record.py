@@ -15,7 +15,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
 from posttrain.interpret.activations.shards import (
     DTYPES,
     FORMAT,
@@ -28,9 +27,9 @@ from posttrain.interpret.activations.shards import (
     pack_documents,
     row_norms,
 )
-from posttrain.interpret.activations.sites import Extractor, read_site
+from posttrain.interpret.activations.sites import Extractor, load_layers, read_site, tokenizer_hash, weights_hash
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.models.load import LoadedModel, load_tokenizer
+from posttrain.models.load import LoadedModel, choose_device, load_tokenizer
 from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection
 
@@ -134,9 +133,8 @@ class Recorder:
         if longest > context:
             raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
         self.start_id = loaded[0].tokenizer.bos_token_id
-        self.extractors = dict(
-            zip(("model",) if len(loaded) == 1 else ("base", "post"), _extractors(loaded, names), strict=True)
-        )
+        sides = ("model",) if len(loaded) == 1 else ("base", "post")
+        self.extractors = {side: Extractor(each.model, names) for side, each in zip(sides, loaded, strict=True)}
         self.index = self._describe(sections, loaded, names, dtype, tokenizers[0], dict(data or {}), seed)
         self.index.dropped = {reason: count for reason, count in (dropped or {}).items() if count}
         rows = rows_per_shard or min(MAX_SHARD_ROWS, max(MIN_SHARD_ROWS, SHARD_BYTES // self.index.row_bytes))
@@ -288,7 +286,7 @@ def recording_key(
         "format": FORMAT,
         "weights": hashes,
         "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
-        "devices": [_kind_of_device(model.device) for model in models],
+        "devices": [choose_device(model.device).type for model in models],
         "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
         "documents": documents_hash(documents, prompt_lengths, told),
         "data": dict(data or {}),
@@ -296,10 +294,6 @@ def recording_key(
         "settings": [dtype, outliers, batch],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _kind_of_device(asked: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
@@ -319,10 +313,6 @@ def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list
     return split_padded(by_length(lengths), lengths, tokens if batch is None else float("inf"), batch)
 
 
-def _extractors(loaded: Sequence[LoadedModel], sites: Sequence[str]) -> list[Extractor]:
-    return [Extractor(each.model, sites) for each in loaded]
-
-
 def _model_name(section: ModelSection, loaded: LoadedModel) -> str:
     return section.name if section.name == "tiny" else loaded.source
 
@@ -334,6 +324,7 @@ def _limits(norms: Mapping[str, Tensor], factor: float) -> dict[str, float]:
 
 
 # Activations as they are made: for training without a recording on the disk.
+#
 # The documents are cut into chunks, and the rows of a chunk are computed when one of them is read. The last few chunks
 # are kept in memory, the others are forgotten and computed again when their turn comes. What a row holds is a function
 # of its chunk's documents and of the settings alone, so a training that goes on reads what it would have read.

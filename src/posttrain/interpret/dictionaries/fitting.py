@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.dictionary import Codes, Dictionary, keep_largest
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
-from posttrain.interpret.dictionaries.words import Codes, keep_largest
 
 # The loss of a dictionary, with the gradients of its matrix products by hand.
 #

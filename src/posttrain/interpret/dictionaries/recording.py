@@ -14,9 +14,9 @@ from typing import Any
 
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
-from posttrain.interpret.activations.loading import check_layers, tokenizer_hash
 from posttrain.interpret.activations.record import ActivationStream, Recorder, recording_key
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, check_files, read_index
+from posttrain.interpret.activations.sites import check_layers, tokenizer_hash
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
 from posttrain.models.attention import chosen_attention
 from posttrain.models.load import load_tokenizer

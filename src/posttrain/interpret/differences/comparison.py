@@ -20,9 +20,9 @@ import yaml
 from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
-from posttrain.interpret.activations.loading import check_layers, read_config
 from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import ActivationStore, column
+from posttrain.interpret.activations.sites import check_layers, read_config
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
 from posttrain.interpret.dictionaries.fitting import fit_dictionary

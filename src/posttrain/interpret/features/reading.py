@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.loading import tokenizer_hash
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
+from posttrain.interpret.activations.sites import tokenizer_hash
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.recording import recorded_for

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -68,13 +69,8 @@ def read_solutions(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solut
         raise first.fail(
             f"the row has the keys {', '.join(first.data) or 'none'}, of neither layout; one needs {known}"
         )
-    every = _chain(first, rows)
+    every = chain([first], rows)
     yield from _published(every, dropped) if layouts[0] == "the published files" else _one_per_step(every, dropped)
-
-
-def _chain(first: Row, rows: Iterator[Row]) -> Iterator[Row]:
-    yield first
-    yield from rows
 
 
 def _published(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solution]:

@@ -37,11 +37,12 @@ from posttrain.tasks.stories.families import (
 from posttrain.types import Example, Message, Response
 
 # Given answers to stories: the right working, and one with a slip that is carried on consistently.
-# Only arithmetic tells the two apart. They have the same equations in the same order with the same signs, the same
-# numbers of the story, equal length to the character, every number within the task's range, every division without
-# remainder. One result is wrong; what is worked out from it follows from it rightly, and so does the final answer,
-# which is therefore wrong too. The wrong result is one that such a step has in other stories: otherwise small products
-# or round quotients would give it away.
+#
+# Only arithmetic tells the two apart. They have the same equations in the same order with the same
+# signs, the same numbers of the story, equal length to the character, every number within the task's
+# range, every division without remainder. One result is wrong; what is worked out from it follows from
+# it rightly, and so does the final answer, which is therefore wrong too. The wrong result is one that
+# such a step has in other stories: otherwise small products or round quotients would give it away.
 
 Responses = Literal["none", "pair", "judged", "steps"]
 Kind = tuple[str, int, str, int]
