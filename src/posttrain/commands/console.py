@@ -206,9 +206,12 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def plain_table(*columns: str, **options: Any) -> Table:
-    """A table without lines, two blanks between its columns."""
-    return Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
+def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:
+    """A table without lines, two blanks between its columns, of which those on the ``right`` hold numbers."""
+    table = Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
 
 
 def print_table(console: Console, content: TextTable) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, grade, is_blank
-from posttrain.graders.responses import tagged_response
 from posttrain.registry import register
 from posttrain.types import Example
 

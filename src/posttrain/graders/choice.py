@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from posttrain.graders.answers import answer_region
 from posttrain.graders.grading import Submission, Verdict
-from posttrain.graders.responses import answer_region
 from posttrain.registry import register
 
 # What takes back a choice: a denial or a retraction behind it, another letter stated behind it, a report in front.

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.errors import MissingExtra, RecipeError, UnknownWord
+from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, is_blank
-from posttrain.graders.responses import tagged_response
 from posttrain.registry import Entry, explain_validation, register, suggest
 
 # The table of verifiable instructions: a pure function of a response for each identifier.

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from posttrain.graders.answers import answer_region
 from posttrain.graders.grading import Submission, Verdict
-from posttrain.graders.responses import answer_region
 from posttrain.registry import register
 
 # Lists and tables of knights and knaves, spelt out: "Knights: A, B; knaves: C" becomes one statement for each name.

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from posttrain.graders.answers import tagged_response
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, Verdict, is_blank
-from posttrain.graders.responses import tagged_response
 from posttrain.graders.sandbox.levels import Level, choose_level
 from posttrain.graders.sandbox.sandbox import Bounds
 from posttrain.graders.sandbox.workers import count_cpus
