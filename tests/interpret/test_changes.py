@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.interpret.dictionaries.measures import plant, plant_change
-from posttrain.interpret.differences.features import (
+from posttrain.interpret.differences.changes import (
     Changes,
     ChangeSums,
     LatentScaling,

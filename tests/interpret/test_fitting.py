@@ -10,7 +10,7 @@ from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.measures import Planted, PlantedChange, measure, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.rows import TensorRows
-from posttrain.interpret.differences.features import ChangeSums, document_batches, paired_changes
+from posttrain.interpret.differences.changes import ChangeSums, document_batches, paired_changes
 from posttrain.interpret.differences.findings import overlap
 
 ROWS = 24_000

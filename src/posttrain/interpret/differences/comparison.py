@@ -30,8 +30,8 @@ from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.recipe import DictionaryWord
 from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows, first_held_out, sample_rows
 from posttrain.interpret.differences.causal import Subject, measure_causes
+from posttrain.interpret.differences.changes import Seen, mean_differences, scale_latents, see_changes
 from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
-from posttrain.interpret.differences.features import Seen, mean_differences, scale_latents, see_changes
 from posttrain.interpret.differences.findings import (
     describe_features,
     describe_overlap,

@@ -1,13 +1,17 @@
-"""Recorded activations of two models, seen through one dictionary: changes, null tests, scaling, contexts.
+"""Which features changed between two models that read the same tokens: how often they fire, how strongly on average.
 
-Latent scaling (Minder et al. 2025) says how much of each latent is there in one model, how much in the other. For a
-latent with activations f and direction d, β = Σ f·⟨d, y⟩ / (Σf²·‖d‖²) is the factor with which f·d explains y best.
-With y the reconstruction x̂ₘ of model m, the latent's share of it (β_recon); with y = eₘ + f·dₘ, the error without that
-latent's own part, what the latent would have to explain (β_error). ν = β_base/β_post: 0 for what only the post model
-has, 1 for what both have alike. Three sums over the tokens for each latent are enough, so all take one pass:
+Tokens of one document hang together, so documents are the units of chance. Everything is kept as sums over documents
+(of a feature's count of tokens, of its activations, of their squares and products), so the size of the data does not
+matter. With bᵢ and pᵢ a feature's sum over document i in the base and in the post model, nᵢ the document's tokens, and
+capitals for sums over the D documents, the change δ = (P − B)/N and the ratio P/B have the variances
 
-    C = Σf²      a_m = Σ f·⟨d, x̂ₘ⟩      e_m = Σ f·⟨d, eₘ⟩
-    β_recon = a_m / (C‖d‖²)             β_error = (e_m + C⟨dₘ, d⟩) / (C‖d‖²)"""
+    Var δ = D/(D−1) · Σ (pᵢ − bᵢ − δ nᵢ)² / N²         Var log(P/B) = D/(D−1) · Σ (pᵢ/P − bᵢ/B)²
+
+of ratio estimators by linearization (Cochran 1977, "Sampling Techniques", 6.3 and 6.4). The hypothesis δ = 0 is tested
+with Student's t whose degrees of freedom are those of the documents that the feature fires in, not of all: a rare
+feature is judged by the few documents that know it. Over all features and both measures Holm's rule (1979) keeps the
+chance of a single false finding at 5 %.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +30,6 @@ from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.logit_lens import show_token
 from posttrain.randomness import generator
-
-# Which features changed between two models that read the same tokens: how often they fire, how strongly on average.
-#
-# Tokens of one document hang together, so documents are the units of chance. Everything is kept as sums over documents
-# (of a feature's count of tokens, of its activations, of their squares and products), so the size of the data does not
-# matter. With bᵢ and pᵢ a feature's sum over document i in the base and in the post model, nᵢ the document's tokens,
-# and capitals for sums over the D documents, the change δ = (P − B)/N and the ratio P/B have the variances
-#
-#     Var δ = D/(D−1) · Σ (pᵢ − bᵢ − δ nᵢ)² / N²         Var log(P/B) = D/(D−1) · Σ (pᵢ/P − bᵢ/B)²
-#
-# of ratio estimators by linearization (Cochran 1977, "Sampling Techniques", 6.3 and 6.4). The hypothesis δ = 0 is
-# tested with Student's t whose degrees of freedom are those of the documents that the feature fires in, not of all: a
-# rare feature is judged by the few documents that know it. Over all features and both measures Holm's rule (1979) keeps
-# the chance of a single false finding at 5 %.
 
 MEASURES = ("rate", "mean")
 # A feature of fewer documents is not tested: its t would rest on a handful of numbers.
@@ -271,6 +261,18 @@ def match_rates(
         free[taken] = False
         matched.append(taken)
     return matched
+
+
+# Recorded activations of two models, seen through one dictionary: changes, null tests, scaling, contexts.
+#
+# Latent scaling (Minder et al. 2025) says how much of each latent is there in one model, how much in the other. For a
+# latent with activations f and direction d, β = Σ f·⟨d, y⟩ / (Σf²·‖d‖²) is the factor with which f·d explains y best.
+# With y the reconstruction x̂ₘ of model m, its share of that (β_recon); with y = eₘ + f·dₘ, the error without that
+# latent's own part, what the latent would have to explain (β_error). ν = β_base/β_post: 0 for what only the post model
+# has, 1 for what both have alike. Three sums over the tokens for each latent are enough, so all take one pass:
+#
+#     C = Σf²      a_m = Σ f·⟨d, x̂ₘ⟩      e_m = Σ f·⟨d, eₘ⟩
+#     β_recon = a_m / (C‖d‖²)             β_error = (e_m + C⟨dₘ, d⟩) / (C‖d‖²)
 
 
 @dataclass(frozen=True, slots=True)
