@@ -1,4 +1,4 @@
-"""``posttrain evaluate MODEL ...``: models on held-out tasks; ``--compare A B``, item by item; ``A --against B``."""
+"""``posttrain evaluate``: models on held-out tasks, item by item (``--compare``), ``--against`` others; scorers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.commands.console import Text, open_console, print_table, say
-from posttrain.commands.evaluate.command import SECTIONS
+from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
 from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
@@ -33,7 +33,10 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
+from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
+from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, ways_table, write_score_page
+from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 from posttrain.untrusted import harmless
@@ -231,3 +234,70 @@ def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -
     return lambda rollouts: model.score(
         [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
     )
+
+
+# ``posttrain evaluate RUN`` of a reward model: the given answers of held-out tasks are scored.
+
+PICTURE = "calibration.png"
+
+
+def run_scores(arguments: argparse.Namespace) -> int:
+    """Score the answers of every task with every reward model; print tables, write results, records and pages."""
+    _refuse_sampling(arguments)
+    done = []
+    for scored in run_scoring(request_of(arguments), probes=arguments.probes):
+        write_scores(scored, write_score_summary)
+        done.append(scored)
+    if not arguments.quiet:
+        show_scores(open_console(), done)
+    return 0
+
+
+def write_score_summary(scored: Scored) -> str:
+    """The page, and beside it the picture of the calibration where a score states a probability."""
+    one, path, picture = scored.evaluation, scored.folder / PICTURE, None
+    if one.bins:
+        what = "is the chosen answer" if one.view == "pairs" else "turns out right"
+        picture = draw_calibration(one.bins, f"{scored.label} on {one.name}", path, what=what).name
+    else:
+        path.unlink(missing_ok=True)
+    return write_score_page(scored.label, one, scored.settings, picture)
+
+
+def _refuse_sampling(arguments: argparse.Namespace) -> None:
+    """Refuse options that would do nothing."""
+    sampling_options = {
+        "--samples": arguments.samples != 1,
+        "--k": bool(arguments.k),
+        "--temperature": arguments.temperature is not None,
+        "--top-p": arguments.top_p is not None,
+        "--top-k": arguments.top_k is not None,
+        "--max-tokens": arguments.max_tokens is not None,
+        "--best-of": arguments.best_of is not None,
+        "--engine": arguments.engine != "native",
+        "--seed": arguments.seed != 0,
+        "--batch": arguments.batch != DEFAULT_BATCH,
+    }
+    for option, is_given in sampling_options.items():
+        if is_given:
+            raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
+    if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):
+        raise UsageError("--template: a reward model is asked under the template that it was trained with")
+
+
+def show_scores(console: Console, done: Sequence[Scored]) -> None:
+    """A table for each task, what must be known beside it, and where the files are."""
+    rows = [(scored.label, scored.evaluation) for scored in done]
+    for table in [*score_tables(rows), *difference_tables(rows)]:
+        print_table(console, table)
+    for label, one in rows:
+        ways = ways_table(one.results)
+        if ways is not None:
+            print_table(console, ways)
+        if one.dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items())
+            say(console, f"{one.name} · {label}: not measured: {reasons}", "dim")
+    for view in dict.fromkeys(one.view for _, one in rows):
+        console.print(Text(NOTES[view], style="dim"))
+    for scored in done:
+        say(console, f"summary, results and every score: {scored.folder}")
