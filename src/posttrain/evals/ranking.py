@@ -35,7 +35,7 @@ def vote_key(answer: str) -> str:
 
     Numbers vote for their value, exactly (``1/2``, ``0.5`` and ``.50`` alike), whatever unit or % sign stands
     behind it; a unit of one letter may be a variable and stays (``5x`` is not ``5``). Anything else votes for its
-    text, cleaned as by ``rewards.answers.same_text``. The gold answer plays no part: a vote does not know it.
+    text, cleaned as by ``graders.answers.same_text``. The gold answer plays no part: a vote does not know it.
     """
     quantity = parse_quantity(answer)
     if quantity is not None:

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers mean the same. ``compare_answers`` is what the workers of ``rewards.math`` run.
+"""Whether two mathematical answers mean the same. ``compare_answers`` is what the workers of ``graders.math`` run.
 
 What must agree: the kind of the answer, order where order means something, every bracket, every name and every unit
 that both state, and the values. What one side leaves out is forgiven where it is no part of the answer: a unit, a

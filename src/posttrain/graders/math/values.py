@@ -3,7 +3,7 @@
 LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
 compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
 thousands of digits apart. Expressions that differ are so refuted at the first point; simplification, which may take for
-ever, is not needed. Runs in the worker processes of ``rewards.math``, because even reading and evaluating may hang.
+ever, is not needed. Runs in the worker processes of ``graders.math``, because even reading and evaluating may hang.
 """
 
 from __future__ import annotations
