@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -182,9 +181,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, event: str, payload: dict[str, Any]) -> None:

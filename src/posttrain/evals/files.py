@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, UsageError
@@ -90,10 +89,8 @@ class EvaluationStore:
         self.store.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.store.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.store.__exit__(*error)
 
     def known(self, examples: Mapping[int, Example], format_part: str, samples: int) -> dict[int, Item]:
         """Items by index whose samples are all there already; ``examples`` by index."""
