@@ -27,11 +27,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
-from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm
-from posttrain.models.load import LoadedModel, choose_device, load_model, load_tokenizer, reading_model
+from posttrain.models.load import (
+    LoadedModel,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    reading_model,
+)
 from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.recipes.sections import ModelSection
 
@@ -358,48 +364,40 @@ def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
     layer = max([1, *(site.layer for site in wanted)])
     check_layers(section.name, sites)
     source = resolve_model_name(section.name)
-    if adapter_base(source) is None and section.load_bits is None:
-        model = _load_first_blocks(section, source, layer)
-        if model is not None:
-            tokenizer = load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
-            return LoadedModel(model, tokenizer, source)
+    model = load_shortened(AutoModel, section, source, layer)
+    if model is not None:
+        model = truncate(model, layer).to(choose_device(section.device)).eval()
+        return LoadedModel(model, load_tokenizer(section.name, trust_remote_code=section.runs_remote_code), source)
     loaded = load_model(section, seed=0)
     return LoadedModel(truncate(loaded.model, layer).eval(), loaded.tokenizer, loaded.source)
 
 
-def _load_first_blocks(section: ModelSection, source: str, layer: int) -> Any | None:
-    """A backbone of ``layer`` blocks without a final norm; None where the whole model has to be loaded."""
+def load_shortened(architecture: Any, section: ModelSection, source: str, layer: int) -> Any | None:
+    """A plain model of which only the first ``layer`` blocks are read; None where the whole has to be loaded.
+
+    ``architecture``: ``AutoModel``, or ``AutoModelForCausalLM`` for its LM head as well.
+    """
+    if adapter_base(source) is not None or section.load_bits is not None:
+        return None
+    trusted = section.runs_remote_code
     try:
         with reading_model(section.name, source):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
-    except UsageError:
-        return None
-    text = config.get_text_config()
-    if text is not config or getattr(config, "quantization_config", None) is not None:
-        return None
-    shorten_config(config, layer)
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # it would report the blocks above as left over
-    transformers_logging.disable_progress_bar()
-    try:
-        with reading_model(section.name, source):
-            model, loading_info = AutoModel.from_pretrained(
-                source,
-                config=config,
-                dtype=getattr(torch, section.dtype),
-                trust_remote_code=section.runs_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+                return None
+            shorten_config(config, layer)
+            with quiet_transformers():  # the blocks above would be reported as left over
+                model, loading_info = architecture.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=getattr(torch, section.dtype),
+                    trust_remote_code=trusted,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
     except UsageError:
         return None  # loading all of it says what is wrong
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-    if loading_info["missing_keys"]:
-        return None
-    return truncate(model, layer).to(choose_device(section.device)).eval()
+    return None if loading_info["missing_keys"] else model
 
 
 def read_config(name: str) -> Any:
