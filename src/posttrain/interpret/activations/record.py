@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from posttrain.recipes.sections import ModelSection
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
+# A recording above this is begun only when that was asked for.
+LARGE_BYTES = 1 << 30
 # Tokens of a batch, padding included, unless a number of documents is asked for.
 TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 4096}
 OUTLIER_FACTOR = 10.0
@@ -145,6 +148,12 @@ class Recorder:
     def size(self) -> Size:
         """What it will take on the disk, at most."""
         return Size(sum(map(len, self.documents)), self.index.row_bytes)
+
+    def room(self, folder: Path) -> tuple[int, int]:
+        """(bytes that are not written yet, at most; bytes that are free where ``folder`` is or will be)."""
+        there = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+        above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        return self.size.num_bytes - there, shutil.disk_usage(above).free
 
     def write(self, folder: str | Path, observe: Callable[[int, int], None] | None = None) -> ActivationStore:
         """Record into a folder; what an interrupted recording has there already is kept.

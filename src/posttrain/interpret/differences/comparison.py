@@ -20,7 +20,7 @@ import yaml
 from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
-from posttrain.interpret.activations.record import Recorder
+from posttrain.interpret.activations.record import LARGE_BYTES, Recorder
 from posttrain.interpret.activations.shards import ActivationStore, column
 from posttrain.interpret.activations.sites import check_layers, read_config
 from posttrain.interpret.dictionaries.dictionary import Dictionary
@@ -126,7 +126,6 @@ def answer_prompts(subjects: Mapping[str, Subject], examples: Sequence[Example],
 
 Observe = Callable[[str], Any]
 RECIPE, RESULTS = "changes.yaml", "diff.json"
-LARGE_BYTES = 1 << 30
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
 
 
