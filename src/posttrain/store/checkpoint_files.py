@@ -212,11 +212,16 @@ def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = 
     deleted = [step for step in steps if step not in spared]
     with storage_errors("checkpoints", root):
         for step in deleted:
-            aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
-            remove_tree(aside)
-            os.rename(step_folder(root, step), aside)
-            shutil.rmtree(aside)
+            discard_checkpoint(root, step)
     return deleted
+
+
+def discard_checkpoint(root: Path, step: int) -> None:
+    """Delete one checkpoint, renamed aside before its files go."""
+    aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
+    remove_tree(aside)
+    os.rename(step_folder(root, step), aside)
+    shutil.rmtree(aside)
 
 
 def mark_best(folder: str | Path, step: int) -> None:

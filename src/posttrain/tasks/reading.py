@@ -112,6 +112,19 @@ class Row:
             raise self.fail(f"{key!r} {_NO_CHARACTER}") from None
         return value
 
+    def entries(self, key: str, what: str) -> list[Any]:
+        """The list under ``key``, of at least one entry; ``what`` is said of it in messages: ``of two texts``.
+
+        Raises:
+            DataError: the key is missing, no list, or an empty one.
+        """
+        if key not in self.data:
+            self.text(key)  # raises with the keys that there are
+        value = self.data[key]
+        if not isinstance(value, list | tuple) or not value:
+            raise self.fail(f"{key!r} must be a list {what}; got {_shown(value)}")
+        return list(value)
+
     def messages(self, key: str) -> tuple[Message, ...]:
         """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
 

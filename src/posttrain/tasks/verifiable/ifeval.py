@@ -52,7 +52,8 @@ def read_example(row: Row) -> tuple[Example, str | None]:
         DataError: a key is missing or of the wrong type.
         MissingExtra: an instruction about languages, and ``langdetect`` is not installed.
     """
-    identifiers, arguments = _read_list(row, "instruction_id_list"), _read_list(row, "kwargs")
+    keys, each = ("instruction_id_list", "kwargs"), "with one entry for each instruction"
+    identifiers, arguments = (row.entries(key, each) for key in keys)
     if len(arguments) != len(identifiers):
         raise row.fail(f"{len(identifiers)} instructions need as many 'kwargs'; got {len(arguments)}")
     read: list[Mapping[str, Any]] = []
@@ -75,12 +76,3 @@ def read_example(row: Row) -> tuple[Example, str | None]:
     }
     prompt = Message("user", row.text("prompt"))
     return Example(id=f"ifeval/test/{row.line}", messages=(prompt,), meta=meta, grader="ifeval"), problem
-
-
-def _read_list(row: Row, key: str) -> list[Any]:
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list with one entry for each instruction; got {value!r}")
-    return list(value)

@@ -74,7 +74,7 @@ def read_example(row: Row, split: str, number: int, instruction: str) -> Example
     Raises:
         DataError: a key is missing or of the wrong type, a name stands twice, or names and solution do not match.
     """
-    names, solution = (_read_list(row, key) for key in ("names", "solution"))
+    names, solution = (row.entries(key, "with one entry for each inhabitant") for key in ("names", "solution"))
     if not all(isinstance(name, str) and name.strip() for name in names) or len(set(names)) < len(names):
         raise row.fail(f"'names' must be different names; got {names!r}")
     if not all(isinstance(role, bool) for role in solution) or len(solution) != len(names):
@@ -90,15 +90,6 @@ def read_example(row: Row, split: str, number: int, instruction: str) -> Example
         meta=meta,
         grader="knights_and_knaves",
     )
-
-
-def _read_list(row: Row, key: str) -> list[Any]:
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list with one entry for each inhabitant; got {value!r}")
-    return list(value)
 
 
 def write_answer(names: Sequence[str], solution: Sequence[bool]) -> str:

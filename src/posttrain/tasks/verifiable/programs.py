@@ -142,12 +142,7 @@ def _texts(row: Row, key: str) -> list[str]:
     Raises:
         DataError: something else.
     """
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list of lines of Python; got {str(value)[:60]!r}")
-    return [row.checked(line, key) for line in value]
+    return [row.checked(line, key) for line in row.entries(key, "of lines of Python")]
 
 
 def _fenced(program: str) -> str:
