@@ -137,7 +137,7 @@ class History:
         self.step = int(payload["step"])
         self.timing = dict(payload["timing"])
         if self.step == self.first_step + 1:
-            self.pace_started = self._clock() - self.timing["step_seconds"]
+            self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
         for name, value in payload["metrics"].items():
             self.series[name].append(float(value))
         for name, value in self.timing.items():
