@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import half_width, summarize_seeds
+from posttrain.evals.statistics import half_width, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
-from posttrain.sweeps.pipelines.plan import PipelinePlan
+from posttrain.sweeps.pipeline import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.standings import problems
-from posttrain.sweeps.study_report import describe_training
-from posttrain.sweeps.study_results import Answer, Answers, StudyReport, StudyResults
+from posttrain.sweeps.study import Answer, Answers, StudyResults
+from posttrain.sweeps.study_report import begin_report, describe_training
 
 NUM_SAMPLES = 4
 # What is told of a policy: measure -> (column, whether it is a share).
@@ -276,17 +275,12 @@ def collect_pipeline(plan: PipelinePlan, outcome: Outcome, command: str) -> Stud
     rates = against_each_other(standings)
     winner = max(standings[0].meetings, key=lambda meeting: meeting.measures["win_rate"].mean)
     best = next(p for p in plan.trainings("policies") if (p.method, p.seed) == (winner.method, winner.seed))
-    report = StudyReport(
-        title=plan.folder.name,
-        description=" ".join(plan.description.split()),
+    data = {"sources": plan.sources, "best": best.weights} | to_data(standings, rates)
+    report = replace(
+        begin_report(plan, outcome, command, describe(plan), data),
         tables=tables(standings, rates),
         findings=findings(standings, best),
         notes=notes(plan, len({meeting.seed for meeting in meetings})),
-        common=describe(plan),
-        data={"sources": plan.sources, "best": best.weights} | to_data(standings, rates),
-        command=command,
-        problems=[f"{name}: {message}" for name, message in problems(plan, outcome.failures).items()],
-        environment=plan.environment(),
         samples=choose_samples(meetings),
     )
     return StudyResults("pipeline", report, (standings,))

@@ -28,7 +28,6 @@ both judges score the same answers, and the KL is measured. Every part is an ord
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,24 +36,13 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError
-from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RewardWord, Section, Word
-from posttrain.sweeps.plan import Part, Plan, Sampling, Training, plan_run, plan_start
+from posttrain.recipes.sections import RewardWord
+from posttrain.sweeps.plan import AskedSection, Part, Plan, Sampling, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SweepFile, check_task, choose_names, label_of, read_source, read_sweep_file
 
 # What a policy is rewarded by where its recipe names no reward model.
 _WHOLE_REWARD: dict[str, Any] = {"name": "reward_model", "run": ""}
-
-
-class ContestSection(Section):
-    """The prompts on which a policy meets the start, and how both answer."""
-
-    task: Word
-    n: int = Field(default=256, ge=2)
-    samples: int = Field(default=1, ge=1)
-    max_tokens: Tokens = 128
-    temperature: float = Field(default=1.0, gt=0)
 
 
 class PipelineFile(SweepFile):
@@ -70,7 +58,7 @@ class PipelineFile(SweepFile):
     optimize: str
     judge: str
     policies: Annotated[dict[str, Source], Field(min_length=1)]
-    evaluate: ContestSection
+    evaluate: AskedSection
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -105,7 +93,7 @@ class PipelinePlan(Plan):
 
     optimize: str
     judge: str
-    evaluate: ContestSection
+    evaluate: AskedSection
     sources: dict[str, str]
 
     @property
@@ -232,15 +220,12 @@ def _policy(start: Training, proxy: Training, name: str, seed: int, recipe: Reci
     return replace(run, recipe=run.recipe.resolve(), needs=("start", proxy.name))
 
 
-def _contest(asked: ContestSection, start: Training, policy: Training, judges: Sequence[Training]) -> Sampling:
+def _contest(asked: AskedSection, start: Training, policy: Training, judges: Sequence[Training]) -> Sampling:
     """A policy against the start; the first of ``judges`` says who wins."""
     folder = start.folder.parent / "contests" / policy.name
-    words = ["evaluate", policy.weights, "--against", start.weights, "--task", asked.task.name]
-    for key, value in asked.task.options.items():
-        words += [f"--task.{key}", json.dumps(value)]
-    words += ["--judge", ",".join(str(judge.folder) for judge in judges)]
-    words += ["--n", str(asked.n), "--samples", str(asked.samples), "--max-tokens", str(asked.max_tokens)]
-    words += ["--temperature", f"{asked.temperature:g}", "--seed", str(policy.seed), "--out", str(folder), "--quiet"]
+    words = ["evaluate", policy.weights, "--against", start.weights, *asked.task_words]
+    words += ["--judge", ",".join(str(judge.folder) for judge in judges), *asked.drawing_words]
+    words += ["--seed", str(policy.seed), "--out", str(folder), "--quiet"]
     return Sampling(
         name=f"{policy.name}-contest",
         group="evaluate",

@@ -1,23 +1,27 @@
-"""A comparison for people: its table as Markdown, as plain data, and on one page with the picture."""
+"""Sweeps for people: a comparison's table as Markdown, as plain data and on one page; a study's or pipeline's page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.evals import tables
-from posttrain.evals.seeds import Summary, student_t_quantile
+from posttrain.evals.statistics import Summary, student_t_quantile
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.reports.charts.comparison import draw_comparison
+from posttrain.reports.charts.study import draw_best_of_n, draw_overoptimization, draw_pipeline
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import Headline
+from posttrain.sweeps.compare import LEARNS_FROM
 from posttrain.sweeps.comparison import Baseline, CellResult, Comparison, MethodResult
-from posttrain.sweeps.methods import LEARNS_FROM
+from posttrain.sweeps.study import StudyReport, StudyResults, to_json, to_page
 from posttrain.untrusted import bullets, harmless, paragraph, plain
+
+# A comparison for people: its table as Markdown, as plain data, and on one page with the picture.
 
 
 def show_share(value: float) -> str:
@@ -287,3 +291,31 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
     if any(cell.curve for row in comparison.rows for cell in row.finished):
         picture = draw_comparison(comparison, folder / "comparison.png").read_bytes()
     return write_html(render_comparison(comparison, picture), folder / "report.html")
+
+
+# ``report.html`` of a study or pipeline: findings, picture, tables, what was done, on one page.
+
+PICTURE = "study.png"
+_DRAW: Mapping[str, Callable[..., Path]] = {
+    "overoptimization": draw_overoptimization,
+    "best_of_n": draw_best_of_n,
+    "pipeline": draw_pipeline,
+}
+
+
+def render_study(report: StudyReport, picture: bytes) -> str:
+    """The whole page as HTML; ``picture`` is the PNG, which becomes part of the page."""
+    shell = {"title": report.title, "lead": report.description, "command": report.command}
+    return render("study.jinja", report=report, image=picture, environment=report.environment, **shell)
+
+
+def write_study(study: StudyResults, folder: Path) -> Path:
+    """``results.json``, ``table.md``, ``study.png`` and ``report.html``; returns the report's path.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    replace_file(folder / "results.json", to_json(study.report).encode() + b"\n", durable=False)
+    replace_file(folder / "table.md", harmless(to_page(study.report)).encode(), durable=False)
+    picture = _DRAW[study.kind](*study.shown, study.report.title, folder / PICTURE)
+    return write_html(render_study(study.report, picture.read_bytes()), folder / "report.html")

@@ -1,24 +1,150 @@
-"""The mathematics suites that models are compared on. All are test sets, for evaluation only.
-
-Those in the common layout are rows of a table; MATH-500 and SVAMP have layouts of their own.
-"""
+"""Mathematics: GSM8K, MATH, and the suites that models are compared on."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from posttrain.errors import DataError
+from pydantic import Field
+
 from posttrain.graders.answers import last_boxed
+from posttrain.graders.math.extraction import read_boxes
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.verifiable import math
+from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
+
+# Grade-school mathematics: GSM8K (Cobbe et al. 2021).
+
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+@register("task", held_out="validation")
+@reads_rows
+def gsm8k(
+    *,
+    split: Split = "train",
+    path: str | None = None,
+    hub: str = "openai/gsm8k",
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+) -> Task:
+    """GSM8K from the hub, or from a local file with the keys ``question`` and ``answer``.
+
+    ``answer`` is the worked solution and, behind ``####``, the result. The solution becomes a
+    demonstration without its calculator notes (``<<48/2=24>>``).
+
+    Args:
+        split: there is no validation split upstream: ``validation`` is a part of the training rows
+            chosen by a hash of the question, and ``train`` is the rest. ``test`` of a local file is
+            the whole file.
+        hub: name of the data set on the hub (its configuration ``main``).
+        validation_share: share of the training rows that is held out.
+    """
+    rows, place = read_source(path, hub, "main", "test" if split == "test" else "train")
+    return collect(rows, lambda row: read_gsm8k(row, split), place).as_task("gsm8k", place, split, validation_share)
+
+
+def read_gsm8k(row: Row, split: str) -> Example:
+    """One row as an example.
+
+    Raises:
+        DataError: a key is missing or empty, or there is no ``####`` with a result behind it.
+    """
+    working, mark, result = row.text("answer").rpartition("####")
+    if not mark:
+        working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
+    if not result.strip():
+        raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
+    return Example(
+        id=f"gsm8k/{split}/{row.line}",
+        messages=(Message("user", row.text("question").strip()),),
+        answer=result.strip(),
+        solution=_CALCULATION.sub("", working).strip() or None,
+    )
+
+
+# Competition mathematics: MATH (Hendrycks et al. 2021).
+
+# "Enter only one of the foci, not both."
+_ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
+
+
+@register("task", held_out="validation")
+@reads_rows
+def math(
+    *,
+    split: Split = "train",
+    path: str | None = None,
+    hub: str = "DigitalLearningGmbH/MATH-lighteval",
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+) -> Task:
+    """MATH from the hub, or from a local file in its layout.
+
+    Keys: ``problem``; ``solution`` (optional); ``answer`` (optional: otherwise the last ``\\boxed{}`` of the
+    solution); ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither an
+    answer nor a box are dropped and counted. Where the solution ends in several boxes ("\\boxed{2} and \\boxed{1}")
+    and ``answer`` is no more than the last of them, all of them are the answer; where the problem asks for only one,
+    each of them is right (``meta["answers"]``).
+
+    Args:
+        split: ``validation`` is a part of the training rows chosen by a hash of the problem, and
+            ``train`` is the rest. ``test`` of a local file is the whole file.
+        validation_share: share of the training rows that is held out.
+    """
+
+    def read(row: Row) -> Example:
+        example = read_example(row, split)
+        if example.answer is None:
+            raise Dropped("no answer and no \\boxed{} in the solution")
+        return example
+
+    rows, place = read_source(path, hub, None, "test" if split == "test" else "train")
+    return collect(rows, read, place).as_task("math", place, split, validation_share)
+
+
+def read_example(row: Row, split: str, name: str = "math") -> Example:
+    """One row as an example of the task ``name``; its answer is None where the row gives none.
+
+    Raises:
+        DataError: the problem is missing, or a key has the wrong type or is empty.
+    """
+    solution = row.text("solution").strip() if row.has("solution") else None
+    problem = row.text("problem").strip()
+    boxed = last_boxed(solution or "") or None
+    answer = row.answer("answer").strip() if row.has("answer") else boxed
+    meta: dict[str, Any] = {}
+    grader = "math"
+    if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
+        if len(boxes.contents) > 1 and _ASKS_FOR_ONE.search(problem):
+            meta["answers"], grader = (boxes.joined, *boxes.contents), "any_answer"
+        answer = boxes.joined
+    if row.has("level"):
+        meta["level"] = _read_level(row)
+    subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
+    if subject is not None:
+        meta["subject"] = subject
+    place = f"{name}/{split}/{row.line}"
+    message = Message("user", problem)
+    return Example(place, (message,), answer=answer, solution=solution, meta=meta, grader=grader)
+
+
+def _read_level(row: Row) -> int | None:
+    """``Level 5`` or 5; ``Level ?`` stands in the original data."""
+    level = row.data["level"]
+    digits = level.removeprefix("Level").strip() if isinstance(level, str) else str(level)
+    if digits == "?":
+        return None
+    if not (digits.isdecimal() and 1 <= int(digits[:9]) <= 5):
+        raise row.fail(f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {level!r}")
+    return int(digits)
+
+
+# The mathematics suites that models are compared on. All are test sets, for evaluation only.
+# Those in the common layout are rows of a table; MATH-500 and SVAMP have layouts of their own.
 
 # Under these keys a suite may state what kind of problem a row is; kept in meta under the names on the right.
 _META = {
@@ -43,20 +169,14 @@ def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: st
 
     Args:
         split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
     """
 
     def read(row: Row) -> Example:
-        return math.read_example(row, split, "math500")
+        return read_example(row, split, "math500")
 
-    return _read_suite("math500", _rows(path, hub, "test"), path or f"hub:{hub}", read)
+    return _read_suite("math500", path, hub, "test", read)
 
 
 @register("task", held_out="test")
@@ -74,13 +194,8 @@ def svamp(
 
     Args:
         split: there is nothing but a test split: all 1,000 problems.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub, where the problems were parted into 700 and 300.
         hub_split: what its split is called there.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Patel et al. 2021 (arXiv 2103.07191).
     """
@@ -90,19 +205,13 @@ def svamp(
         joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
         return _example("svamp", row, joined, read_golds(row, ("Answer",)), "numeric")
 
-    return _read_suite("svamp", _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+    return _read_suite("svamp", path, hub, hub_split, read)
 
 
 _OPTIONS = """
 Args:
     split: there is nothing but a test split.
-    path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-    hub: name of the data set on the hub.
     hub_split: what its split is called there.
-
-Raises:
-    DataError: a missing or malformed file or row, with its line.
-    MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 """
 
 
@@ -119,7 +228,7 @@ def _suite(
             golds = read_golds(row, ("answer", "final_answer"))
             return _example(name, row, row.text(key).strip(), golds, grader)
 
-        return _read_suite(name, _rows(path, hub, hub_split), path or f"hub:{hub}", read)
+        return _read_suite(name, path, hub, hub_split, read)
 
     suite.__name__ = suite.__qualname__ = name
     suite.__doc__ = f"{says}{_OPTIONS}" + (f"\nSource: {source}\n" if source else "")
@@ -167,22 +276,15 @@ meta, the first as ``subject``).
 )
 
 
-def _rows(path: str | None, hub: str, hub_split: str) -> Iterable[Row]:
-    return read_file(path) if path is not None else read_hub(hub, None, hub_split)
-
-
-def _read_suite(name: str, rows: Iterable[Row], place: str, read: Callable[[Row], Example]) -> Task:
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
-    for row in rows:
+def _read_suite(name: str, path: str | None, hub: str, hub_split: str, read: Callable[[Row], Example]) -> Task:
+    def read_answered(row: Row) -> Example:
         example = read(row)
         if example.answer is None:
-            dropped["no answer"] += 1
-        else:
-            examples.append(example)
-    if not examples:
-        raise DataError(place, "no usable examples in it; give a file with rows")
-    return Task(name, "test", examples, dict(dropped))
+            raise Dropped("no answer")
+        return example
+
+    rows, place = read_source(path, hub, None, hub_split)
+    return collect(rows, read_answered, place).as_task(name, place)
 
 
 def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -> Example:
