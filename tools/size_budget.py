@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 73150
+MAX_PACKAGE_LINES = 73580
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
-    "recipes": 1260,
+    "recipes": 1280,
     "algorithms": 2060,
     "graders": 6730,
     "rewards": 440,
@@ -30,10 +30,10 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2610,
     "models": 4510,
-    "engines": 6410,
+    "engines": 6460,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 6790,
+    "train": 7140,
     "interpret": 7580,
     "runs": 3430,
     "sweeps": 3290,

@@ -439,7 +439,12 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
     from posttrain.store.ledger import Ledger
     from posttrain.train.sources.ahead import Ahead
 
-    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+    kind = Ahead
+    if recipe.rollout.partial:
+        from posttrain.train.sources.partial import PartialAhead
+
+        kind = PartialAhead
+    return kind(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def _build_credit(words: Words) -> Credit:

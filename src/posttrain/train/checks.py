@@ -196,6 +196,10 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     )
     stale = w.recipe.rollout.staleness and w.recipe.rollout.old_logprobs == "trainer"
     yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
+    whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
+    yield w.recipe.rollout.partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
+    turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
+    yield w.recipe.rollout.partial and not unplayed, "rollout.partial", turns
     rounded = (
         ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
         "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
