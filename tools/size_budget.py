@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 73580
+MAX_PACKAGE_LINES = 73610
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 6460,
     "evals": 2950,
     "reward_models": 1640,
-    "train": 7140,
+    "train": 7170,
     "interpret": 7580,
     "runs": 3430,
     "sweeps": 3290,

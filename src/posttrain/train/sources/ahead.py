@@ -104,6 +104,13 @@ class Ahead:
         """How much older the weights that sampled a batch are than those that train on it, in batches."""
         return {"staleness": float(cycle - drawn.version)}
 
+    def take_notices(self) -> list[str]:
+        """What the engine of the process that samples has to say."""
+        said: list[str] = []
+        while notices := self._process.notices:  # the courier's thread adds to them
+            said.append(f"while sampling ahead: {notices.pop(0)}")
+        return said
+
     def held(self, step: int) -> dict[str, Tensor]:
         """All batches that are not trained on yet after ``step``, as a tensor to save; waits for those in flight.
 

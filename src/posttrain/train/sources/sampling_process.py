@@ -24,6 +24,7 @@ class SamplingProcess:
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
         self._beside = BesideProcess(WORKER, recipe, {"folder": None if folder is None else str(folder / KEPT)})
         self._version: int | None = None  # of the weights that it has
+        self.notices: list[str] = []  # of its engine, not passed on yet
 
     def draw(
         self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]
@@ -80,6 +81,7 @@ class SamplingProcess:
         send(pipe, {"batch": batch, "step": step, "version": weights.version})
         while "drawn" not in (reply := self._beside.receive()):
             begins(reply["begins"])
+        self.notices += reply["notices"]
         drawn: Mapping[str, Any] = reply["drawn"]
         return drawn
 

@@ -45,7 +45,7 @@ def _answer(source: RolloutSource, model: Any, message: dict[str, Any], replies:
         return
     drawn = source.draw(message["step"], message["batch"], begins=lambda attempt: send(replies, {"begins": attempt}))
     drawn.version = message["version"]
-    send(replies, {"drawn": write_drawn(drawn)})
+    send(replies, {"drawn": write_drawn(drawn), "notices": source.engine.take_notices()})
 
 
 @torch.no_grad()

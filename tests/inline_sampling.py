@@ -31,6 +31,7 @@ class InlineProcess:
     """A ``SamplingProcess`` that is none: another model in this process, told the same in the same words."""
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        self.notices: list[str] = []
         self.source, self.model = prepare_sampling(recipe, None if folder is None else folder / KEPT)
 
     def draw(
@@ -49,6 +50,7 @@ class InlineProcess:
         while (reply := receive(replies)) is not None and "drawn" not in reply:
             begins(reply["begins"])
         assert reply is not None
+        self.notices += reply["notices"]
         return reply["drawn"]
 
     def write(
