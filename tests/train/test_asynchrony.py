@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from inline_sampling import Killed, sample_inline
 
+from inline_sampling import Killed, sample_inline
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import EngineMismatch, RecipeError, RewardFailure, UsageError
 from posttrain.recipes.recipe import Recipe

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inline_sampling import sample_inline
 
+from inline_sampling import sample_inline
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog

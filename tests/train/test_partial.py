@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from inline_sampling import Killed, sample_inline
 from torch import Tensor
 
+from inline_sampling import Killed, sample_inline
 from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.engine import NativeEngine
