@@ -9,9 +9,9 @@ knows; which one serves is decided by comparing log-probabilities with the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +27,9 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
 from posttrain.types import Completion
 
+if TYPE_CHECKING:
+    from posttrain.engines.native.paged.paging import Paging
+
 Path = Literal["lean", "modules"]
 
 
@@ -40,6 +43,10 @@ def native(
     weights: Literal["copy"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
+    cache: Literal["contiguous", "paged"] = "contiguous",
+    cache_tokens: int | None = None,
+    gpu_memory: float | None = None,
+    eager: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -51,16 +58,51 @@ def native(
     how many tokens the other rows draw while a reply is made (by a slow tool, say), before one is waited for.
     ``native_kernel``: on a CPU and in fp32 the lean path's attention is one compiled operation, where there is a
     compiler for C++ (torch's operations otherwise). Numbers differ by rounding, so a run keeps what it began with.
+
+    ``cache: paged`` is for a GPU: keys and values lie in pages, taken once, for ``cache_tokens`` tokens or, of a GPU's
+    memory that is free when it first samples, a share ``gpu_memory`` (one half). A row enters when there are pages; where
+    they run out the youngest waits and is read again, and draws the same numbers. Steps have fixed shapes, and on a GPU
+    each is one CUDA graph (``eager``: none). The blocks of Qwen3, Qwen2 and Llama alone; of several turns each is read
+    anew.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
     if wait_steps < 0:
         raise UsageError(f"rollout.engine.wait_steps: {wait_steps} steps; give 0 (wait at once) or more")
+    options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
+    pages = {"cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
+    _check_cache(cache, options, pages)
+    options |= {"cache": cache, **pages}
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
-        return CopiedEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
-    return NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
+        return CopiedEngine(model, **options)
+    return NativeEngine(model, **options)
+
+
+def _check_cache(cache: str, options: dict[str, Any], pages: dict[str, Any]) -> None:
+    """Refuse options that do nothing beside the others.
+
+    Raises:
+        UsageError: the message names the option.
+    """
+    key = "rollout.engine"
+    for name, value in pages.items():
+        if cache != "paged" and value is not None and value is not False:
+            raise UsageError(f"{key}.{name}: only 'cache: paged' has pages; add it, or leave {name} out")
+    if pages["cache_tokens"] is not None and pages["cache_tokens"] < 1:
+        raise UsageError(f"{key}.cache_tokens: {pages['cache_tokens']} tokens; give 1 or more")
+    if pages["gpu_memory"] is not None and not 0 < pages["gpu_memory"] <= 1:
+        raise UsageError(f"{key}.gpu_memory: {pages['gpu_memory']:g} is no share of a memory; give more than 0, at most 1")
+    if cache == "paged":
+        reasons = {
+            "path": (options["path"] == "modules", "the modules of a model do not read pages; leave it out"),
+            "wait_steps": (options["wait_steps"] > 0, "from pages each turn is read anew, and no row waits; leave it out"),
+            "native_kernel": (options["native_kernel"], "it reads the contiguous cache; leave it or 'cache: paged' out"),
+        }
+        for name, (broken, reason) in reasons.items():
+            if broken:
+                raise UsageError(f"{key}.{name}: {reason}")
 
 
 class NativeEngine(Engine):
@@ -74,6 +116,10 @@ class NativeEngine(Engine):
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
         native_kernel: bool = False,
+        cache: Literal["contiguous", "paged"] = "contiguous",
+        cache_tokens: int | None = None,
+        gpu_memory: float | None = None,
+        eager: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -81,6 +127,13 @@ class NativeEngine(Engine):
         self.wait_steps = wait_steps
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self.paging: Paging | None = None
+        self._decode: Callable[..., torch.Tensor] | None = None  # how a probe decodes, if not from the contiguous cache
+        if cache == "paged":
+            from posttrain.engines.native.paged.paging import Paging, decode_over_pages
+
+            self.paging = Paging(slots, cache_tokens, gpu_memory, eager=eager)
+            self._decode = decode_over_pages
 
     @property
     def path(self) -> Path:
@@ -95,6 +148,15 @@ class NativeEngine(Engine):
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def take_notices(self) -> list[str]:
+        """See ``Engine.take_notices``."""
+        return [] if self.paging is None else self.paging.take_notices()
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        if self.paging is not None:
+            self.paging.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
@@ -117,8 +179,10 @@ class NativeEngine(Engine):
 
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
-    ) -> int:
+    ) -> int | tuple[int, ...]:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
+        if self.paging is not None:
+            return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
         return self.version
 
@@ -137,7 +201,10 @@ class NativeEngine(Engine):
             decoder = self._bind(reach)
             with torch.inference_mode(decoder.name == "lean"):
                 work = (decoder, prompts, rows, sampling, self.slots)
-                if respondent is None:
+                if self.paging is not None:
+                    assert isinstance(decoder, LeanDecoder), "no other path has been chosen"
+                    self.paging.sample(decoder, prompts, rows, sampling)
+                elif respondent is None:
                     Schedule(*work).run()
                 else:
                     from posttrain.engines.native.turns import Turns
@@ -175,10 +242,12 @@ class NativeEngine(Engine):
             # Hooks see the modules' own forward only, so a model that has some keeps it.
             lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
             if lean is not None:
-                difference, tolerance = probe(self.model, lean, context)
+                difference, tolerance = probe(self.model, lean, context, self._decode)
                 if difference <= tolerance:
                     return "lean", lean.shapes
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"
+        if self.paging is not None:
+            raise UsageError(f"rollout.engine.cache: 'paged' cannot serve this model: {refused}; leave it out")
         if self.wanted == "lean":
             raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
         modules = modules_decoder(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ PROMPT_TOKENS = (7, 3, 5)
 STEPS = 4
 
 
-def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
+def probe(
+    model: Any, decoder: Decoder, context: int, decode: Callable[..., Tensor] | None = None
+) -> tuple[float, float]:
     """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
     Prompts of different lengths are prefilled, decoded side by side for a few steps with given
-    tokens, and every step's full distribution is compared.
+    tokens, and every step's full distribution is compared. ``decode``: how, if not from a ``SlotCache``.
 
     Returns:
         (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
@@ -31,9 +34,8 @@ def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
-    decoded = [
-        _decode(decoder, rows, lengths, steps, share) for share in ([False, True] if decoder.can_share else [False])
-    ]
+    ways = [False, True] if decoder.can_share and decode is None else [False]
+    decoded = [(decode or _decode)(decoder, rows, lengths, steps, share) for share in ways]
     difference, spread = 0.0, 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=decoder.device)

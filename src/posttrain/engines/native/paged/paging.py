@@ -1,0 +1,134 @@
+"""What the native engine needs to sample from pages: how many there are, and what stays from one batch to the next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.conversation import Conversation
+from posttrain.engines.native.lean import LeanDecoder
+from posttrain.engines.native.paged.attention import PagedAttention, PageView, attention_for
+from posttrain.engines.native.paged.pool import Pool, Reading
+from posttrain.engines.native.paged.schedule import PagedSchedule
+from posttrain.engines.native.paged.steps import Steps, decode
+from posttrain.errors import UsageError
+
+SHARE = 0.5  # of a GPU's free memory, where the recipe says nothing: the rest is for updates
+
+
+class Paging:
+    """See ``cache: paged`` of ``native``. ``num_put_back``: rows that had to be read again for want of pages, so far."""
+
+    def __init__(self, slots: int, cache_tokens: int | None, gpu_memory: float | None, *, eager: bool) -> None:
+        self.slots = slots
+        self.cache_tokens = cache_tokens
+        self.share = SHARE if gpu_memory is None else gpu_memory
+        self.eager = eager
+        self.num_put_back = 0
+        self._bytes: int | None = None  # of a GPU, which may be taken
+        self._is_told = False
+        self._kept: Steps | None = None
+
+    def sample(
+        self, decoder: LeanDecoder, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
+    ) -> None:
+        """Bring every row to its end.
+
+        Raises:
+            UsageError: the pages do not hold one row.
+        """
+        longest = max(len(prompts[row.prompt]) + row.limit for row in rows) - 1  # the last token is not fed
+        attention, page_size = _attention(decoder)
+        a_row = -(-longest // page_size)
+        # Full pages of a prompt are shared, and one that is not full is kept beside its rows.
+        pages = min(min(self.slots, len(rows)) * a_row + len(prompts), self._most_pages(decoder, page_size, a_row))
+        # A failure leaves nothing behind: what a batch that ended half-way has in its pages could be no numbers.
+        kept, self._kept = self._kept, None
+        if kept is not None and not kept.pool.serves(decoder.shapes, pages, page_size, decoder.device):
+            kept = None  # before there are others: there is no memory for both
+        pool = Pool(decoder.shapes, pages, page_size, decoder.device) if kept is None else kept.pool
+        if kept is None or kept.num_pages < a_row or not kept.takes_over(decoder, sampling):
+            kept = None
+            size = {"num_slots": self.slots, "num_pages": a_row}
+            kept = Steps(decoder, pool, attention, sampling, graphs=not self.eager, **size)
+        schedule = PagedSchedule(kept, prompts, rows, sampling)
+        schedule.run()
+        assert pool.num_free == pool.num_pages, "pages that nobody gave back"
+        self.num_put_back += schedule.num_put_back
+        self._kept = kept
+
+    def take_notices(self) -> list[str]:
+        """Once, that there were too few pages."""
+        if not self.num_put_back or self._is_told:
+            return []
+        self._is_told = True
+        size = "" if self._kept is None else f" of {self._kept.pool.num_pages * self._kept.pool.page_size} tokens"
+        return [
+            f"rollout.engine.cache_tokens: {self.num_put_back} rows were put back and read again, for the cache{size} was "
+            "full; a larger one (or fewer slots) makes sampling faster"
+        ]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._kept = None
+
+    def _most_pages(self, decoder: LeanDecoder, page_size: int, a_row: int) -> int:
+        """How many pages there may be, where a row fills ``a_row``.
+
+        Raises:
+            UsageError: fewer than that.
+        """
+        most = self._limit(decoder, page_size)
+        if most is None:
+            return sys.maxsize
+        if most < a_row:
+            key = "rollout.engine.cache_tokens"
+            says = f"{key}: {self.cache_tokens} tokens" if self.cache_tokens else "rollout.engine.gpu_memory: its pages"
+            raise UsageError(
+                f"{says} do not hold one row of prompt and answer, which is {a_row} pages of {page_size} tokens; "
+                f"give {key}: {a_row * page_size} or more, or a lower max_tokens"
+            )
+        return most
+
+    def _limit(self, decoder: LeanDecoder, page_size: int) -> int | None:
+        """Pages that the recipe or the device has room for; None: as many as are needed."""
+        if self.cache_tokens is not None:
+            return self.cache_tokens // page_size
+        if decoder.device.type != "cuda":
+            return None
+        if self._bytes is None:  # once: what a run takes later was not there when it was planned
+            free, _ = torch.cuda.mem_get_info(decoder.device)
+            free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
+            self._bytes = int(self.share * free)
+        of_token = sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in decoder.shapes)
+        return self._bytes // (page_size * of_token) - 1
+
+
+def _attention(decoder: LeanDecoder) -> tuple[PagedAttention, int]:
+    heads = (decoder.num_queries, decoder.num_keys, decoder.head_dim)
+    return attention_for(decoder.device, decoder.dtype, *heads)
+
+
+def decode_over_pages(decoder: Any, rows: list[list[int]], lengths: list[int], steps: int, share: bool) -> Tensor:
+    """As ``probe`` decodes: log-probabilities ``[rows, steps, V]`` behind the last tokens of prompts and beyond."""
+    assert not share, "pages are shared by the schedule"
+    attention, page_size = _attention(decoder)
+    each = -(-max(map(len, rows)) // page_size)
+    pool = Pool(decoder.shapes, each * len(rows), page_size, decoder.device)
+    pages = [pool.take(each) for _ in rows]
+    bodies = [row[: n - 1] or [0] for row, n in zip(rows, lengths, strict=True)]
+    readings = [Reading(body, 0, own) for body, own in zip(bodies, pages, strict=True)]
+    pool.fill(decoder.prefill(bodies), readings)
+    table = torch.tensor(pages, dtype=torch.int32, device=decoder.device)
+    logprobs = []
+    for step in range(steps):
+        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=decoder.device)
+        positions = torch.tensor([n - 1 + step for n in lengths], device=decoder.device)
+        view = PageView(pool, attention, table, positions)
+        logprobs.append(decode(decoder, tokens, positions, view).float().log_softmax(-1))
+    return torch.stack(logprobs, 1)
