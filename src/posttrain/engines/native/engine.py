@@ -93,12 +93,20 @@ def _check_cache(cache: str, options: dict[str, Any], pages: dict[str, Any]) -> 
     if pages["cache_tokens"] is not None and pages["cache_tokens"] < 1:
         raise UsageError(f"{key}.cache_tokens: {pages['cache_tokens']} tokens; give 1 or more")
     if pages["gpu_memory"] is not None and not 0 < pages["gpu_memory"] <= 1:
-        raise UsageError(f"{key}.gpu_memory: {pages['gpu_memory']:g} is no share of a memory; give more than 0, at most 1")
+        raise UsageError(
+            f"{key}.gpu_memory: {pages['gpu_memory']:g} is no share of a memory; give more than 0, at most 1"
+        )
     if cache == "paged":
         reasons = {
             "path": (options["path"] == "modules", "the modules of a model do not read pages; leave it out"),
-            "wait_steps": (options["wait_steps"] > 0, "from pages each turn is read anew, and no row waits; leave it out"),
-            "native_kernel": (options["native_kernel"], "it reads the contiguous cache; leave it or 'cache: paged' out"),
+            "wait_steps": (
+                options["wait_steps"] > 0,
+                "from pages each turn is read anew, and no row waits; leave it out",
+            ),
+            "native_kernel": (
+                options["native_kernel"],
+                "it reads the contiguous cache; leave it or 'cache: paged' out",
+            ),
         }
         for name, (broken, reason) in reasons.items():
             if broken:

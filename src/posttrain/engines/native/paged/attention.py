@@ -47,6 +47,7 @@ class PageView:
         self.starts = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
         self.bias: Tensor | None = None
         if attention is gathered:
+            self.pages = table.long()
             behind = torch.arange(self.width, device=table.device) >= self.lengths[:, None]
             zeros = torch.zeros(behind.shape, dtype=pool.keys[0].dtype, device=table.device)
             self.bias = zeros.masked_fill_(behind, -torch.inf)[:, None, None, :]
@@ -61,10 +62,10 @@ class PageView:
 
 def gathered(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
     """The pages of a row side by side, and a mask behind its last token."""
-    sides = [x[view.table.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values)]
+    k, v = (x[view.pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
     # The query heads that share a key head stand as query positions; see ``LeanDecoder``.
     query = q.reshape(len(q), keys.shape[2], -1, q.shape[2])
-    return F.scaled_dot_product_attention(query, *sides, attn_mask=view.bias, scale=scale).reshape(q.shape)
+    return F.scaled_dot_product_attention(query, k, v, attn_mask=view.bias, scale=scale).reshape(q.shape)
 
 
 def by_table(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
@@ -74,20 +75,28 @@ def by_table(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: flo
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"seqused_k": view.lengths, "block_table": view.table}
-    options |= {"num_splits": 1} if "num_splits" in known else {}
-    options |= {"enable_gqa": keys.shape[2] != q.shape[1]} if "enable_gqa" in known else {}
-    out = varlen_attn(q, keys, values, view.starts, None, 1, view.width, scale=scale, **options)
+    options = {"num_splits": 1, "enable_gqa": keys.shape[2] != q.shape[1]}
+    known: dict[str, Any] = {name: value for name, value in options.items() if name in _parameters()}
+    lengths: dict[str, Any] = {"seqused_k": view.lengths, "block_table": view.table}
+    out = varlen_attn(q, keys, values, view.starts, None, 1, view.width, scale=scale, **lengths, **known)
     assert isinstance(out, Tensor), "log-sums were not asked for"
     return out
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """What this torch's attention takes: older ones know no pages, or no grouped queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def written_out(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
     """Row by row with all scores: what the others are compared with."""
     rows = []
     for query, pages, length in zip(q, view.table.long(), view.lengths.tolist(), strict=True):
-        k, v = each_query_its_keys(query[None], *(x[pages].flatten(0, 1)[:length] for x in (keys, values)), heads=1)
+        k, v = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
+        k, v = each_query_its_keys(query[None], k, v, heads=1)
         rows.append(torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", query, k) * scale).softmax(-1), v))
     return torch.stack(rows)
 

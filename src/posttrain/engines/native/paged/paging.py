@@ -16,6 +16,7 @@ from posttrain.engines.native.paged.attention import PagedAttention, PageView, a
 from posttrain.engines.native.paged.pool import Pool, Reading
 from posttrain.engines.native.paged.schedule import PagedSchedule
 from posttrain.engines.native.paged.steps import Steps, decode
+from posttrain.engines.native.schedule import check_finite
 from posttrain.errors import UsageError
 
 SHARE = 0.5  # of a GPU's free memory, where the recipe says nothing: the rest is for updates
@@ -40,7 +41,8 @@ class Paging:
         """Bring every row to its end.
 
         Raises:
-            UsageError: the pages do not hold one row.
+            UsageError: the pages do not hold one row, or there is no memory for them.
+            RunFailure: the model's logits are not finite.
         """
         longest = max(len(prompts[row.prompt]) + row.limit for row in rows) - 1  # the last token is not fed
         attention, page_size = _attention(decoder)
@@ -51,7 +53,7 @@ class Paging:
         kept, self._kept = self._kept, None
         if kept is not None and not kept.pool.serves(decoder.shapes, pages, page_size, decoder.device):
             kept = None  # before there are others: there is no memory for both
-        pool = Pool(decoder.shapes, pages, page_size, decoder.device) if kept is None else kept.pool
+        pool = self._new_pool(decoder, pages, page_size) if kept is None else kept.pool
         if kept is None or kept.num_pages < a_row or not kept.takes_over(decoder, sampling):
             kept = None
             size = {"num_slots": self.slots, "num_pages": a_row}
@@ -60,6 +62,8 @@ class Paging:
         schedule.run()
         assert pool.num_free == pool.num_pages, "pages that nobody gave back"
         self.num_put_back += schedule.num_put_back
+        for row in rows:
+            check_finite(row)
         self._kept = kept
 
     def take_notices(self) -> list[str]:
@@ -69,8 +73,8 @@ class Paging:
         self._is_told = True
         size = "" if self._kept is None else f" of {self._kept.pool.num_pages * self._kept.pool.page_size} tokens"
         return [
-            f"rollout.engine.cache_tokens: {self.num_put_back} rows were put back and read again, for the cache{size} was "
-            "full; a larger one (or fewer slots) makes sampling faster"
+            f"rollout.engine.cache_tokens: {self.num_put_back} rows were put back and read again, for the cache{size} "
+            "was full; a larger one (or fewer slots) makes sampling faster"
         ]
 
     def close(self) -> None:
@@ -95,6 +99,16 @@ class Paging:
             )
         return most
 
+    def _new_pool(self, decoder: LeanDecoder, num_pages: int, page_size: int) -> Pool:
+        try:
+            return Pool(decoder.shapes, num_pages, page_size, decoder.device)
+        except torch.OutOfMemoryError:
+            tokens = num_pages * page_size
+            raise UsageError(
+                f"rollout.engine.cache_tokens: there is no memory for the {tokens} tokens of the cache, "
+                f"{tokens * _bytes_of_token(decoder) / 2**30:.1f} GiB; give fewer, or fewer slots"
+            ) from None
+
     def _limit(self, decoder: LeanDecoder, page_size: int) -> int | None:
         """Pages that the recipe or the device has room for; None: as many as are needed."""
         if self.cache_tokens is not None:
@@ -105,8 +119,11 @@ class Paging:
             free, _ = torch.cuda.mem_get_info(decoder.device)
             free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
             self._bytes = int(self.share * free)
-        of_token = sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in decoder.shapes)
-        return self._bytes // (page_size * of_token) - 1
+        return self._bytes // (page_size * _bytes_of_token(decoder)) - 1
+
+
+def _bytes_of_token(decoder: LeanDecoder) -> int:
+    return sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in decoder.shapes)
 
 
 def _attention(decoder: LeanDecoder) -> tuple[PagedAttention, int]:

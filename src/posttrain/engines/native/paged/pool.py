@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from posttrain.engines.native.prefixes import LayerShape, Prefix
 

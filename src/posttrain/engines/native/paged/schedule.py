@@ -117,7 +117,9 @@ class PagedSchedule(Schedule):
             # What rows in flight will take by the next look, on average, stays free.
             held = self.pool.pages_for(len(self.batch) * self.look)
             row = self.waiting[0]
-            pages = (self._enter_again if row.ids else self._enter_new)(row, self.pool.num_free - held, readings, copies)
+            pages = (self._enter_again if row.ids else self._enter_new)(
+                row, self.pool.num_free - held, readings, copies
+            )
             if pages is None and not self.batch and self.read:
                 self._forget()
                 continue

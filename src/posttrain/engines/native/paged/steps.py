@@ -149,7 +149,7 @@ def decode(decoder: LeanDecoder, tokens: Tensor, positions: Tensor, view: PageVi
     return decoder.run(tokens, positions, begin)
 
 
-def recorded(step: Callable[[], None], changed: Sequence[Tensor], memory: tuple[int, int] | None) -> Callable[[], None]:
+def recorded(step: Callable[[], None], changed: Sequence[Tensor], memory: Any) -> Callable[[], None]:
     """``step`` as one CUDA graph in ``memory``, or itself on a CPU.
 
     It is called once before it is recorded, which the libraries need to prepare themselves; ``changed`` are the tensors
@@ -168,7 +168,8 @@ def recorded(step: Callable[[], None], changed: Sequence[Tensor], memory: tuple[
         for tensor, old in zip(changed, before, strict=True):
             tensor.copy_(old)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             step()
     return graph.replay
 
