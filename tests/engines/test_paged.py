@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.respondents import Scripted, wordy
+from looped_attention import looped
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native import schedule
@@ -354,6 +356,86 @@ def test_a_kernel_that_is_wrong_or_refuses_is_not_taken() -> None:
     assert not is_right(attention.by_table, *where)  # flash attention is for GPUs
 
 
+def paged_by_a_loop(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """``varlen_attn`` over pages, written from its documentation: one query a row, all used tokens as keys."""
+    assert seqused_k is not None
+    assert block_table is not None
+    assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
+    assert (cu_seq_k, max_q, window_size, num_splits) == (None, 1, (-1, -1), 1)
+    assert cu_seq_q.tolist() == list(range(len(query) + 1))
+    assert block_table.stride(-1) == 1
+    assert max_k == block_table.shape[1] * key.shape[1] >= int(seqused_k.max())
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    rows = []
+    for q, table, used in zip(query, block_table.tolist(), seqused_k.tolist(), strict=True):
+        k, v = (torch.cat([x[page] for page in table])[:used] for x in (key, value))
+        k, v = (x.repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
+        weights = (torch.einsum("hd,khd->hk", q, k) * (scale or q.shape[-1] ** -0.5)).softmax(-1)
+        rows.append(torch.einsum("hk,khd->hd", weights, v))
+    return torch.stack(rows)
+
+
+@pytest.fixture
+def a_kernel_of_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the place of flash attention, which takes pages of 64 tokens here and no smaller ones."""
+
+    def picky(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if key.shape[1] % 64:
+            raise RuntimeError("Paged KV cache block size must be divisible by 64")
+        return paged_by_a_loop(query, key, *args, **options)
+
+    picky.__signature__ = inspect.signature(paged_by_a_loop)  # type: ignore[attr-defined]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", picky)
+    attention._parameters.cache_clear()
+    yield
+    attention._parameters.cache_clear()
+
+
+def first_that_is_right(device: torch.device, dtype: torch.dtype, *heads: int) -> Any:
+    sizes = (n for n in attention.PAGE_SIZES if is_right(attention.by_table, n, device, dtype, *heads))
+    return attention.by_table, next(sizes)
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_key_value_heads": 4}])
+def test_a_kernel_that_reads_pages_is_asked_as_its_documentation_says(
+    a_kernel_of_pages: None, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("posttrain.engines.native.paged.paging.attention_for", first_that_is_right)
+    sizes: set[tuple[int, int]] = set()
+    step = Steps.step
+    monkeypatch.setattr(Steps, "step", lambda self, *size: sizes.add(size) or step(self, *size))
+    model, sampling = build_tiny_random("qwen3", **shape), Sampling(100, stop_ids=STOPS)
+    engine, _ = both(model, sampling, work=work((33, 100, 7), 7), slots=20, cache_tokens=1024)
+    pool = pool_of(engine)
+    assert (pool.page_size, pool.num_pages) == (64, 16)
+    assert {pages for _, pages in sizes} == {4}  # one size for every number of rows: the kernel reads what is used
+    assert engine.paging is not None
+    assert engine.paging.num_put_back > 0
+
+
+def test_an_older_torch_knows_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
+    attention._parameters.cache_clear()
+    assert not {"block_table", "num_splits"} & attention._parameters()
+    assert not is_right(attention.by_table, 256, torch.device("cpu"), torch.float32, 4, 2, 16)
+    attention._parameters.cache_clear()
+
+
 def test_pages_are_counted() -> None:
     pool = Pool([LayerShape(2, 3, 5, torch.float32)], 4, PAGE, torch.device("cpu"))
     assert (pool.keys[0].shape, pool.values[0].shape) == ((5, PAGE, 2, 3), (5, PAGE, 2, 5))
@@ -459,7 +541,7 @@ def test_a_path_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         ({"cache": "paged", "gpu_memory": 1.5}, r"gpu_memory: 1\.5 is no share"),
         ({"cache": "paged", "path": "modules"}, r"engine\.path: the modules of a model do not read pages"),
         ({"cache": "paged", "wait_steps": 3}, r"engine\.wait_steps: from pages each turn is read anew"),
-        ({"cache": "paged", "native_kernel": True}, r"engine\.native_kernel: it reads the contiguous cache"),
+        ({"cache": "paged", "native_kernel": True}, r"engine\.native_kernel: it reads no pages"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], says: str) -> None:
@@ -472,7 +554,7 @@ def test_a_model_of_other_blocks_and_a_cache_for_less_than_a_row_are_refused() -
         NativeEngine(build_tiny_random("gpt2"), cache="paged").generate(*work(), Sampling(2))
     # 40 + 30 tokens, of which the last is not fed: five pages
     engine = NativeEngine(build_tiny_random("qwen3"), cache="paged", cache_tokens=5 * PAGE - 1)
-    with pytest.raises(UsageError, match=r"cache_tokens: 79 tokens do not hold one row .* 5 pages of 16 .* 80 or more"):
+    with pytest.raises(UsageError, match=r"cache of 64 tokens does not hold one row .* 5 pages of 16; give 80 or more"):
         engine.generate(*work(), Sampling(30))
     both(build_tiny_random("qwen3"), Sampling(30), work=work(), cache_tokens=5 * PAGE)
 

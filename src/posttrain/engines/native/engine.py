@@ -59,20 +59,19 @@ def native(
     ``native_kernel``: on a CPU and in fp32 the lean path's attention is one compiled operation, where there is a
     compiler for C++ (torch's operations otherwise). Numbers differ by rounding, so a run keeps what it began with.
 
-    ``cache: paged`` is for a GPU: keys and values lie in pages, taken once, for ``cache_tokens`` tokens or, of a GPU's
-    memory that is free when it first samples, a share ``gpu_memory`` (one half). A row enters when there are pages; where
-    they run out the youngest waits and is read again, and draws the same numbers. Steps have fixed shapes, and on a GPU
-    each is one CUDA graph (``eager``: none). The blocks of Qwen3, Qwen2 and Llama alone; of several turns each is read
-    anew.
+    ``cache: paged`` is meant for a GPU: keys and values lie in pages, taken once, of ``cache_tokens`` tokens or of a
+    share ``gpu_memory`` (one half) of the GPU's memory that is free when it first samples. A row enters when there are
+    pages for it; where they run out the youngest waits, is read again later and draws the same numbers. Steps have
+    fixed shapes, and on a GPU each is one CUDA graph (``eager``: none). It serves the blocks of Qwen3, Qwen2 and Llama;
+    of several turns each is read anew.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
     if wait_steps < 0:
         raise UsageError(f"rollout.engine.wait_steps: {wait_steps} steps; give 0 (wait at once) or more")
     options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
-    pages = {"cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
-    _check_cache(cache, options, pages)
-    options |= {"cache": cache, **pages}
+    options |= {"cache": cache, "cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
+    _check_cache(**options)
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
@@ -80,37 +79,22 @@ def native(
     return NativeEngine(model, **options)
 
 
-def _check_cache(cache: str, options: dict[str, Any], pages: dict[str, Any]) -> None:
-    """Refuse options that do nothing beside the others.
-
-    Raises:
-        UsageError: the message names the option.
-    """
-    key = "rollout.engine"
-    for name, value in pages.items():
-        if cache != "paged" and value is not None and value is not False:
-            raise UsageError(f"{key}.{name}: only 'cache: paged' has pages; add it, or leave {name} out")
-    if pages["cache_tokens"] is not None and pages["cache_tokens"] < 1:
-        raise UsageError(f"{key}.cache_tokens: {pages['cache_tokens']} tokens; give 1 or more")
-    if pages["gpu_memory"] is not None and not 0 < pages["gpu_memory"] <= 1:
-        raise UsageError(
-            f"{key}.gpu_memory: {pages['gpu_memory']:g} is no share of a memory; give more than 0, at most 1"
-        )
-    if cache == "paged":
-        reasons = {
-            "path": (options["path"] == "modules", "the modules of a model do not read pages; leave it out"),
-            "wait_steps": (
-                options["wait_steps"] > 0,
-                "from pages each turn is read anew, and no row waits; leave it out",
-            ),
-            "native_kernel": (
-                options["native_kernel"],
-                "it reads the contiguous cache; leave it or 'cache: paged' out",
-            ),
-        }
-        for name, (broken, reason) in reasons.items():
-            if broken:
-                raise UsageError(f"{key}.{name}: {reason}")
+def _check_cache(cache: str, cache_tokens: int | None, gpu_memory: float | None, eager: bool, **others: Any) -> None:
+    """Refuse options out of range, and those that do nothing beside the others."""
+    paged, alone = cache == "paged", ": only 'cache: paged' has pages; add it, or leave this out"
+    rules = (
+        ("cache_tokens", cache_tokens is not None and not paged, alone),
+        ("gpu_memory", gpu_memory is not None and not paged, alone),
+        ("eager", eager and not paged, alone),
+        ("cache_tokens", cache_tokens is not None and cache_tokens < 1, f": {cache_tokens} tokens; give 1 or more"),
+        ("gpu_memory", not 0 < (gpu_memory or 1) <= 1, f": {gpu_memory} is no share of a memory; give 1 or less"),
+        ("path", paged and others["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
+        ("wait_steps", paged and others["wait_steps"], ": from pages each turn is read anew; leave it out"),
+        ("native_kernel", paged and others["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
+    )
+    for name, broken, says in rules:
+        if broken:
+            raise UsageError(f"rollout.engine.{name}{says}")
 
 
 class NativeEngine(Engine):
@@ -136,12 +120,11 @@ class NativeEngine(Engine):
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self.paging: Paging | None = None
-        self._decode: Callable[..., torch.Tensor] | None = None  # how a probe decodes, if not from the contiguous cache
+        self._over_pages: Callable[..., Any] | None = None  # what the probe decodes by then
         if cache == "paged":
-            from posttrain.engines.native.paged.paging import Paging, decode_over_pages
+            from posttrain.engines.native.paged.paging import Paging, over_pages
 
-            self.paging = Paging(slots, cache_tokens, gpu_memory, eager=eager)
-            self._decode = decode_over_pages
+            self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=eager), over_pages
 
     @property
     def path(self) -> Path:
@@ -250,7 +233,7 @@ class NativeEngine(Engine):
             # Hooks see the modules' own forward only, so a model that has some keeps it.
             lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
             if lean is not None:
-                difference, tolerance = probe(self.model, lean, context, self._decode)
+                difference, tolerance = probe(self.model, lean, context, self._over_pages)
                 if difference <= tolerance:
                     return "lean", lean.shapes
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ SHARE = 0.5  # of a GPU's free memory, where the recipe says nothing: the rest i
 
 
 class Paging:
-    """See ``cache: paged`` of ``native``. ``num_put_back``: rows that had to be read again for want of pages, so far."""
+    """See ``cache: paged`` of ``native``. ``num_put_back``: how often a row had to be read again for want of pages."""
 
     def __init__(self, slots: int, cache_tokens: int | None, gpu_memory: float | None, *, eager: bool) -> None:
         self.slots = slots
@@ -47,8 +47,14 @@ class Paging:
         longest = max(len(prompts[row.prompt]) + row.limit for row in rows) - 1  # the last token is not fed
         attention, page_size = _attention(decoder)
         a_row = -(-longest // page_size)
+        most = self._most_pages(decoder, page_size)
+        if most < a_row:
+            raise UsageError(
+                f"rollout.engine.cache_tokens: a cache of {most * page_size} tokens does not hold one row of prompt "
+                f"and answer, {a_row} pages of {page_size}; give {a_row * page_size} or more, or a lower max_tokens"
+            )
         # Full pages of a prompt are shared, and one that is not full is kept beside its rows.
-        pages = min(min(self.slots, len(rows)) * a_row + len(prompts), self._most_pages(decoder, page_size, a_row))
+        pages = min(min(self.slots, len(rows)) * a_row + len(prompts), most)
         # A failure leaves nothing behind: what a batch that ended half-way has in its pages could be no numbers.
         kept, self._kept = self._kept, None
         if kept is not None and not kept.pool.serves(decoder.shapes, pages, page_size, decoder.device):
@@ -56,12 +62,14 @@ class Paging:
         pool = self._new_pool(decoder, pages, page_size) if kept is None else kept.pool
         if kept is None or kept.num_pages < a_row or not kept.takes_over(decoder, sampling):
             kept = None
-            size = {"num_slots": self.slots, "num_pages": a_row}
-            kept = Steps(decoder, pool, attention, sampling, graphs=not self.eager, **size)
+            kept = Steps(
+                decoder, pool, attention, sampling, num_slots=self.slots, num_pages=a_row, graphs=not self.eager
+            )
         schedule = PagedSchedule(kept, prompts, rows, sampling)
         schedule.run()
         assert pool.num_free == pool.num_pages, "pages that nobody gave back"
         self.num_put_back += schedule.num_put_back
+        kept.decoder.drop_workspace()  # of the longest prefill
         for row in rows:
             check_finite(row)
         self._kept = kept
@@ -81,40 +89,22 @@ class Paging:
         """Give the memory back."""
         self._kept = None
 
-    def _most_pages(self, decoder: LeanDecoder, page_size: int, a_row: int) -> int:
-        """How many pages there may be, where a row fills ``a_row``.
-
-        Raises:
-            UsageError: fewer than that.
-        """
-        most = self._limit(decoder, page_size)
-        if most is None:
-            return sys.maxsize
-        if most < a_row:
-            key = "rollout.engine.cache_tokens"
-            says = f"{key}: {self.cache_tokens} tokens" if self.cache_tokens else "rollout.engine.gpu_memory: its pages"
-            raise UsageError(
-                f"{says} do not hold one row of prompt and answer, which is {a_row} pages of {page_size} tokens; "
-                f"give {key}: {a_row * page_size} or more, or a lower max_tokens"
-            )
-        return most
-
     def _new_pool(self, decoder: LeanDecoder, num_pages: int, page_size: int) -> Pool:
         try:
             return Pool(decoder.shapes, num_pages, page_size, decoder.device)
         except torch.OutOfMemoryError:
-            tokens = num_pages * page_size
+            size = num_pages * page_size * _bytes_of_token(decoder) / 2**30
             raise UsageError(
-                f"rollout.engine.cache_tokens: there is no memory for the {tokens} tokens of the cache, "
-                f"{tokens * _bytes_of_token(decoder) / 2**30:.1f} GiB; give fewer, or fewer slots"
+                f"rollout.engine.cache_tokens: there is no memory for the {num_pages * page_size} tokens of the cache, "
+                f"{size:.1f} GiB; give fewer, or fewer slots"
             ) from None
 
-    def _limit(self, decoder: LeanDecoder, page_size: int) -> int | None:
-        """Pages that the recipe or the device has room for; None: as many as are needed."""
+    def _most_pages(self, decoder: LeanDecoder, page_size: int) -> int:
+        """As many as the recipe or a GPU has room for; on a CPU, if the recipe says nothing, as many as are needed."""
         if self.cache_tokens is not None:
             return self.cache_tokens // page_size
         if decoder.device.type != "cuda":
-            return None
+            return sys.maxsize
         if self._bytes is None:  # once: what a run takes later was not there when it was planned
             free, _ = torch.cuda.mem_get_info(decoder.device)
             free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
@@ -131,21 +121,16 @@ def _attention(decoder: LeanDecoder) -> tuple[PagedAttention, int]:
     return attention_for(decoder.device, decoder.dtype, *heads)
 
 
-def decode_over_pages(decoder: Any, rows: list[list[int]], lengths: list[int], steps: int, share: bool) -> Tensor:
-    """As ``probe`` decodes: log-probabilities ``[rows, steps, V]`` behind the last tokens of prompts and beyond."""
-    assert not share, "pages are shared by the schedule"
+def over_pages(decoder: Any, bodies: Sequence[Sequence[int]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """What decodes ``steps`` steps behind prompts without their last tokens; see ``probe``."""
     attention, page_size = _attention(decoder)
-    each = -(-max(map(len, rows)) // page_size)
-    pool = Pool(decoder.shapes, each * len(rows), page_size, decoder.device)
-    pages = [pool.take(each) for _ in rows]
-    bodies = [row[: n - 1] or [0] for row, n in zip(rows, lengths, strict=True)]
-    readings = [Reading(body, 0, own) for body, own in zip(bodies, pages, strict=True)]
-    pool.fill(decoder.prefill(bodies), readings)
-    table = torch.tensor(pages, dtype=torch.int32, device=decoder.device)
-    logprobs = []
-    for step in range(steps):
-        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=decoder.device)
-        positions = torch.tensor([n - 1 + step for n in lengths], device=decoder.device)
-        view = PageView(pool, attention, table, positions)
-        logprobs.append(decode(decoder, tokens, positions, view).float().log_softmax(-1))
-    return torch.stack(logprobs, 1)
+    each = -(-(max(map(len, bodies)) + steps) // page_size)
+    pool = Pool(decoder.shapes, each * len(bodies), page_size, decoder.device)
+    readings = [Reading(body or [0], 0, pool.take(each)) for body in bodies]
+    pool.fill(decoder.prefill([reading.ids for reading in readings]), readings)
+    table = torch.tensor([reading.pages for reading in readings], dtype=torch.int32, device=decoder.device)
+
+    def step(tokens: Tensor, positions: Tensor) -> Tensor:
+        return decode(decoder, tokens, positions, PageView(pool, attention, table, positions))
+
+    return step
