@@ -43,10 +43,10 @@ def native(
     weights: Literal["copy"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
-    cache: Literal["contiguous", "paged"] = "contiguous",
+    cache: Literal["paged"] | None = None,
     cache_tokens: int | None = None,
     gpu_memory: float | None = None,
-    eager: bool = False,
+    eager: bool | None = None,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -79,13 +79,15 @@ def native(
     return NativeEngine(model, **options)
 
 
-def _check_cache(cache: str, cache_tokens: int | None, gpu_memory: float | None, eager: bool, **others: Any) -> None:
+def _check_cache(
+    cache: str | None, cache_tokens: int | None, gpu_memory: float | None, eager: bool | None, **others: Any
+) -> None:
     """Refuse options out of range, and those that do nothing beside the others."""
     paged, alone = cache == "paged", ": only 'cache: paged' has pages; add it, or leave this out"
     rules = (
         ("cache_tokens", cache_tokens is not None and not paged, alone),
         ("gpu_memory", gpu_memory is not None and not paged, alone),
-        ("eager", eager and not paged, alone),
+        ("eager", eager is not None and not paged, alone),
         ("cache_tokens", cache_tokens is not None and cache_tokens < 1, f": {cache_tokens} tokens; give 1 or more"),
         ("gpu_memory", not 0 < (gpu_memory or 1) <= 1, f": {gpu_memory} is no share of a memory; give 1 or less"),
         ("path", paged and others["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
@@ -108,10 +110,10 @@ class NativeEngine(Engine):
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
         native_kernel: bool = False,
-        cache: Literal["contiguous", "paged"] = "contiguous",
+        cache: Literal["paged"] | None = None,
         cache_tokens: int | None = None,
         gpu_memory: float | None = None,
-        eager: bool = False,
+        eager: bool | None = None,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -124,7 +126,7 @@ class NativeEngine(Engine):
         if cache == "paged":
             from posttrain.engines.native.paged.paging import Paging, over_pages
 
-            self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=eager), over_pages
+            self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=bool(eager)), over_pages
 
     @property
     def path(self) -> Path:

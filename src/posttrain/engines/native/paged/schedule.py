@@ -105,7 +105,6 @@ class PagedSchedule(Schedule):
         self.pool.give_back(self._pages(r))
         self.table[r], self.num_pages[r] = 0, 0
         self.waiting.appendleft(row)
-        self.new[row.prompt] += not row.ids
         self.num_put_back += 1
         self.is_seated = False
 
