@@ -117,6 +117,29 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "continue with the same command and --resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["preference/dpo", "--aggregate", "token_mean"], "aggregate: 'token_mean' weighs tokens"),
+        (["tiny/grpo", "--train.minibatches", "5"], "train.minibatches=5 does not divide rollout.prompts=16"),
+        (["rl/grpo", "--rollout.top_p", "0.9"], "rollout.top_p: objective 'grpo' weighs tokens"),
+    ],
+)
+def test_dry_run_refuses_words_that_do_not_fit(
+    arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments, "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"posttrain: {key}")
+
+
+def test_dry_run_takes_no_transformers() -> None:
+    code = "import sys; from posttrain.cli import main; main(); sys.exit('transformers' in sys.modules)"
+    command = [sys.executable, "-c", code, "train", "tiny/grpo", "--dry-run"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
 def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "grpo-gsm8k", "--dry-run", "--train.lr", "1e-4", "--rollout.group=4"]) == 0
     text = capsys.readouterr().out

@@ -371,6 +371,18 @@ def test_workers_do_not_outlive_a_program_that_is_killed(item: str | None, secon
     assert wait_until_gone(pids, limit) < limit
 
 
+def test_no_folder_stays_where_a_program_is_killed_while_its_workers_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = "import os; from posttrain.graders.sandbox.workers import Limits, _Worker\n"
+    code += "print(_Worker('worker_functions:answer', Limits(1, 1.5)).process.pid, flush=True); os.kill(os.getpid(), 9)"
+    script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert script.returncode == -signal.SIGKILL
+    wait_until_gone([int(script.stdout)], 10)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_thread_that_is_left_behind_does_not_hold_up_the_end() -> None:
     lines = (
         "import threading",

@@ -12,6 +12,7 @@ from posttrain.errors import INTERRUPTED, UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import task_words
 from posttrain.registry import find
+from posttrain.train.checks import words_of
 from posttrain.untrusted import harmless
 
 
@@ -35,6 +36,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)
+    words_of(recipe)  # a dry run refuses what training would
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
     if arguments.dry_run:

@@ -18,11 +18,11 @@ from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word, parts_of
 from posttrain.registry import Entry
-from posttrain.train.step import Level
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
 
 if TYPE_CHECKING:
     from posttrain.render.rows import Shape
+    from posttrain.train.step import Level
 
 OWN_TEACHER = "self"
 SHARDED_OPTIMIZERS = ("adamw", "muon")

@@ -19,6 +19,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
@@ -45,14 +46,17 @@ def main() -> None:
     """Serve until the parent closes the pipe."""
     requests, results = _take_pipes()
     settings = _receive(requests)
-    if settings is None:
-        return
     try:
+        if settings is None:
+            return
         module, _, name = settings["target"].partition(":")
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         _send(results, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
+    finally:
+        with suppress(OSError):  # a parent that was killed meanwhile leaves its empty folder to this process
+            os.rmdir(os.getcwd())
     _refuse_effects(settings["compiles"])
     size = _address_space()
     _send(results, {"ready": True})

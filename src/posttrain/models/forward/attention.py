@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from posttrain.models.forward.packing import Bucket, Packing
 
@@ -55,6 +52,11 @@ class packed_attention:
 
 def install_packed_attention(model: Any) -> None:
     """Let ``model`` (a transformers causal LM) attend through this module; outside a packing it is SDPA."""
+    # here, not above: who only checks a recipe reads this module, and transformers takes seconds
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
     model.config._attn_implementation = ATTENTION_NAME
 
 
@@ -64,6 +66,8 @@ def attention_forward(
     """Attention as transformers' modules ask for it: by the active packing, else SDPA."""
     packing = _active
     if packing is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     window = kwargs.get("sliding_window")
@@ -216,8 +220,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float |
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
     return None if _active is not None else sdpa_mask(*args, **kwargs)
-
-
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
-AttentionMaskInterface.register(ATTENTION_NAME, _mask)
