@@ -182,7 +182,20 @@ def test_a_batch_is_filled_up_to_few_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_looking_every_few_steps_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: rows that end in between stay where they are."""
-    init = PagedSchedule.__init__
+    init, run = PagedSchedule.__init__, Steps.run
+    stopped: list[int] = []
+
+    def watched(self: Steps, table: Any, num_steps: int) -> Any:
+        before = self.state[1].clone()
+        ids, logprobs = run(self, table, num_steps)
+        for r in range(len(table)):
+            until_stop = next((i for i, row in enumerate(ids) if row[r] in STOPS), None)
+            if until_stop is not None:
+                stopped.append(until_stop)
+                assert int(self.state[1, r] - before[r]) == until_stop
+        return ids, logprobs
+
+    monkeypatch.setattr(Steps, "run", watched)
 
     def looks_seldom(self: Any, *args: Any) -> None:
         init(self, *args)
@@ -194,6 +207,7 @@ def test_looking_every_few_steps_gives_the_same(monkeypatch: pytest.MonkeyPatch)
     engine, _ = both(model, Sampling(60, stop_ids=STOPS), work=work(), slots=20, cache_tokens=400)
     assert engine.paging is not None
     assert engine.paging.num_put_back > 0
+    assert min(stopped) == 0 < max(stopped) < 8
 
 
 # -- fixed shapes: a step recorded once and replayed -------------------------------------------------------------------
