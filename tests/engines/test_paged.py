@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.respondents import Scripted, wordy
@@ -36,6 +38,7 @@ from tiny_random import build_tiny_random
 
 STOPS = frozenset(range(4))
 PAGE = attention.PAGE_SIZE
+MODEL = build_tiny_random("qwen3")
 
 
 def work(lengths: tuple[int, ...] = (5, 1, 40, 17, 33), group: int = 4, seed: int = 1) -> tuple[Any, Any]:
@@ -208,6 +211,34 @@ def test_looking_every_few_steps_gives_the_same(monkeypatch: pytest.MonkeyPatch)
     assert engine.paging is not None
     assert engine.paging.num_put_back > 0
     assert min(stopped) == 0 < max(stopped) < 8
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=st.data())
+def test_any_batch_in_any_number_of_small_pages(case: st.DataObject) -> None:
+    """Pages of 4 tokens: every border of a page, a prompt and a look is met, and all pages come back."""
+    lengths = tuple(case.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4)))
+    group, limit = case.draw(st.integers(1, 4)), case.draw(st.integers(1, 14))
+    slots, look = case.draw(st.integers(1, 9)), case.draw(st.integers(1, 8))
+    a_row = -(-(max(lengths) + limit - 1) // 4)
+    tokens = 4 * case.draw(st.integers(a_row, 3 * a_row))
+    stops = frozenset(range(case.draw(st.sampled_from([0, 4, 40]))))
+    init = PagedSchedule.__init__
+
+    def looks_so_often(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.look = look
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "PAGE_SIZE", 4)
+        patch.setattr(PagedSchedule, "__init__", looks_so_often)
+        attention_for.cache_clear()
+        sampling = Sampling(limit, stop_ids=stops)
+        engine, _ = both(MODEL, sampling, work=work(lengths, group), slots=slots, cache_tokens=tokens)
+        pool = pool_of(engine)
+        assert (pool.page_size, pool.num_free) == (4, pool.num_pages)
+        assert pool.num_pages <= tokens // 4
+    attention_for.cache_clear()
 
 
 # -- fixed shapes: a step recorded once and replayed -------------------------------------------------------------------

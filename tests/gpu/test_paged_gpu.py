@@ -1,8 +1,12 @@
-"""Sampling from pages on CUDA: the CPU's tokens, graphs against calls, what the host launches and waits for, memory."""
+"""Sampling from pages on CUDA: the CPU's tokens, graphs against calls, what the host launches and waits for, memory.
+
+``POSTTRAIN_GPU_TESTS_ON=cpu`` runs what counts nothing of a GPU on the CPU.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +25,12 @@ from posttrain.models.forward.forward import Forward
 from posttrain.randomness import derive_key
 from posttrain.types import Sample, collate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+DEVICE = torch.device(os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs CUDA"),
+]
+on_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="counts what a GPU does")
 STOPS = frozenset(range(4))
 # What a launch, a graph's launch and a wait of the host are called in a profile of CUDA.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -49,7 +58,7 @@ def wide_model(dtype: torch.dtype = torch.bfloat16, layers: int = 4) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(2.0)
-    return model.to("cuda", dtype)
+    return model.to(DEVICE, dtype)
 
 
 def work(lengths: tuple[int, ...] = (5, 1, 40, 17, 33), group: int = 4) -> tuple[list[list[int]], list[list[int]]]:
@@ -76,7 +85,7 @@ def test_tokens_are_those_of_the_cpu(tiny_random: Any, architecture: str) -> Non
     """In fp32; with pages enough, and with so few that rows are put back."""
     model, (prompts, keys), sampling = tiny_random(architecture), work(), Sampling(60, stop_ids=STOPS)
     expected = NativeEngine(copy.deepcopy(model)).generate(prompts, keys, sampling)
-    model.cuda()
+    model.to(DEVICE)
     for slots, tokens in ((64, None), (3, None), (20, 400)):
         engine = NativeEngine(model, slots=slots, cache="paged", cache_tokens=tokens)
         assert said(engine.generate(prompts, keys, sampling)) == said(expected)
@@ -105,6 +114,7 @@ def test_graphs_say_what_calls_say(dtype: torch.dtype) -> None:
     assert graphs.paging._kept._recorded.items() >= recorded.items()
 
 
+@on_cuda
 def test_launches_and_waits_of_a_token() -> None:
     """64 rows: one launch of a graph for each token, nothing else by the layer, and a few waits every 8 tokens."""
     tokens, found = 128, []
@@ -127,10 +137,10 @@ def test_launches_and_waits_of_a_token() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_which_kernel_reads_pages(dtype: torch.dtype, head_dim: int) -> None:
-    kernel, page_size = attention_for(torch.device("cuda"), dtype, 8, 2, head_dim)
+    kernel, page_size = attention_for(DEVICE, dtype, 8, 2, head_dim)
     print(f"torch {torch.__version__}, {dtype}, heads of {head_dim}: {kernel.__name__}, pages of {page_size}")
-    assert is_right(kernel, page_size, torch.device("cuda"), dtype, 8, 2, head_dim)
-    assert is_right(gathered, attention.PAGE_SIZE, torch.device("cuda"), dtype, 8, 2, head_dim)
+    assert is_right(kernel, page_size, DEVICE, dtype, 8, 2, head_dim)
+    assert is_right(gathered, attention.PAGE_SIZE, DEVICE, dtype, 8, 2, head_dim)
     assert dtype != torch.float32 or kernel is gathered
 
 
@@ -155,6 +165,7 @@ def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: 
         assert float(differences.max()) < 0.5
 
 
+@on_cuda
 def test_memory_is_a_share_of_what_is_free_and_does_not_grow() -> None:
     """A batch that would need 16 times the share is sampled from it."""
     model, (prompts, keys) = wide_model(), work((300,) * 8, 8)
@@ -174,6 +185,7 @@ def test_memory_is_a_share_of_what_is_free_and_does_not_grow() -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
+@on_cuda
 def test_graphs_are_made_for_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: Counter[tuple[int, int]] = Counter()
     step = Steps.step
