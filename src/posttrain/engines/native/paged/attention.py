@@ -7,9 +7,9 @@ and some only take large pages. Elsewhere ``gathered`` copies a row's pages side
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from posttrain.engines.native.prefixes import LayerShape
 from posttrain.models.forward.varlen import COARSE, EXACT, each_query_its_keys, made_up
 
 PAGE_SIZE = 16  # tokens, where the kernel takes any
-PAGE_SIZES = (16, 64, 128, 256)  # tried in turn: flash attention 3 takes the first, flash attention 2 the last if any
+PAGE_SIZES = (16, 64, 256)  # tried in turn: flash attention 3 takes any, flash attention 2 the last
 
 # (q [R, H, D], keys and values [pages, size, K, D], view, scale) -> [R, H, D]
 PagedAttention = Callable[[Tensor, Tensor, Tensor, "PageView", float], Tensor]
@@ -68,27 +68,26 @@ def gathered(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: flo
     return F.scaled_dot_product_attention(query, k, v, attn_mask=view.bias, scale=scale).reshape(q.shape)
 
 
-def by_table(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
+def by_table(
+    q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float, key_starts: Tensor | None = None
+) -> Tensor:
     """By ``torch.nn.attention.varlen`` over the pages themselves.
 
-    One split: the sums of a row are then of the same order whoever stands beside it.
+    The keys of a row are never split: its sums are of the same order whoever stands beside it, and where torch may
+    choose, flash attention 2 splits pages wrongly (pytorch issue 194167: rows after the first are not written).
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"num_splits": 1, "enable_gqa": keys.shape[2] != q.shape[1]}
-    known: dict[str, Any] = {name: value for name, value in options.items() if name in _parameters()}
-    lengths: dict[str, Any] = {"seqused_k": view.lengths, "block_table": view.table}
-    out = varlen_attn(q, keys, values, view.starts, None, 1, view.width, scale=scale, **lengths, **known)
+    where: dict[str, Any] = {"seqused_k": view.lengths, "block_table": view.table, "num_splits": 1}
+    grouped, starts = keys.shape[2] != q.shape[1], view.starts
+    out = varlen_attn(q, keys, values, starts, key_starts, 1, view.width, scale=scale, enable_gqa=grouped, **where)
     assert isinstance(out, Tensor), "log-sums were not asked for"
     return out
 
 
-@cache
-def _parameters() -> frozenset[str]:
-    """What this torch's attention takes: older ones know no pages, or no grouped queries."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def by_table_and_starts(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
+    """The same for flash attention 2, which asks where keys begin and does not read it; version 3 refuses that."""
+    return by_table(q, keys, values, view, scale, view.starts * view.width)
 
 
 def written_out(q: Tensor, keys: Tensor, values: Tensor, view: PageView, scale: float) -> Tensor:
@@ -107,9 +106,9 @@ def attention_for(
 ) -> tuple[PagedAttention, int]:
     """What attends to pages here, and how many tokens a page has for it."""
     if device.type == "cuda" and dtype.itemsize == 2 and torch.backends.cuda.flash_sdp_enabled():
-        for size in PAGE_SIZES:
-            if is_right(by_table, size, device, dtype, heads, key_heads, head_dim):
-                return by_table, size
+        for size, kernel in product(PAGE_SIZES, (by_table, by_table_and_starts)):
+            if is_right(kernel, size, device, dtype, heads, key_heads, head_dim):
+                return kernel, size
     return gathered, PAGE_SIZE
 
 
