@@ -136,6 +136,28 @@ def test_the_row_that_entered_last_is_put_back_when_pages_run_out() -> None:
     assert engine.take_notices() == []
 
 
+@pytest.mark.parametrize(("limit", "pages", "times"), [(8, 3, 3), (40, 5, 2)])
+def test_a_prompt_is_not_kept_for_others_where_one_row_needs_all_pages(
+    monkeypatch: pytest.MonkeyPatch, limit: int, pages: int, times: int
+) -> None:
+    """41 tokens, of which 40 are read: two pages and half a third, and in the end as many pages as there are.
+
+    Eight more tokens fill the third, so that none is left for a copy. With 40 more the copy is given up on the way.
+    """
+    read: list[int] = []
+    prefill = LeanDecoder.prefill
+    engine = NativeEngine(MODEL, slots=1, cache="paged", cache_tokens=pages * PAGE)
+    assert engine.path == "lean"
+    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, ids: read.extend(map(len, ids)) or prefill(self, ids))
+    prompts, keys = work((41,), times)
+    found = engine.generate(prompts, keys, Sampling(limit))
+    assert engine.paging is not None
+    assert engine.paging.num_put_back == 0
+    assert read == [40] * times
+    monkeypatch.undo()
+    assert said(found) == said(NativeEngine(MODEL).generate(prompts, keys, Sampling(limit)))
+
+
 def test_a_row_that_enters_again_shares_its_prompt_with_those_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 tokens: two full pages, which are there; what is behind them is read again, up to the last token drawn."""
     read: list[tuple[int, int]] = []

@@ -39,7 +39,7 @@ class PagedSchedule(Schedule):
         self.table = np.zeros((self.num_slots, self.steps.num_pages), dtype=np.int32)
         self.num_pages = np.zeros(self.num_slots, dtype=np.int64)
         # Rows that have drawn nothing, of each prompt, and the pages of prompts that some of these will need.
-        self.new = Counter(row.prompt for row in rows if not row.ids)
+        self.new = Counter(row.prompt for row in rows)
         self.read: dict[int, list[int]] = {}
 
     def _burst(self) -> int:
