@@ -54,7 +54,7 @@ INSTEAD = {"Qwen/Qwen3-0.6B": "models/qwen3"}
 LITTLE = [("train.steps", "2"), ("task.size", "60"), ("eval.n", "4"), ("eval.every", "2"), ("eval.max_tokens", "6")]
 DEMO = {
     "tiny/sft": LITTLE,
-    "tiny/grpo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
+    "tiny/grpo-demo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
 }
 PRINCIPLES = """\
 principles:

@@ -22,7 +22,7 @@ SMALL = {
     "tiny/sft-calculator": [("train.steps", "2"), ("task.size", "60")],
     "tiny/grpo-calculator": [*LITTLE, *FEW],
     "tiny/sft": [*LITTLE, ("eval.max_tokens", "6")],
-    "tiny/grpo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
+    "tiny/grpo-demo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
 }
 
 REASONING = STORIES["reasoning"]

@@ -44,7 +44,7 @@ def drive(progress: Progress, clock: Clock, steps: int = 40) -> None:
     progress("start", start(steps))
     for k in range(1, steps + 1):
         clock.now += 0.5
-        progress("step", step(k))
+        progress("step", step(k, seconds=0.5))
     progress("finish", {"step": steps, "reason": "finished"})
 
 
@@ -77,22 +77,23 @@ def test_remaining_time_counts_only_the_steps_of_this_process() -> None:
     assert history.remaining() == pytest.approx(20.0 / 10 * 30)
 
 
-def test_remaining_time_leaves_out_the_evaluation_before_the_first_step() -> None:
+def test_remaining_time_leaves_out_what_comes_before_the_first_step() -> None:
     clock = Clock()
     history = History(clock)
-    history.start(start(11))
-    clock.now += 50.0
-    history.evaluated({"step": 0, "name": "x", "results": {}})
-    clock.now += 2.0
-    history.add(step(1))
+    history.start(start(13, resumed_from=2))
+    clock.now += 52.0  # an evaluation of the start, or one that a killed run owed
+    history.add(step(3, seconds=2.0))
     assert history.remaining() == pytest.approx(20.0)
     assert history.elapsed() == pytest.approx(52.0)
+    clock.now += 4.0
+    history.add(step(4))
+    assert history.remaining() == pytest.approx(6.0 / 2 * 9)
 
 
 def test_phases_are_shares_of_the_time_so_far() -> None:
     history = History(Clock())
-    history.add({"step": 1, "metrics": {}, "timing": {"generate_seconds": 3.0, "update_seconds": 1.0}})
-    history.add({"step": 2, "metrics": {}, "timing": {"generate_seconds": 3.0, "update_seconds": 1.0}})
+    history.add(step(1) | {"timing": {"generate_seconds": 3.0, "update_seconds": 1.0, "step_seconds": 4.1}})
+    history.add(step(2) | {"timing": {"generate_seconds": 3.0, "update_seconds": 1.0, "step_seconds": 4.1}})
     assert history.phases() == "generate 75% · update 25%"
 
 

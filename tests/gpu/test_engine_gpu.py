@@ -15,7 +15,10 @@ from posttrain.models.lora import apply_adapter
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 LEAN = ("qwen3", "qwen2", "llama")
 STOPS = frozenset(range(8))

@@ -15,7 +15,10 @@ from posttrain.recipes.sections import AdapterSection, ModelSection
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 IDS = torch.randint(0, 300, (3, 17), generator=torch.Generator().manual_seed(2))
 

@@ -58,7 +58,7 @@ STORIES: Mapping[StoryName, Story] = {
     "reasoning": Story(
         run="demo",
         sft="tiny/sft",
-        grpo="tiny/grpo",
+        grpo="tiny/grpo-demo",
         title="A small model learns to reason",
         lead=(
             "A language model of under a million parameters, trained on this machine in minutes. First it copies a "

@@ -124,7 +124,7 @@ class History:
         self.step = 0
         self.first_step = 0
         self.started = clock()
-        self.pace_started = self.started  # the first step, without loading and the evaluation before it
+        self.pace_started = self.started  # the first step, without loading and what was evaluated before it
         self.series: dict[str, list[float]] = defaultdict(list)
         self.timing: dict[str, float] = {}
         self.seconds: dict[str, float] = defaultdict(float)
@@ -134,13 +134,11 @@ class History:
         self.step = self.first_step = int(payload.get("resumed_from") or 0)
         self.started = self.pace_started = self._clock()
 
-    def evaluated(self, payload: dict[str, Any]) -> None:
-        if int(payload["step"]) == self.first_step == self.step:  # later, where it took place beside training
-            self.pace_started = self._clock()
-
     def add(self, payload: dict[str, Any]) -> None:
         self.step = int(payload["step"])
         self.timing = dict(payload["timing"])
+        if self.step == self.first_step + 1:
+            self.pace_started = self._clock() - self.timing["step_seconds"]
         for name, value in payload["metrics"].items():
             self.series[name].append(float(value))
         for name, value in self.timing.items():
@@ -192,8 +190,6 @@ class Progress:
             self.history.start(payload)
         elif event == "step":
             self.history.add(payload)
-        elif event == "evaluation":
-            self.history.evaluated(payload)
         elif event == "notice":
             self.notices.append(payload["message"])
         self.show(event, payload)
