@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74060
+MAX_PACKAGE_LINES = 74070
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2610,
     "models": 4520,
-    "engines": 7290,
+    "engines": 7310,
     "evals": 2950,
     "reward_models": 1640,
     "train": 6800,

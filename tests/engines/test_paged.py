@@ -217,7 +217,7 @@ def test_a_batch_is_filled_up_to_few_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     step = Steps.step
     monkeypatch.setattr(Steps, "step", lambda self, *size: sizes.update([size]) or step(self, *size))
     both(build_tiny_random("qwen3"), Sampling(40), work=work((33, 100, 7), 10), slots=20)
-    assert sizes == {(20, 8): 24, (20, 9): 16, (16, 8): 40}
+    assert sizes == {(32, 8): 24, (32, 16): 16, (16, 8): 40}
 
 
 def test_looking_every_few_steps_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,7 @@ def test_a_kernel_that_reads_pages_is_asked_as_its_documentation_says(
     assert engine.paging._kept is not None
     assert (engine.paging._kept.attention, pool_of(engine).page_size) == a_kernel_of_pages
     # One size for every number of rows: the kernel reads no more than is used.
-    assert {pages for _, pages in sizes} == {-(-199 // pool_of(engine).page_size)}
+    assert {pages for _, pages in sizes} == {256 // pool_of(engine).page_size}
     assert engine.paging.num_put_back > 0
 
 
@@ -608,6 +608,41 @@ def test_pages_stay_until_more_are_needed_or_the_engine_is_closed() -> None:
     assert engine.paging is not None
     assert engine.paging._kept is None
     both(model, Sampling(8), work=(prompts, keys))
+
+
+@pytest.mark.parametrize("tokens", [None, 400])
+def test_what_was_sampled_before_changes_no_bit(tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed goes on without what it had sampled until then; its log-probabilities are the same bits.
+
+    For that steps have the same sizes and rows the same room, though more is held by then.
+    """
+    facts: list[Any] = []
+    step, run = Steps.step, PagedSchedule.run
+    monkeypatch.setattr(Steps, "step", lambda self, *size: facts.append(size) or step(self, *size))
+    monkeypatch.setattr(PagedSchedule, "run", lambda self: facts.append(self.num_free) or run(self))
+    model, (prompts, keys), sampling = build_tiny_random("qwen3"), work(), Sampling(40, stop_ids=STOPS)
+
+    def observed(engine: NativeEngine) -> Any:
+        facts.clear()
+        found = engine.generate(prompts, keys, sampling)
+        assert engine.paging is not None
+        return found, list(facts), engine.paging.num_put_back
+
+    fresh, used = (NativeEngine(model, cache="paged", cache_tokens=tokens, slots=40) for _ in "ab")
+    used.generate(*work((100, 50), 20), Sampling(130, stop_ids=STOPS))
+    assert used.paging is not None
+    used.paging.num_put_back = 0
+    expected = observed(fresh)
+    assert observed(used) == expected
+    assert used.paging._kept is not None
+    assert fresh.paging is not None
+    assert fresh.paging._kept is not None
+    assert used.paging._kept.num_pages > fresh.paging._kept.num_pages
+    assert (pool_of(used).num_pages > pool_of(fresh).num_pages) == (tokens is None)
+    assert (expected[2] > 0) == (tokens is not None)
+    one = NativeEngine(model, cache="paged", cache_tokens=tokens, slots=40)
+    one.generate(*work((3,), 1), Sampling(5))
+    assert observed(one) == expected
 
 
 def test_a_path_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,13 @@ class Paging:
         if kept is not None and not kept.pool.serves(decoder.shapes, pages, page_size, decoder.device):
             kept = None  # before there are others: there is no memory for both
         pool = self._new_pool(decoder, pages, page_size) if kept is None else kept.pool
-        if kept is None or kept.num_pages < a_row or not kept.takes_over(decoder, sampling):
+        num_rows = min(self.slots, len(rows))
+        fits = kept is not None and kept.num_slots >= num_rows and kept.num_pages >= a_row
+        if kept is None or not fits or not kept.takes_over(decoder, sampling):
+            size: dict[str, Any] = {"num_rows": num_rows, "num_pages": a_row, "graphs": not self.eager}
             kept = None
-            kept = Steps(
-                decoder, pool, attention, sampling, num_slots=self.slots, num_pages=a_row, graphs=not self.eager
-            )
-        schedule = PagedSchedule(kept, prompts, rows, sampling)
+            kept = Steps(decoder, pool, attention, sampling, **size)
+        schedule = PagedSchedule(kept, prompts, rows, sampling, self.slots, pages)
         schedule.run()
         assert pool.num_free == pool.num_pages, "pages that nobody gave back"
         self.num_put_back += schedule.num_put_back

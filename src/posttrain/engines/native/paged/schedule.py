@@ -22,14 +22,25 @@ from posttrain.engines.native.schedule import STEPS_BETWEEN_LOOKS, Schedule
 
 
 class PagedSchedule(Schedule):
-    """One generation over ``steps``. ``num_put_back``: how often a row had to wait again for want of pages."""
+    """One generation over ``steps``. ``num_put_back``: how often a row had to wait again for want of pages.
+
+    Args:
+        num_pages: pages that it may fill, though the pool may have more: who enters when does not depend on them.
+    """
 
     def __init__(
-        self, steps: Steps, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
+        self,
+        steps: Steps,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        num_slots: int,
+        num_pages: int,
     ) -> None:
         self.steps = steps
         self.pool = steps.pool
-        super().__init__(steps.decoder, prompts, rows, sampling, steps.num_slots)
+        self.num_closed = steps.pool.num_pages - num_pages
+        super().__init__(steps.decoder, prompts, rows, sampling, num_slots)
         self.look = 1 if steps.decoder.device.type == "cpu" and sampling.stop_ids else STEPS_BETWEEN_LOOKS
         self.num_put_back = 0
         self.is_seated = False  # the device knows who is in which slot
@@ -41,6 +52,11 @@ class PagedSchedule(Schedule):
         # Rows that have drawn nothing, of each prompt, and the pages of prompts that some of these will need.
         self.new = Counter(row.prompt for row in rows)
         self.read: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that may still be filled."""
+        return self.pool.num_free - self.num_closed
 
     def _burst(self) -> int:
         return min(self.look, max(row.limit - len(row.ids) for row in self.batch))
@@ -72,7 +88,7 @@ class PagedSchedule(Schedule):
         r = 0
         while r < len(self.batch):
             count = self._needed(self.batch[r]) - int(self.num_pages[r])
-            if count <= self.pool.num_free:
+            if count <= self.num_free:
                 self._add(r, self.pool.take(max(0, count)))
                 r += 1
             elif self.read:
@@ -116,9 +132,7 @@ class PagedSchedule(Schedule):
             # What rows in flight will take by the next look, on average, stays free.
             held = self.pool.pages_for(len(self.batch) * self.look)
             row = self.waiting[0]
-            pages = (self._enter_again if row.ids else self._enter_new)(
-                row, self.pool.num_free - held, readings, copies
-            )
+            pages = (self._enter_again if row.ids else self._enter_new)(row, self.num_free - held, readings, copies)
             if pages is None and not self.batch and self.read:
                 self._forget()
                 continue

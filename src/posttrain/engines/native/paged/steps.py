@@ -34,7 +34,10 @@ NOT_OF_A_STEP: dict[str, Any] = {"max_tokens": 1, "max_total_tokens": None, "max
 
 
 class Steps:
-    """Decode steps of up to ``num_slots`` rows of at most ``num_pages`` pages, over one pool and one way to sample.
+    """Decode steps of up to ``num_rows`` rows of at most ``num_pages`` pages, over one pool and one way to sample.
+
+    Which sizes a step has follows from its rows alone, not from how many could be held: their bits do not depend on
+    what was sampled before.
 
     Args:
         decoder: over the parameters of the model, by reference.
@@ -48,11 +51,13 @@ class Steps:
         attention: PagedAttention,
         sampling: Sampling,
         *,
-        num_slots: int,
+        num_rows: int,
         num_pages: int,
         graphs: bool,
     ) -> None:
         self.decoder, self.pool, self.attention, self.sampling = decoder, pool, attention, sampling
+        self.least_pages = max(1, LEAST_TOKENS // pool.page_size)
+        num_slots, num_pages = _bucket(num_rows, LEAST_ROWS), _bucket(num_pages, self.least_pages)
         self.num_slots, self.num_pages = num_slots, num_pages
         device = decoder.device
         self.graphs = graphs
@@ -81,10 +86,8 @@ class Steps:
             table: ``int32 [R, W]``, the pages of the first R slots, which hold all that these feed.
         """
         rows = len(table)
-        size = _bucket(rows, LEAST_ROWS, self.num_slots)
-        width = self.num_pages
-        if self.attention is gathered:
-            width = _bucket(table.shape[1], max(1, LEAST_TOKENS // self.pool.page_size), width)
+        size = _bucket(rows, LEAST_ROWS)
+        width = _bucket(table.shape[1], self.least_pages) if self.attention is gathered else self.num_pages
         filled = np.zeros((size, width), dtype=np.int32)
         filled[:rows, : table.shape[1]] = table
         self.table[:size, :width].copy_(torch.from_numpy(filled))
@@ -190,9 +193,9 @@ def _identity(x: Tensor | float | None) -> object:
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
-def _bucket(count: int, least: int, most: int) -> int:
-    """The first of ``least``, twice, four times ... that is not below ``count``; ``most`` where that is beyond."""
+def _bucket(count: int, least: int) -> int:
+    """The first of ``least``, twice, four times ... that is not below ``count``."""
     size = least
     while size < count:
         size *= 2
-    return min(size, most)
+    return size
