@@ -62,6 +62,11 @@ class Schedule:
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
+        self._make_room(rows)
+
+    def _make_room(self, rows: Sequence[Conversation]) -> None:
+        """What the slots hold on the device."""
+        decoder, sampling, prompts = self.decoder, self.sampling, self.prompts
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
         limit = max(row.limit for row in rows)
         device = decoder.device
