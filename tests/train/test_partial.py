@@ -409,12 +409,12 @@ def test_a_reward_that_fails_beside_it_is_one_message(tmp_path: Path) -> None:
     assert count(Ledger(tmp_path / "run" / "ledger.jsonl").read()) == {"consumed": 8, "issued": 8}
 
 
-@pytest.mark.parametrize("path", ["lean", "modules"])
+@pytest.mark.parametrize("options", [{"path": "lean"}, {"path": "modules"}, {"cache": "paged", "cache_tokens": 32}])
 @pytest.mark.parametrize("slots", [3, 64])
-def test_an_answer_in_pieces_is_the_answer(path: Any, slots: int) -> None:
+def test_an_answer_in_pieces_is_the_answer(options: dict[str, Any], slots: int) -> None:
     """With the same weights: rows of several lengths, some at their end, more of them than slots, continued thrice."""
     model = load_model(ModelSection(name=str(TINY)), seed=0).model
-    engine = NativeEngine(model, slots=slots, path=path)
+    engine = NativeEngine(model, slots=slots, **options)
     engine.sync(5)
     prompts, keys = [[5, 6, 7], [9], [11, 12]], [[1, 2, 3], [4, 5], [6]]
     sampling = Sampling(12, temperature=1.3, stop_ids=frozenset(range(0, 200, 7)))
