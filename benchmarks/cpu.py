@@ -123,7 +123,7 @@ def sampling(
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
     shape, size = (engine.HALF_BILLION, ", 494 million parameters") if large else (engine.SHAPE, "")
     model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
-    ways = {name: options for name, options in engine.WAYS.items() if name != "native_modules_path"}
+    ways = {name: options for name, options in engine.WAYS.items() if name in ("native", "native_kernel")}
     rates = engine.compare(model, engine.STOP_IDS if ragged else (), rounds, ways)
     ours, peer = rates["native"], rates["transformers_generate"]
     ends = ", answers that end at random" if ragged else ""

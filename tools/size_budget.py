@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 72410
+MAX_PACKAGE_LINES = 73780
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
-    "recipes": 1260,
+    "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
     "rewards": 430,
@@ -30,10 +30,10 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4520,
-    "engines": 6370,
+    "engines": 7320,
     "evals": 2930,
     "reward_models": 1620,
-    "train": 6790,
+    "train": 7180,
     "interpret": 7450,
     "runs": 3400,
     "sweeps": 3250,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(seed: int, purpose: str, *counters: int) -> int:
@@ -43,9 +43,9 @@ def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
     base = np.asarray(list(keys), dtype=np.uint64)[:, None]
     position = np.arange(start + 1, start + count + 1, dtype=np.uint64)[None, :]
     with np.errstate(over="ignore"):
-        z = base + position * _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * _MIX1
-        z = (z ^ (z >> np.uint64(27))) * _MIX2
+        z = base + position * GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * MIX1
+        z = (z ^ (z >> np.uint64(27))) * MIX2
         z = z ^ (z >> np.uint64(31))
     return (z >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))
 

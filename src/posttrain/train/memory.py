@@ -33,6 +33,9 @@ key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
     those that pass while a row waits for its reply (``wait_steps``, and on a GPU up to 7 until it is looked at).
+pages
+    The same of ``cache: paged``, which stays while the model is updated: for every token of each slot's prompt and
+    longest answer, up to ``cache_tokens``. (Without these a share of the free memory bounds it, ``gpu_memory``.)
 rollouts
     9 for each token of a batch of rollouts, and 4 for each stream and the weights (in main memory).
 
@@ -87,11 +90,13 @@ class Memory:
     logits: int
     kv_cache: int
     rollouts: int
+    pages: int = 0
 
     def rows(self) -> list[tuple[str, int]]:
         """What a table says: every part, and the most that is held at a time."""
         names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
+        parts = [row for row in parts if row != ("pages", 0)]
         return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
 
     @property
@@ -103,7 +108,7 @@ class Memory:
     def sampling(self) -> int:
         """The most that is held while the model samples: gradients are gone by then. 0 where it does not."""
         kept = self.weights + self.optimizer + self.reference + self.heads
-        return kept + self.kv_cache if self.kv_cache else 0
+        return kept + self.kv_cache + self.pages if self.kv_cache or self.pages else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,9 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
         of_layers = of_layer * config.num_hidden_layers
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
-    copied = recipe.rollout is not None and recipe.rollout.engine.options.get("weights") == "copy"
+    options = {} if recipe.rollout is None else recipe.rollout.engine.options
+    copied, is_paged = options.get("weights") == "copy", options.get("cache") == "paged"
+    cache = _cache_bytes(recipe, config, size)
     return Memory(
         weights=(base + 4 * sum(w.numel for w in low_rank)) * (2 if copied else 1),
         gradients=4 * num_trained,
@@ -233,8 +240,9 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
         heads=_head_bytes(words, config, trained, critic=bool(has_critic)),
         activations=activations * (2 if has_critic else 1),
         logits=logits,
-        kv_cache=_cache_bytes(recipe, config, size),
+        kv_cache=0 if is_paged else cache,
         rollouts=_rollout_bytes(recipe, words),
+        pages=cache if is_paged else 0,
     )
 
 
@@ -408,10 +416,13 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
         longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * waits
     while columns <= longest:
         columns = _aligned(int(columns * GROWTH) + 1)
-    shared = -(-slots // rollout.group) * prompt if shares else 0
+    tokens = slots * columns + (-(-slots // rollout.group) * prompt if shares else 0)
+    if rollout.engine.options.get("cache") == "paged":
+        tokens = slots * _aligned(prompt + answer) + rollout.prompts * COLUMNS_ALIGNED
+        tokens = min(tokens, rollout.engine.options.get("cache_tokens") or tokens)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * size * (slots * columns + shared)
+    return 2 * config.num_hidden_layers * heads * head_dim * size * tokens
 
 
 def _aligned(columns: int) -> int:

@@ -62,4 +62,4 @@ class CopiedEngine(NativeEngine):
         """By how much the copy's log-probabilities of a fixed batch differ from the source's own, in nats."""
         context = context_length(self.model.config)
         with sampling_mode(self.model), sampling_mode(self.source):
-            return probe(self.source, self._bind(min(context, 64)), context)[0]
+            return probe(self.source, self._bind(min(context, 64)), context, self._over_pages)[0]

@@ -9,9 +9,9 @@ knows; which one serves is decided by comparing log-probabilities with the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,10 +27,14 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
 from posttrain.types import Completion
 
+if TYPE_CHECKING:
+    from posttrain.engines.native.paged.paging import Paging
+
 Path = Literal["lean", "modules"]
+Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
 
-@register("engine", guarantee="L2")
+@register("engine", guarantee="L2", goes_on=True)
 def native(
     model: Any,
     tokenizer: Any,
@@ -40,6 +44,10 @@ def native(
     weights: Literal["copy"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
+    cache: Literal["paged"] | None = None,
+    cache_tokens: int | None = None,
+    gpu_memory: float | None = None,
+    eager: bool | None = None,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -51,16 +59,45 @@ def native(
     how many tokens the other rows draw while a reply is made (by a slow tool, say), before one is waited for.
     ``native_kernel``: on a CPU and in fp32 the lean path's attention is one compiled operation, where there is a
     compiler for C++ (torch's operations otherwise). Numbers differ by rounding, so a run keeps what it began with.
+
+    ``cache: paged`` is meant for a GPU: keys and values lie in pages, taken once, of ``cache_tokens`` tokens or of a
+    share ``gpu_memory`` (one half) of the GPU's memory that is free when it first samples. A row enters when there are
+    pages for it; where they run out the youngest waits, is read again later and draws the same numbers. Steps have
+    fixed shapes, and on a GPU each is one CUDA graph (``eager``: none). It serves the blocks of Qwen3, Qwen2 and Llama;
+    of several turns each is read anew.
     """
     if slots < 1:
         raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
     if wait_steps < 0:
         raise UsageError(f"rollout.engine.wait_steps: {wait_steps} steps; give 0 (wait at once) or more")
+    options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
+    options |= {"cache": cache, "cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
+    _check_cache(**options)
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
-        return CopiedEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
-    return NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps, native_kernel=native_kernel)
+        return CopiedEngine(model, **options)
+    return NativeEngine(model, **options)
+
+
+def _check_cache(
+    cache: str | None, cache_tokens: int | None, gpu_memory: float | None, eager: bool | None, **others: Any
+) -> None:
+    """Refuse options out of range, and those that do nothing beside the others."""
+    paged, alone = cache == "paged", ": only 'cache: paged' has pages; add it, or leave this out"
+    rules = (
+        ("cache_tokens", cache_tokens is not None and not paged, alone),
+        ("gpu_memory", gpu_memory is not None and not paged, alone),
+        ("eager", eager is not None and not paged, alone),
+        ("cache_tokens", cache_tokens is not None and cache_tokens < 1, f": {cache_tokens} tokens; give 1 or more"),
+        ("gpu_memory", not 0 < (gpu_memory or 1) <= 1, f": {gpu_memory} is no share of a memory; give 1 or less"),
+        ("path", paged and others["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
+        ("wait_steps", paged and others["wait_steps"], ": from pages each turn is read anew; leave it out"),
+        ("native_kernel", paged and others["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
+    )
+    for name, broken, says in rules:
+        if broken:
+            raise UsageError(f"rollout.engine.{name}{says}")
 
 
 class NativeEngine(Engine):
@@ -74,6 +111,10 @@ class NativeEngine(Engine):
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
         native_kernel: bool = False,
+        cache: Literal["paged"] | None = None,
+        cache_tokens: int | None = None,
+        gpu_memory: float | None = None,
+        eager: bool | None = None,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -81,6 +122,12 @@ class NativeEngine(Engine):
         self.wait_steps = wait_steps
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self.paging: Paging | None = None
+        self._over_pages: Callable[..., Any] | None = None  # what the probe decodes by then
+        if cache == "paged":
+            from posttrain.engines.native.paged.paging import Paging, over_pages
+
+            self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=bool(eager)), over_pages
 
     @property
     def path(self) -> Path:
@@ -95,6 +142,15 @@ class NativeEngine(Engine):
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def take_notices(self) -> list[str]:
+        """See ``Engine.take_notices``."""
+        return [] if self.paging is None else self.paging.take_notices()
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        if self.paging is not None:
+            self.paging.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
@@ -115,10 +171,42 @@ class NativeEngine(Engine):
         self._sample(prompts, [row for group in groups for row in group], sampling)
         return [[row.completion(self.version) for row in group] for group in groups]
 
+    def go_on(self, parts: Sequence[Part], sampling: Sampling) -> None:
+        """Write on at completions with the weights as they are, each up to its part's reach or its own end.
+
+        What a row has from other weights is read anew with these, so keys and values are of one version always. Ids,
+        log-probabilities and versions are added to the rows, and ``finish`` where one has come to its end.
+
+        Raises:
+            EngineMismatch, RunFailure: as ``generate``.
+        """
+        contexts: list[Sequence[int]] = []
+        written: list[tuple[Conversation, Conversation]] = []
+        for prompt, rows, reach in parts:
+            shared = -1  # the place of the prompt itself, which rows without ids have in common
+            for row in rows:
+                until = min(reach, row.limit)
+                if row.finish is not None or len(row.ids) >= until:
+                    continue
+                if row.ids or shared < 0:
+                    contexts.append([*prompt, *row.ids])
+                    shared = shared if row.ids else len(contexts) - 1
+                place, drawn = len(contexts) - 1 if row.ids else shared, len(row.ids)
+                written.append((row, Conversation(place, row.sample, row.key, until - drawn, drawn=drawn)))
+        check_prompts(contexts, self.context_tokens, self.vocab_size)
+        self._sample(contexts, [new for _, new in written], sampling)
+        for row, new in written:
+            row.ids += new.ids
+            row.logprobs += new.logprobs
+            row.versions += [self.version] * len(new.ids)
+            row.finish = new.finish if new.finish == "stop" or len(row.ids) == row.limit else None
+
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
-    ) -> int:
+    ) -> int | tuple[int, ...]:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
+        if self.paging is not None:
+            return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
         return self.version
 
@@ -137,7 +225,10 @@ class NativeEngine(Engine):
             decoder = self._bind(reach)
             with torch.inference_mode(decoder.name == "lean"):
                 work = (decoder, prompts, rows, sampling, self.slots)
-                if respondent is None:
+                if self.paging is not None:
+                    assert isinstance(decoder, LeanDecoder), "no other path has been chosen"
+                    self.paging.sample(decoder, prompts, rows, sampling)
+                elif respondent is None:
                     Schedule(*work).run()
                 else:
                     from posttrain.engines.native.turns import Turns
@@ -175,10 +266,12 @@ class NativeEngine(Engine):
             # Hooks see the modules' own forward only, so a model that has some keeps it.
             lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
             if lean is not None:
-                difference, tolerance = probe(self.model, lean, context)
+                difference, tolerance = probe(self.model, lean, context, self._over_pages)
                 if difference <= tolerance:
                     return "lean", lean.shapes
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"
+        if self.paging is not None:
+            raise UsageError(f"rollout.engine.cache: 'paged' cannot serve this model: {refused}; leave it out")
         if self.wanted == "lean":
             raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
         modules = modules_decoder(self.model)

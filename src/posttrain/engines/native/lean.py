@@ -134,7 +134,7 @@ class LeanDecoder:
         values: list[Tensor] = []
 
         def attend(_: int, layer: Layer, work: Workspace) -> Tensor:
-            q, k = self._turn(layer, work, cos, sin)
+            q, k = self.turn(layer, work, cos, sin)
             keys.append(k.view(rows, width, self.num_keys, self.head_dim))
             values.append(work.values.clone().view(rows, width, self.num_keys, self.head_dim))
             query = q.view(rows, width, self.num_queries, self.head_dim).transpose(1, 2)
@@ -149,10 +149,13 @@ class LeanDecoder:
         return Prefix(keys, values, [len(p) for p in prompts])
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        begin = self._attend_by_torch if self.native is None else self._attend_natively
+        return self.run(tokens, positions, lambda cos, sin: begin(cos, sin, cache))
+
+    def run(self, tokens: Tensor, positions: Tensor, begin: Callable[[Tensor, Tensor], Attend]) -> Tensor:
+        """Logits ``[R, V]`` of one step; ``begin`` says how its layers attend, given cos and sin of the positions."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        attend = (
-            self._attend_by_torch(cos, sin, cache) if self.native is None else self._attend_natively(cos, sin, cache)
-        )
+        attend = begin(cos, sin)
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             hidden = self._block(index, layer, hidden, attend)
@@ -168,7 +171,7 @@ class LeanDecoder:
         rows = len(cos)
 
         def attend(index: int, layer: Layer, work: Workspace) -> Tensor:
-            q, k = self._turn(layer, work, cos, sin)
+            q, k = self.turn(layer, work, cos, sin)
             keys, values = cache.write(index, k, work.values)
             query = q.view(rows, self.num_keys, -1, self.head_dim)
             if self.transposed:
@@ -222,7 +225,7 @@ class LeanDecoder:
         gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
         return layer.down.add_to(hidden, gated)
 
-    def _turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
         rotated, count = work.rotated, self.num_queries
         if layer.head_norm is not None:
@@ -241,6 +244,10 @@ class LeanDecoder:
             q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
             self._work = Workspace(buffer, q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
+
+    def drop_workspace(self) -> None:
+        """The next block has a buffer of its own."""
+        self._work = None
 
     def _bind_rotary(self, base: Any, max_positions: int) -> None:
         """cos and sin ``[max_positions, 1, head_dim]``; sin carries the sign of the half turn."""

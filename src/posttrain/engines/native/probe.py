@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ PROMPT_TOKENS = (7, 3, 5)
 STEPS = 4
 
 
-def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
+# Of tokens and positions ``int64 [R]``: logits ``[R, V]``
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def probe(
+    model: Any, decoder: Decoder, context: int, begin: Callable[[Any, Sequence[Sequence[int]], int], Step] | None = None
+) -> tuple[float, float]:
     """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
     Prompts of different lengths are prefilled, decoded side by side for a few steps with given
-    tokens, and every step's full distribution is compared.
+    tokens, and every step's full distribution is compared. ``begin`` reads prompts for so many steps into something
+    that is no ``SlotCache``, if there is one, and gives what decodes from it.
 
     Returns:
         (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
@@ -31,9 +39,14 @@ def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
-    decoded = [
-        _decode(decoder, rows, lengths, steps, share) for share in ([False, True] if decoder.can_share else [False])
-    ]
+    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
+    if begin is None:
+        ways = [
+            _from_slots(decoder, bodies, steps, share) for share in ([False, True] if decoder.can_share else [False])
+        ]
+    else:
+        ways = [begin(decoder, bodies, steps)]
+    decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
     difference, spread = 0.0, 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=decoder.device)
@@ -46,31 +59,40 @@ def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
     return difference, tolerance
 
 
-def _decode(decoder: Decoder, rows: list[list[int]], lengths: list[int], steps: int, share: bool) -> Tensor:
-    """Log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
-    longest = max(lengths) - 1
-    shape = (decoder.shapes, len(rows), decoder.device)
+def _from_slots(decoder: Decoder, bodies: list[list[int]], steps: int, share: bool) -> Step:
+    """Decoding from the contiguous cache, behind prompts without their last tokens."""
+    longest = max(map(len, bodies))
+    shape = (decoder.shapes, len(bodies), decoder.device)
     shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
     cache = SlotCache(
         decoder.shapes,
-        len(rows),
+        len(bodies),
         longest + steps + 1,
         device=decoder.device,
         transposed=decoder.transposed,
         shared=shared,
     )
     cache.reserve(longest)
-    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
     prefix = decoder.prefill([body or [0] for body in bodies])
-    names = list(range(len(rows)))
+    names = list(range(len(bodies)))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
-    cache.refresh(len(rows))
+    cache.refresh(len(bodies))
+
+    def step(tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = decoder.decode(tokens, positions, cache)
+        cache.advance()
+        return logits
+
+    return step
+
+
+def _decode(decode: Step, rows: list[list[int]], lengths: list[int], steps: int, device: torch.device) -> Tensor:
+    """Log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
     logprobs = []
     for step in range(steps):
-        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=decoder.device)
-        positions = torch.tensor([n - 1 + step for n in lengths], device=decoder.device)
-        logprobs.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
-        cache.advance()
+        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=device)
+        positions = torch.tensor([n - 1 + step for n in lengths], device=device)
+        logprobs.append(decode(tokens, positions).float().log_softmax(-1))
     return torch.stack(logprobs, 1)
 
 

@@ -7,10 +7,12 @@ zero (truncated, or below 2^-40) is never drawn.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.engines.base import Sampling
+from posttrain.randomness import GOLDEN, MIX1, MIX2
 from posttrain.types import with_float64
 
 UNIT = float(2**40)
@@ -43,6 +45,24 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
         # The clamp matters only for a model whose logits are NaN; the caller reports that.
         ids = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
     return ids.squeeze(1), probabilities.gather(1, ids).squeeze(1)
+
+
+def uniform_numbers(keys: Tensor, at: Tensor) -> Tensor:
+    """``randomness.uniforms`` where the keys are: ``float64 [R]``, number ``at[r]`` of each key.
+
+    ``keys`` are 64-bit keys read as ``int64 [R]``, whose products wrap around as those of unsigned numbers do.
+    """
+    golden, mix1, mix2 = (int(x.astype(np.int64)) for x in (GOLDEN, MIX1, MIX2))
+    z = keys + (at + 1) * golden
+    z = (z ^ _shifted(z, 30)) * mix1
+    z = (z ^ _shifted(z, 27)) * mix2
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 11).double() * (1.0 / (1 << 53))
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """The bits of ``z`` moved right, zeros behind them."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def truncate(probabilities: Tensor, top_k: int | None, top_p: float) -> Tensor:

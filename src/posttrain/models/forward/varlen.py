@@ -172,7 +172,7 @@ def is_right(
     # A caller may be keeping what is saved for its backward pass, and may be in autocast: none of that in here.
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with own, torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        sides = [_made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
+        sides = [made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
         expected = _outcome(under_mask, packing, [x.float() for x in sides])
         try:
             got = _outcome(kernel, packing, sides)
@@ -189,12 +189,12 @@ def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tens
     q, k, v = (x.clone().requires_grad_() for x in sides)
     out = kernel(packing, q, k, v, None)
     real = out[: packing.num_tokens].float()
-    weights = _made_up(len(q), q.shape[1], q.shape[2], q.device)[: len(real)]
+    weights = made_up(len(q), q.shape[1], q.shape[2], q.device)[: len(real)]
     gradients = torch.autograd.grad((real * weights).sum(), (q, k, v))
     return [x.detach().float() for x in (out, *gradients)]
 
 
-def _made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+def made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
     """Numbers like random ones, for which no generator is asked: a run's own are as they would be."""
     places = torch.arange(1, rows * heads * head_dim + 1, dtype=torch.float64)
     return (places * places * 0.6180339887).sin().float().view(rows, heads, head_dim).to(device)
