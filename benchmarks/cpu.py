@@ -117,11 +117,11 @@ def sampling(
     new_tokens: int = 128,
     group: int = 8,
     ragged: bool = False,
-    shape: dict[str, Any] = engine.SHAPE,
-    size: str = "",
+    large: bool = False,
 ) -> Row:
-    """Tokens of completions with their log-probabilities, beside ``generate``."""
+    """Tokens of completions with their log-probabilities, beside ``generate``; ``large``: of the model of 0.5b."""
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
+    shape, size = (engine.HALF_BILLION, ", 494 million parameters") if large else (engine.SHAPE, "")
     model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
     ways = {name: options for name, options in engine.WAYS.items() if name in ("native", "native_kernel")}
     rates = engine.compare(model, engine.STOP_IDS if ragged else (), rounds, ways)
@@ -251,9 +251,7 @@ ROWS: dict[str, Callable[[int, int], Row]] = {
     "sampling-ragged": partial(sampling, ragged=True),
     "sampling-512-rows": partial(sampling, group=64, new_tokens=64),
     "sampling-1024-tokens": partial(sampling, new_tokens=1024),
-    "sampling-0.5b": partial(
-        sampling, new_tokens=16, group=2, shape=engine.HALF_BILLION, size=", 494 million parameters"
-    ),
+    "sampling-0.5b": partial(sampling, new_tokens=16, group=2, large=True),
     "sft-0.5b": half_billion_sft,
     "batchtopk": partial(dictionary, kind="batchtopk"),
     "l1": partial(dictionary, kind="l1"),

@@ -31,7 +31,7 @@ from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.measures import Planted, PlantedChange, match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.rows import TensorRows
-from posttrain.interpret.differences.features import Seen, see_changes
+from posttrain.interpret.differences.changes import Seen, see_changes
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"
 D, FEATURES, L0, NOISE = 128, 512, 12.0, 0.02

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from posttrain.train.files import RunFiles
 from posttrain.train.loop import TrainResult, train
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 
+MOST_SECONDS = 300.0  # that a command may take: a bound for the slowest of machines
 TASK = {"name": "stories", "size": 64, "max_steps": 1}
 BASE: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -120,6 +125,30 @@ def watched(
     """Like ``run``, with the events kept."""
     stop: Callable[[], bool] = lambda: stop_after is not None and len(events.of("step")) >= stop_after  # noqa: E731
     return train(recipe, RunFiles.within(folder), resume=resume, observer=events, should_stop=stop)
+
+
+def train_command(folder: Path, recipe: Recipe, *options: str) -> list[str]:
+    """The command that trains a recipe as the run ``it`` below ``folder``."""
+    path = folder / "asked.yaml"
+    path.write_text(recipe.to_yaml(), encoding="utf-8")
+    where = ["--runs-dir", str(folder / "runs"), "--run", "it", "--quiet"]
+    return [sys.executable, "-m", "posttrain", "train", str(path), *where, *options]
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+    """A process in a session of its own, whose output is read at its end."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **options)
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit code, what it said on the standard error); a process that hangs is killed with all that it started."""
+    try:
+        _, error = process.communicate(timeout=MOST_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, error
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:

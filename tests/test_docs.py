@@ -21,7 +21,7 @@ from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
 from posttrain.sweeps.compare import load_comparison
-from posttrain.sweeps.pipelines.plan import load_pipeline
+from posttrain.sweeps.pipeline import load_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -139,7 +139,7 @@ print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.compare import load_comparison
-from posttrain.sweeps.pipelines.plan import load_pipeline
+from posttrain.sweeps.pipeline import load_pipeline
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
 plan = load_comparison({str(tmp_path / "mine.yaml")!r}, folder="unused")

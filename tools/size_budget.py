@@ -17,28 +17,28 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74070
+MAX_PACKAGE_LINES = 73780
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
-    "recipes": 1260,
+    "recipes": 1280,
     "algorithms": 2060,
-    "graders": 6730,
-    "rewards": 440,
-    "render": 1390,
-    "tasks": 5930,
-    "environments": 1760,
-    "store": 2610,
+    "graders": 6620,
+    "rewards": 430,
+    "render": 1360,
+    "tasks": 5690,
+    "environments": 1730,
+    "store": 2590,
     "models": 4520,
-    "engines": 7310,
-    "evals": 2950,
-    "reward_models": 1640,
-    "train": 6800,
-    "interpret": 7580,
-    "runs": 3430,
-    "sweeps": 3290,
-    "reports": 3130,
-    "commands": 8870,
+    "engines": 7320,
+    "evals": 2930,
+    "reward_models": 1620,
+    "train": 7180,
+    "interpret": 7450,
+    "runs": 3400,
+    "sweeps": 3250,
+    "reports": 3120,
+    "commands": 8830,
 }
 
 

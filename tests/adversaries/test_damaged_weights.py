@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.models.sources import TINY, resolve_model_name
-from posttrain.store import checkpoint_files, remembered
+from posttrain.store import checkpoint_files, reading
 from posttrain.store.checkpoint_files import seal, verify
 
 
@@ -131,14 +131,14 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(checkpoint_files, "_digest", note)
     monkeypatch.setattr(checkpoint_files, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(remembered, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "SETTLED_SECONDS", 0.0)
     forget(monkeypatch)
     return names
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process: only what is on the disk is known."""
-    monkeypatch.setattr(checkpoint_files, "_kept", remembered.Remembered("digests"))
+    monkeypatch.setattr(checkpoint_files, "_kept", reading.Remembered("digests"))
 
 
 def make_sealed(folder: Path) -> Path:
@@ -219,7 +219,7 @@ def test_what_was_just_changed_is_not_remembered(
     tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_sealed(tmp_path / "m")
-    monkeypatch.setattr(remembered, "SETTLED_SECONDS", 3600.0)
+    monkeypatch.setattr(reading, "SETTLED_SECONDS", 3600.0)
     hashed.clear()
     verify(folder, 1)
     verify(folder, 1)

@@ -24,7 +24,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.export import model_card
-from posttrain.store.links import refuse_links
+from posttrain.store.durable import refuse_links
 from posttrain.untrusted import code, paragraph, plain
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.chat.studio_gate import Gate
+from posttrain.commands.chat.studio import Gate
 from posttrain.commands.serve.doorway import choose_token, is_loopback, show_address
 from posttrain.errors import UsageError
 

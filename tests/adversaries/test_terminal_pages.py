@@ -12,16 +12,15 @@ from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
 from posttrain.reports.charts.panels import Panel, Series
-from posttrain.reports.comparison import render_comparison
 from posttrain.reports.evaluation import quoted
 from posttrain.reports.page import draw, render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
-from posttrain.reports.study import render_study
+from posttrain.reports.sweeps import render_comparison, render_study
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
 from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
-from posttrain.sweeps.study_results import StudyReport
+from posttrain.sweeps.study import StudyReport
 from posttrain.untrusted import code
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"

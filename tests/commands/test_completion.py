@@ -31,7 +31,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tr", ["train"]),
         (
             "train tiny/g",
-            ["tiny/grpo", "tiny/grpo-calculator", "tiny/grpo-curriculum", "tiny/grpo-nim", "tiny/grpo-number-guess"],
+            [
+                *("tiny/grpo", "tiny/grpo-calculator", "tiny/grpo-curriculum", "tiny/grpo-demo"),
+                *("tiny/grpo-nim", "tiny/grpo-number-guess"),
+            ],
         ),
         ("train compare/", []),
         ("train tiny/grpo --train.l", ["--train.lr"]),

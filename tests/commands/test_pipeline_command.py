@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from posttrain.cli import main, parse
 from posttrain.commands.sweeps.view import command_of, folder_of
 from posttrain.models.sources import TINY
-from posttrain.reports.study import write_study
-from posttrain.sweeps.pipelines.plan import load_pipeline
-from posttrain.sweeps.pipelines.results import collect_pipeline
+from posttrain.reports.sweeps import write_study
+from posttrain.sweeps.pipeline import load_pipeline
+from posttrain.sweeps.pipeline_results import collect_pipeline
 from posttrain.sweeps.plan import Training
 from posttrain.sweeps.runner import Outcome
 

@@ -13,8 +13,7 @@ from posttrain.cli import main
 from posttrain.commands.interpret.sae_diff import find_model
 from posttrain.interpret.differences.recipe import Compared
 from posttrain.recipes.recipe import load_recipe
-from posttrain.reports.difference_sentences import findings
-from posttrain.reports.differences import render_diff
+from posttrain.reports.differences import findings, render_diff
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import find_runs
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from posttrain.cli import main
-from posttrain.engines.judging.asking import RemoteJudge
-from posttrain.engines.judging.opinions import Opinions
-from posttrain.engines.judging.questions import rate
+from posttrain.engines.judging.asking import RemoteJudge, rate
+from posttrain.engines.judging.reward import Opinions
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.engines.vllm.command import served_names
 from posttrain.randomness import derive_key

@@ -15,15 +15,18 @@ import pytest
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls, SpokenToken
 from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
-from posttrain.commands.chat.studio_html import (
+from posttrain.commands.chat.studio_records import (
+    TRAINING,
+    Archive,
+    Offers,
     draw_conversation,
     draw_curves,
+    draw_found_features,
     draw_problem,
     draw_reply,
     draw_rollouts,
     draw_table,
 )
-from posttrain.commands.chat.studio_records import TRAINING, Archive, Offers, draw_found_features
 from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary

@@ -18,14 +18,13 @@ from typing import Any, BinaryIO
 from posttrain import cli
 from posttrain.commands import train as training
 from posttrain.commands.evaluate import models as evaluation
-from posttrain.commands.evaluate import scores as evaluation_scores
 from posttrain.commands.sweeps import command as sweep
 from posttrain.commands.sweeps import view as sweep_view
 from posttrain.runs import children
 from posttrain.sweeps import comparison, runner, study_report
 from posttrain.train import loop
 
-IMPORTED = (sweep, sweep_view, evaluation, evaluation_scores, training)
+IMPORTED = (sweep, sweep_view, evaluation, training)
 IMPORTED += (comparison, runner, study_report, loop)  # before forking, which is the point
 
 

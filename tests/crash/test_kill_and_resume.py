@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import killing
 import pytest
@@ -125,14 +126,15 @@ def test_the_comparison_notices_every_kind_of_difference(
 
 
 @pytest.mark.slow  # every start is two interpreters; test_asynchrony.py has what can be had in one
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize(("staleness", "goes_on"), [(1, {}), (2, {}), (2, {"partial": True, "partial_tokens": 2})])
 def test_kills_of_a_run_that_samples_ahead_lose_and_double_nothing(
     starters: tuple[killing.Starter, killing.Starter],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     staleness: int,
+    goes_on: dict[str, Any],
 ) -> None:
-    monkeypatch.setitem(killing.RECIPES, "grpo ahead", lambda steps: killing.ahead_recipe(steps, staleness))
+    monkeypatch.setitem(killing.RECIPES, "grpo ahead", lambda steps: killing.ahead_recipe(steps, staleness, **goes_on))
     compare(starters, tmp_path, "grpo ahead", 16, ["update", "checkpoint", "rollout", "anywhere"])
     whole, cut = (Ledger(tmp_path / name / "ledger.jsonl").read() for name in ("whole", "cut"))
     assert standing(cut) == standing(whole)

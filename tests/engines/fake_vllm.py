@@ -35,6 +35,7 @@ class Reply(Exception):
 
 
 class QuietServer(ThreadingHTTPServer):
+    request_queue_size = 128  # connections wait where the machine is busy, and are not broken off
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:

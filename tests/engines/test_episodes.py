@@ -23,8 +23,8 @@ from posttrain.engines.models import ModelSource, open_model
 from posttrain.engines.native.engine import native
 from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.environments.calls import Request
 from posttrain.environments.contract import EnvironmentFailed
+from posttrain.environments.tools import Request
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe, validate_recipe

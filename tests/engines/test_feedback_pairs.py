@@ -14,11 +14,10 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
-from posttrain.engines.feedback import labels
-from posttrain.engines.feedback.asking import preference
-from posttrain.engines.feedback.labels import label
+from posttrain.engines.feedback import revision
 from posttrain.engines.feedback.pairs import Feedback, FeedbackRequest, Journal, make_pairs, write_pairs
 from posttrain.engines.feedback.principles import read_principles
+from posttrain.engines.feedback.revision import label, preference
 from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import PosttrainError, RunFailure, UsageError
@@ -192,7 +191,7 @@ def test_a_liking_for_a_letter_cancels(tmp_path: Path, monkeypatch: pytest.Monke
         assert words == (" (A)", " (B)")
         return 0.9 if "(A) kind" in asked[-1] else 0.6
 
-    monkeypatch.setattr(labels, "preference", liking)
+    monkeypatch.setattr(revision, "preference", liking)
     sampler, _ = sampler_of(lambda prompt, key: "kind" if key % 2 else "rude")
     examples = list(enumerate(make_task(20).examples))
     found = label(sampler, examples, read_principles(path, "label"), Sampling(20), 0, object())  # type: ignore[arg-type]

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from posttrain import registry
 from posttrain.cli import main
-from posttrain.engines.judging.asking import Opinion, RemoteJudge
-from posttrain.engines.judging.opinions import CACHE, Opinions, check_failures, describe_bias, match
-from posttrain.engines.judging.questions import Question, Unusable, compare, mark_of, rate
-from posttrain.engines.judging.reward import _opinions
+from posttrain.engines.judging.asking import Opinion, Question, RemoteJudge, Unusable, compare, mark_of, rate
+from posttrain.engines.judging.reward import CACHE, Opinions, _opinions, check_failures, describe_bias, match
 from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.engines.vllm import http
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError

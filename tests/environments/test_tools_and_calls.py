@@ -7,8 +7,15 @@ import json
 import pytest
 
 import example_environments as mine
-from posttrain.environments.calls import MAX_CALLS, Request, describe_tools, read_calls
-from posttrain.environments.tools import MAX_RESULT_CHARS, make_tool, result_text
+from posttrain.environments.tools import (
+    MAX_CALLS,
+    MAX_RESULT_CHARS,
+    Request,
+    describe_tools,
+    make_tool,
+    read_calls,
+    result_text,
+)
 from posttrain.errors import UsageError
 
 

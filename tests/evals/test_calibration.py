@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from posttrain.evals.calibration import (
+from posttrain.evals.statistics import (
     MAX_LOGIT,
     Bin,
     brier_score,

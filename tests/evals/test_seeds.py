@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from posttrain.evals.seeds import student_t_quantile, student_t_tail, summarize_seeds
+from posttrain.evals.statistics import student_t_quantile, student_t_tail, summarize_seeds
 
 
 # Two-sided 95 % quantiles as in every printed table of Student's t.

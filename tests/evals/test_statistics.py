@@ -9,7 +9,6 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
-from posttrain.evals.seeds import student_t_quantile
 from posttrain.evals.statistics import (
     Z_95,
     item_interval,
@@ -17,6 +16,7 @@ from posttrain.evals.statistics import (
     paired_bootstrap,
     pass_at_k,
     standard_error,
+    student_t_quantile,
     wilson_interval,
 )
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from posttrain.evals.voting import count_votes, majority_at_k, vote_key
+from posttrain.evals.ranking import count_votes, majority_at_k, vote_key
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from posttrain.evals.win_rate import (
     summarize_kl,
 )
 from posttrain.models.forward.forward import Forward
-from posttrain.reports.win_rate import contest_table, write_contest_page
+from posttrain.reports.evaluation import contest_table, write_contest_page
 from posttrain.types import Completion, Example, Message, Rollout
 
 TEMPERATURE = 1.3

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.graders import alternatives
-from posttrain.graders.alternatives import any_answer
-from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders import grading
+from posttrain.graders.grading import Submission, Verdict, any_answer
 
 
 def test_any_of_the_answers_is_right() -> None:
@@ -30,7 +29,7 @@ def test_a_grading_that_was_stopped_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         outcomes = {"slow": Verdict("timeout"), "no": Verdict("wrong", "x"), "yes": Verdict("right", "y")}
         return [outcomes[submission.answer or ""] for submission in submissions]
 
-    monkeypatch.setattr(alternatives, "grade", grade)
+    monkeypatch.setattr(grading, "grade", grade)
     golds = [("no", "slow"), ("slow", "yes"), ("no", "no")]
     found = any_answer([Submission("", "z", own[0], {"answers": own}) for own in golds])
     assert [(v.outcome, v.extracted) for v in found] == [("timeout", None), ("right", "y"), ("wrong", "x")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission, grade
-from posttrain.render.extraction import boxed_answer, chat_answer, tagged_answer
+from posttrain.graders.grading import Submission, grade, is_blank
+from posttrain.render.words import boxed_answer, chat_answer, tagged_answer
 from posttrain.rewards.format import xml_format
 
 BLANK = [

@@ -9,8 +9,7 @@ import pytest
 
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.graders.grading import Submission, Verdict
-from posttrain.graders.ifeval.grader import follow, ifeval, loose_variants
-from posttrain.graders.ifeval.table import INSTRUCTIONS, read_arguments
+from posttrain.graders.ifeval import INSTRUCTIONS, follow, ifeval, loose_variants, read_arguments
 
 PROMPT: dict[str, Any] = {
     "instruction_id_list": ("punctuation:no_comma", "keywords:frequency"),

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from posttrain.errors import MissingExtra
-from posttrain.graders.ifeval import language
-from posttrain.graders.ifeval.language import detect_language, known_languages
+from posttrain.graders.ifeval import _load_factory, detect_language, known_languages
 
 SENTENCES = {
     "en": "The quick brown fox jumps over the lazy dog, and then it runs back into the forest.",
@@ -42,8 +41,8 @@ def test_no_letters_no_language(text: str) -> None:
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    language._load_factory.cache_clear()
+    _load_factory.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
     with pytest.raises(MissingExtra, match=r"pip install -e '.*\[tasks\]'"):
         detect_language("Hello")
-    language._load_factory.cache_clear()
+    _load_factory.cache_clear()

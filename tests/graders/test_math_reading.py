@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from posttrain.graders.answers import Quantity
+from posttrain.graders.math.equality import Statement, is_name, resolve
 from posttrain.graders.math.reading import (
     MAX_ITEMS,
     BasedNumber,
@@ -22,7 +23,6 @@ from posttrain.graders.math.reading import (
     read_answer,
     split,
 )
-from posttrain.graders.math.relations import Statement, is_name, resolve
 
 
 def number(value: int | Fraction, unit: str = "", percent: bool = False) -> Number:

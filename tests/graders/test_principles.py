@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.errors import RecipeError
-from posttrain.graders.behaviour.principles import Objection, at_most_words, closes_tags, shows_working, without_phrases
+from posttrain.graders.behaviour import Objection, at_most_words, closes_tags, shows_working, without_phrases
 from posttrain.registry import entries, find
 from posttrain.types import Example, Message
 

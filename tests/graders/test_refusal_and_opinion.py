@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.graders.behaviour.refusal import refuses
+from posttrain.graders.behaviour import refuses
 from posttrain.graders.grading import Submission, grade
 
 REFUSALS = [

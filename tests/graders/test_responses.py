@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.graders.answers import answer_region, final_response, tagged_response
 from posttrain.graders.grading import Submission
-from posttrain.graders.responses import answer_region, final_response, tagged_response
 
 
 @pytest.mark.parametrize(

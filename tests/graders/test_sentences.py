@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from posttrain.graders.ifeval.sentences import count_capital_words, count_sentences, count_words
+from posttrain.graders.ifeval import count_capital_words, count_sentences, count_words
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.loading import load_layers, weights_hash
 from posttrain.interpret.activations.record import Recorder, plan_batches, plan_shards, record
 from posttrain.interpret.activations.shards import ActivationStore
+from posttrain.interpret.activations.sites import load_layers, weights_hash
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY

@@ -127,9 +127,9 @@ def test_much_is_written_only_when_it_is_wanted_and_fits(
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert "27.2 kB are a lot: add --yes" in refused(capsys, *asked)
     assert not (here / "s").exists()
-    free = activations.shutil.disk_usage(here)._replace(free=27_000)
+    free = shutil.disk_usage(here)._replace(free=27_000)
     with monkeypatch.context() as patched:
-        patched.setattr(activations.shutil, "disk_usage", lambda _: free)
+        patched.setattr(shutil, "disk_usage", lambda _: free)
         assert "27.0 kB are free, which is too little" in refused(capsys, *asked, "--yes")
     assert main(["activations", *asked, "--yes"]) == 0
 

@@ -12,6 +12,7 @@ from posttrain.interpret.dictionaries.measures import plant, plant_change
 from posttrain.interpret.differences.changes import (
     Changes,
     ChangeSums,
+    LatentScaling,
     document_batches,
     holm,
     match_rates,
@@ -19,7 +20,6 @@ from posttrain.interpret.differences.changes import (
     two_sided_p,
     unpaired_changes,
 )
-from posttrain.interpret.differences.features import LatentScaling
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.loss import dictionary_loss
-from posttrain.interpret.dictionaries.words import keep_largest
+from posttrain.interpret.dictionaries.dictionary import Dictionary, keep_largest
+from posttrain.interpret.dictionaries.fitting import dictionary_loss
 
 D, F, N = 10, 48, 40
 OPTIONS: dict[str, dict[str, float]] = {

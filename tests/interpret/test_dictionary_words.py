@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.interpret.dictionaries.words import batchtopk, jumprelu, keep_largest, l1, topk
+from posttrain.interpret.dictionaries.dictionary import batchtopk, jumprelu, keep_largest, l1, topk
 
 PRE = torch.tensor([[3.0, -1.0, 0.5, 2.0], [1.0, 4.0, -2.0, 0.25]])
 ZERO = torch.zeros(4)

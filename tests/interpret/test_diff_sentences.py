@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.interpret.differences.causal import plan_of
 from posttrain.interpret.differences.recipe import CausalSection
-from posttrain.reports.difference_sentences import causal_lines, findings
+from posttrain.reports.differences import causal_lines, findings
 
 
 def counts(changed: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.features import (
+from posttrain.interpret.differences.changes import (
     WINDOW,
     feature_contexts,
     mean_differences,

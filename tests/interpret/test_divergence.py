@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.interpret.differences.changes import ChangeSums, paired_changes
+from posttrain.interpret.differences.changes import ChangeSums, Scaling, Seen, paired_changes
 from posttrain.interpret.differences.divergence import locate_divergence, random_features, token_kl
-from posttrain.interpret.differences.features import Scaling, Seen
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 

@@ -21,13 +21,14 @@ from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, describe_features, write_features
-from posttrain.interpret.features.judges import model_judge, remote_judge
 from posttrain.interpret.features.labels import (
     Windows,
     draw_windows,
     label_features,
+    model_judge,
     read_label,
     read_verdict,
+    remote_judge,
     score,
 )
 from posttrain.recipes.sections import Word

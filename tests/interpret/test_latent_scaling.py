@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.interpret.differences.features import LatentScaling
+from posttrain.interpret.differences.changes import LatentScaling
 
 torch.manual_seed(0)
 FEATURES = torch.relu(torch.randn(300, 6))

@@ -14,8 +14,13 @@ from safetensors.torch import save_file
 
 from posttrain.cli import main
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
-from posttrain.interpret.dictionaries.published import fetch_dictionary, is_hub_name, site_of_hook
+from posttrain.interpret.dictionaries.exchange import (
+    fetch_dictionary,
+    is_hub_name,
+    load_dictionary,
+    read_metadata,
+    site_of_hook,
+)
 
 # Two numbers at a token, three features. pre = (x - b_dec) @ W_enc + b_enc
 WEIGHTS = {

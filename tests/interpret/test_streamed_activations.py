@@ -12,8 +12,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.record import Computed, Recorder
-from posttrain.interpret.activations.stream import KEPT_CHUNKS, ActivationStream
+from posttrain.interpret.activations.record import KEPT_CHUNKS, ActivationStream, Computed, Recorder
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.rows import RowBatches, StoreRows, first_held_out
 from posttrain.interpret.dictionaries.training import train_dictionary

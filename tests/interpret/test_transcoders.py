@@ -17,8 +17,7 @@ from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.activations.sites import activations_of, backbone_of, blocks_of
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
-from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.loss import dictionary_loss
+from posttrain.interpret.dictionaries.fitting import dictionary_loss, fit_dictionary
 from posttrain.interpret.dictionaries.measures import measure
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord, load_sae_recipe
 from posttrain.interpret.dictionaries.rows import StoreRows, TensorRows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -13,7 +15,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from posttrain.types import Batch, Sample, collate
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+from posttrain.models.lora import apply_adapter
+from posttrain.recipes.sections import AdapterSection
+from posttrain.types import Batch, Outputs, Sample, collate
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,6 +76,28 @@ def unshared(batch: Batch) -> Batch:
             for b, n in enumerate(batch.lengths.tolist())
         ]
     )
+
+
+def add_adapter(model: torch.nn.Module) -> torch.nn.Module:
+    """A LoRA adapter on a model that is not what it was without: its second factors are random, not zero."""
+    adapted = apply_adapter(model, AdapterSection(rank=4), seed=0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    return adapted
+
+
+def weighted_backward(forward: Forward, batch: Batch, recomputed: Sequence[torch.nn.Module] = ()) -> Outputs:
+    """What a forward pass gives, behind the backward pass of a sum in which every place has another weight.
+
+    ``recomputed``: models whose activations are computed again in the backward pass.
+    """
+    with gradient_checkpointing(recomputed):
+        outputs = forward(batch)
+        loss = outputs.logprobs if outputs.scores is None else outputs.logprobs + outputs.scores
+        with forward.backward_context():
+            (loss * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
+    return outputs
 
 
 def gradients(*modules: torch.nn.Module) -> torch.Tensor:

@@ -6,15 +6,12 @@ import copy
 
 import pytest
 import torch
-from small_models import gradients, ragged_batch, random_model, relative_difference
+from small_models import add_adapter, gradients, ragged_batch, random_model, relative_difference, weighted_backward
 from torch import Tensor
 
 from posttrain.models.forward import fused
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.fused import FusedLayers, RmsNorm, Rotate, SwiGlu, TokenScores
-from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
-from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -52,20 +49,13 @@ def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeyp
         monkeypatch.setattr(fused, "ENABLED", enabled)
         model = random_model(family)
         if kind == "lora":
-            model = apply_adapter(model, AdapterSection(rank=4), seed=0)
-            torch.manual_seed(1)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(parameter, std=0.1)
+            model = add_adapter(model)
         forward, batch = Forward(model), ragged_batch()
         assert forward.path == "packed"
         assert len(forward.layers.replaced) == 2 * (4 + 2 * (family == "qwen3")) + 1
         calls: list[str] = []
         monkeypatch.setattr(fused, "Rotate", Counted(calls))
-        with gradient_checkpointing([model] if kind == "checkpointed" else []):
-            outputs = forward(batch)
-            with forward.backward_context():
-                (outputs.logprobs * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
+        outputs = weighted_backward(forward, batch, [model] if kind == "checkpointed" else [])
         assert len(calls) == (0 if not enabled else 8 if kind == "checkpointed" else 4)
         seen[enabled] = (outputs.logprobs.detach(), outputs.entropy, gradients(model))
     assert float((seen[True][0] - seen[False][0]).abs().max()) < 1e-5

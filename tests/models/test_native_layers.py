@@ -11,19 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_models import CONFIGS, SHAPE, gradients, ragged_batch, relative_difference
+from small_models import CONFIGS, SHAPE, add_adapter, gradients, ragged_batch, relative_difference, weighted_backward
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from posttrain.models.forward import fused
 from posttrain.models.forward.attention import attend
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.packing import Packing, pack
 from posttrain.models.heads import ScalarHead
 from posttrain.models.kernel import build
-from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection
 from posttrain.types import Sample, collate
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors
 
@@ -242,19 +239,12 @@ def test_models_give_what_their_own_modules_give(
         monkeypatch.setattr(fused, "ENABLED", native)
         model = wide_model(family)
         if kind == "lora":
-            model = apply_adapter(model, AdapterSection(rank=4), seed=0)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+            model = add_adapter(model)
         head = ScalarHead(128, init_std=0.5) if kind == "with a head" else None
         forward, batch = Forward(model, 0.7, head, native_kernel=native), ragged_batch()
         assert (forward.path, forward.native_kernel) == ("packed", native)
         calls.clear()
-        with gradient_checkpointing([model] if kind == "checkpointed" else []):
-            outputs = forward(batch)
-            loss = outputs.logprobs if outputs.scores is None else outputs.logprobs + outputs.scores
-            with forward.backward_context():
-                (loss * torch.linspace(0.5, 1.5, batch.mask.shape[1])).sum().backward()
+        outputs = weighted_backward(forward, batch, [model] if kind == "checkpointed" else [])
         again = 2 if kind == "checkpointed" else 1
         expected = {"rotate": 4 * again, "packed_attention": 2 * again, "swiglu": 2 * again, "token_scores": 1}
         expected |= {f"{name}_backward": 1 if name == "token_scores" else expected[name] // again for name in expected}

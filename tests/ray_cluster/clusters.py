@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from small_runs import make_recipe
+from small_runs import MOST_SECONDS, end_of, make_recipe, start, train_command
 
 TESTS = Path(__file__).parent.parent
 SHORT = {"prompts": 4, "group": 2, "max_tokens": 6, "temperature": 1.5}
-SECONDS = 300.0  # a bound for the slowest of machines
 
 
 class Machines:
@@ -37,27 +34,12 @@ class Machines:
         self.nodes.remove(node)
 
     def started(self, folder: Path, recipe: Any, *options: str, **variables: str) -> subprocess.Popen[str]:
-        path = folder / "asked.yaml"
-        path.write_text(recipe.to_yaml(), encoding="utf-8")
-        where = ["--runs-dir", str(folder / "runs"), "--run", "it", "--quiet"]
-        command = [sys.executable, "-m", "posttrain", "train", str(path), *where, *options]
         environment = {**os.environ, "RAY_ADDRESS": self.cluster.address, **variables}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, **pipes)
+        return start(train_command(folder, recipe, *options), environment, cwd=folder)
 
     def ended(self, folder: Path, recipe: Any, *options: str, **variables: str) -> tuple[int, str]:
         """(exit code, what it said on the standard error) of a command."""
         return end_of(self.started(folder, recipe, *options, **variables))
-
-
-def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """(exit code, what it said on the standard error)."""
-    try:
-        _, error = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, error
 
 
 @contextmanager
@@ -84,7 +66,7 @@ def recipe_of(reward: str, launcher: str = "ray", processes: int = 2, **options:
 
 
 def wait_until(
-    what: Callable[[], object], seconds: float = SECONDS, process: subprocess.Popen[str] | None = None
+    what: Callable[[], object], seconds: float = MOST_SECONDS, process: subprocess.Popen[str] | None = None
 ) -> None:
     """Until ``what`` is true; not longer than the ``process`` works."""
     deadline = time.monotonic() + seconds

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.render import encode_prompt
-from posttrain.render.dialogue import PARAGRAPHS, Dialogue
+from posttrain.render.words import PARAGRAPHS, Dialogue
 from posttrain.types import Example, Message
 
 # What a user could write to put words into another's mouth.

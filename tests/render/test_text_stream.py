@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.render.text_stream import TextStream
+from posttrain.render.encoding import TextStream
 
 
 def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:

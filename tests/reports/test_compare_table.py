@@ -10,7 +10,7 @@ from test_report import Page
 
 from made_up_cells import make_cell, make_comparison, two_methods
 from posttrain.reports.charts.comparison import draw_comparison, make_lines, spread_labels
-from posttrain.reports.comparison import (
+from posttrain.reports.sweeps import (
     make_notes,
     make_table,
     render_comparison,

@@ -15,14 +15,13 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.errors import UsageError
-from posttrain.evals.calibration import logit, sigmoid
 from posttrain.evals.ranking import COMBINE, area_under_curve
-from posttrain.evals.statistics import paired_bootstrap, wilson_interval
+from posttrain.evals.statistics import logit, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
 from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.reward_model import difference_tables, shared_verdicts
 from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model
-from posttrain.reward_models.solutions import vote_weights
+from posttrain.reward_models.measures import vote_weights
 from posttrain.reward_models.views import View, add_area, add_calibration, add_share, break_down, effective_number
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response

@@ -12,7 +12,7 @@ from reward_runs import make_recipe, make_run, open_run, save_step
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evals.calibration import sigmoid
+from posttrain.evals.statistics import sigmoid
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.render import encode_plain, encode_prompt, end_id

@@ -8,11 +8,11 @@ import pytest
 from fake_runs import make_run
 
 from posttrain.cli import main
-from posttrain.runs import facts
+from posttrain.runs import listing
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.lineage import find_links, find_links_around
 from posttrain.runs.listing import list_runs
-from posttrain.store import remembered
+from posttrain.store import reading
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sixty runs, started one a minute; each is trained from the one before. The working directory is their home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remembered, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "SETTLED_SECONDS", 0.0)
     for number in range(60):
         model = f"runs/r{number - 1:02d}" if number else "tiny"
         created = f"2026-01-01T00:{number:02d}:00+00:00"
@@ -45,7 +45,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process."""
-    monkeypatch.setattr(facts, "_facts", remembered.Remembered("runs"))
+    monkeypatch.setattr(listing, "_facts", reading.Remembered("runs"))
 
 
 def listed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], str]:
@@ -113,12 +113,12 @@ def test_a_damaged_memory_is_made_anew(
 
 
 def test_two_processes_keep_what_either_found(root: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = remembered.Remembered("runs"), remembered.Remembered("runs")
+    ours, theirs = reading.Remembered("runs"), reading.Remembered("runs")
     for number, memory in [(1, ours), (2, theirs)]:
         assert memory.get(root / f"r{number:02d}" / "recipe.yaml", lambda path: path.parent.name) == f"r{number:02d}"
     ours.save()
     theirs.save()
-    later = remembered.Remembered("runs")
+    later = reading.Remembered("runs")
     for number in (1, 2):
         assert later.get(root / f"r{number:02d}" / "recipe.yaml", lambda path: "again") == f"r{number:02d}"
 

@@ -13,12 +13,14 @@ from fake_runs import make_comparison, make_run
 
 from posttrain.errors import UsageError
 from posttrain.runs.directory import RunDirectory, lock_run
-from posttrain.runs.filtering import Filter, check_states, sort_runs
 from posttrain.runs.listing import (
+    Filter,
+    check_states,
     disk_bytes,
     disk_use,
     list_comparisons,
     list_runs,
+    sort_runs,
     summarize_comparison,
 )
 from posttrain.runs.notes import change_tags

@@ -28,11 +28,10 @@ from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.distributed import check_devices
-from small_runs import Events, make_recipe, same_bits, saved_tensors
+from small_runs import MOST_SECONDS, Events, end_of, make_recipe, same_bits, saved_tensors, start, train_command
 
 TESTS = Path(__file__).parent
 SHORT = {"prompts": 4, "group": 2, "max_tokens": 6, "temperature": 1.5}
-SECONDS = 300.0  # a bound for the slowest of machines
 
 
 def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:
@@ -46,33 +45,18 @@ def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:
     )
 
 
-def command_of(folder: Path, recipe: Any, *options: str) -> list[str]:
-    path = folder / "asked.yaml"
-    path.write_text(recipe.to_yaml(), encoding="utf-8")
-    where = ["--runs-dir", str(folder / "runs"), "--run", "it", "--quiet"]
-    return [sys.executable, "-m", "posttrain", "train", str(path), *where, *options]
-
-
 def environment() -> dict[str, str]:
     places = [str(TESTS), str(TESTS.parent), *(p for p in sys.path if p)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
 
 
 def started(folder: Path, recipe: Any, *options: str) -> subprocess.Popen[str]:
-    command = command_of(folder, recipe, *options)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
+    return start(train_command(folder, recipe, *options), environment())
 
 
 def ended(folder: Path, recipe: Any, *options: str) -> tuple[int, str]:
     """(exit code, what it said on the standard error) of a command."""
-    process = started(folder, recipe, *options)
-    try:
-        _, error = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, error
+    return end_of(started(folder, recipe, *options))
 
 
 def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +168,13 @@ def test_no_process_outlives_one_that_is_killed(killed: str, tmp_path: Path) -> 
     """Rank 1 hangs in a reward; rank 0 waits for it in an exchange."""
     note = tmp_path / "note"
     process = started(tmp_path, recipe_of("stops_in_rank_one", after=6, note=str(note)))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + MOST_SECONDS
     while not (note.is_file() and note.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     other = int(note.read_text())
     os.kill(process.pid if killed == "the first" else other, signal.SIGKILL)
-    code = process.wait(SECONDS)
+    code = process.wait(MOST_SECONDS)
     while _is_alive(other) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _is_alive(other)
@@ -201,9 +185,9 @@ def test_no_process_outlives_one_that_is_killed(killed: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
-    command = command_of(tmp_path, recipe_of("fine", 1))
+    command = train_command(tmp_path, recipe_of("fine", 1))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", *command[2:]]
-    done = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=MOST_SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run:") == 1, "only the first process reports"
     launch(recipe_of("fine"), root=tmp_path / "runs", name="launched")
@@ -308,8 +292,8 @@ def test_killed_at_any_moment_it_ends_and_goes_on_without_loss(seed: int, tmp_pa
     victim = chance.choice([process.pid, *others])
     with suppress(ProcessLookupError):
         os.kill(victim, signal.SIGKILL)
-    code = process.wait(SECONDS)
-    deadline = time.monotonic() + SECONDS
+    code = process.wait(MOST_SECONDS)
+    deadline = time.monotonic() + MOST_SECONDS
     while any(map(_is_alive, others)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_is_alive, others))

@@ -12,13 +12,17 @@ from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.recipes.document import merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.compare import (
+    METHOD_KEYS,
     ComparisonPlan,
+    changes_between,
     comparison_names,
     describe_comparison,
+    differences,
     load_comparison,
+    method_part,
     training_recipe_names,
+    without_method,
 )
-from posttrain.sweeps.methods import METHOD_KEYS, changes_between, differences, method_part, without_method
 
 EXAMPLE = Path(__file__).with_name("comparison.yaml")
 

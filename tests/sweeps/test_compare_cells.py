@@ -16,7 +16,7 @@ from fake_runner import FakeRunner, doings, starts, status_of
 
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.reports.comparison import write_comparison
+from posttrain.reports.sweeps import write_comparison
 from posttrain.runs import directory
 from posttrain.runs.children import thread_settings, threads_per_child
 from posttrain.runs.directory import RunDirectory, lock_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError, PosttrainError, RecipeError, UsageError
-from posttrain.sweeps.pipelines.plan import load_pipeline
-from posttrain.sweeps.pipelines.results import (
+from posttrain.sweeps.pipeline import load_pipeline
+from posttrain.sweeps.pipeline_results import (
     Estimate,
     Meeting,
     against_each_other,

@@ -16,9 +16,9 @@ from fake_runner import STUDIED, FakeRunner, doings
 
 from posttrain.errors import RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.reports.study import write_study
+from posttrain.reports.sweeps import write_study
+from posttrain.sweeps.plan import standings
 from posttrain.sweeps.runner import Outcome, part_command, run_sweep
-from posttrain.sweeps.standings import standings
 from posttrain.sweeps.study import StudyPlan, load_study
 from posttrain.sweeps.study_report import collect_study
 

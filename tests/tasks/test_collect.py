@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.tasks.collect import Collected, Dropped, collect
+from posttrain.tasks.reader import Collected, Dropped, collect
 from posttrain.tasks.reading import Row
 from posttrain.types import Example, Message
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.tasks.collect import Dropped
-from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
+from posttrain.tasks.preferences.hh_rlhf import merge_turns, parse_turns
+from posttrain.tasks.reader import Dropped
 from posttrain.types import Message
 
 

@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.errors import DataError, RecipeError
 from posttrain.graders.answers import parse_quantity, same_answer
 from posttrain.tasks.base import Task
-from posttrain.tasks.verifiable.gsm8k import gsm8k
+from posttrain.tasks.verifiable.mathematics import gsm8k
 from posttrain.types import Message
 
 ROW = {

@@ -11,7 +11,7 @@ from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
 from posttrain.graders.answers import same_answer
-from posttrain.tasks.steps.gsm8k_solutions import gsm8k_solutions, split_answer
+from posttrain.tasks.steps.judged_solutions import gsm8k_solutions, split_answer
 from posttrain.types import Example, Message, Response
 
 TRUTH = "6/2=<<6/2=3>>3 of them\n3+1=<<3+1=4>>4\nA: 4"

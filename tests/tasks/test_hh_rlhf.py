@@ -12,7 +12,7 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.tasks.preferences.hh_rlhf import hh_rlhf
-from posttrain.tasks.splits import opening_hash, prompt_hash
+from posttrain.tasks.reader import opening_hash, prompt_hash
 from posttrain.types import Example, Message, Response
 
 

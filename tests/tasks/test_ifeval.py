@@ -14,9 +14,8 @@ import pytest
 from posttrain import registry
 from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.graders.grading import Submission
-from posttrain.graders.ifeval import language
-from posttrain.graders.ifeval.grader import ifeval as grade
-from posttrain.graders.ifeval.table import INSTRUCTIONS
+from posttrain.graders.ifeval import INSTRUCTIONS, _load_factory
+from posttrain.graders.ifeval import ifeval as grade
 from posttrain.tasks.verifiable.ifeval import ifeval
 
 ROW = {
@@ -90,13 +89,13 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
 
 
 def test_the_detector_is_asked_for_before_anything_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    language._load_factory.cache_clear()
+    _load_factory.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
     assert len(ifeval(path=write(tmp_path / "x.jsonl", [ROW])).examples) == 1
     row = {**ROW, "instruction_id_list": ["change_case:english_lowercase"], "kwargs": [{}]}
     with pytest.raises(MissingExtra, match="langdetect"):
         ifeval(path=write(tmp_path / "y.jsonl", [row]))
-    language._load_factory.cache_clear()
+    _load_factory.cache_clear()
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed, same_answer
 from posttrain.graders.grading import Submission, grade
-from posttrain.tasks.verifiable.math import math
+from posttrain.tasks.verifiable.mathematics import math
 
 SOLUTION = "First $\\boxed{1}$, no: it is $\\boxed{\\left\\{\\frac{1}{2}, 3\\right\\}}$."
 
@@ -70,7 +70,7 @@ def test_rows_without_any_answer_are_dropped_and_counted(tmp_path: Path) -> None
     task = math(split="test", path=write(tmp_path / "x.jsonl", rows))
     assert [e.id for e in task.examples] == ["math/test/1", "math/test/4"]
     assert task.dropped == {"no answer and no \\boxed{} in the solution": 2}
-    with pytest.raises(DataError, match="no usable examples"):
+    with pytest.raises(DataError, match="no row can be used: 1 × no answer and no"):
         math(split="test", path=write(tmp_path / "y.jsonl", rows[1:2]))
 
 

@@ -11,7 +11,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
-from posttrain.tasks.collect import Dropped
+from posttrain.tasks.reader import Dropped
 from posttrain.tasks.steps.math_shepherd import align, math_shepherd
 from posttrain.types import Message, Response
 

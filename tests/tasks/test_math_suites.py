@@ -15,7 +15,7 @@ import pytest
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError
 from posttrain.tasks.base import Task
-from posttrain.tasks.verifiable.math_suites import aime24, aime25, amc, math500, minerva_math, olympiad_bench, svamp
+from posttrain.tasks.verifiable.mathematics import aime24, aime25, amc, math500, minerva_math, olympiad_bench, svamp
 from posttrain.types import Message
 
 SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench", "svamp")

@@ -13,7 +13,7 @@ from given_rows import needs_data, real_file, write_rows
 from posttrain.errors import DataError, RecipeError
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import held_out_task
-from posttrain.tasks.steps.mr_gsm8k import mr_gsm8k
+from posttrain.tasks.steps.found_errors import mr_gsm8k
 from posttrain.types import Message, Response
 
 ROW = {

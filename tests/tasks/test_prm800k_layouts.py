@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.tasks.reading import Row
-from posttrain.tasks.steps.prm800k_layouts import Candidate, Solution, Step, read_solutions
+from posttrain.tasks.steps.prm800k import Candidate, Solution, Step, read_solutions
 
 PROBLEM = "What is 2 + 3 + 4?"
 

@@ -12,7 +12,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
-from posttrain.tasks.steps.prmbench import prmbench
+from posttrain.tasks.steps.found_errors import prmbench
 from posttrain.types import Message, Response
 
 ROW = {

@@ -13,7 +13,7 @@ from posttrain.recipes.sections import Word
 from posttrain.tasks.base import build_task, held_out_task
 from posttrain.tasks.jsonl import jsonl
 from posttrain.tasks.reader import _places
-from posttrain.tasks.verifiable.gsm8k import gsm8k
+from posttrain.tasks.verifiable.mathematics import gsm8k
 
 MAKERS = {"stories", "reasoning_gym", "episodes", "random_play", "sums"}  # these make as many examples as ``size`` says
 

@@ -18,7 +18,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import jsonl
 from posttrain.tasks.preferences.task import preferences
 from posttrain.tasks.reading import Row, read_file, read_hub, read_hub_file
-from posttrain.tasks.verifiable.math_suites import svamp
+from posttrain.tasks.verifiable.mathematics import svamp
 from posttrain.types import Message
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]

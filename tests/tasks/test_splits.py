@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.errors import DataError
-from posttrain.tasks.splits import choose_split, opening_hash, prompt_hash
+from posttrain.tasks.reader import choose_split, opening_hash, prompt_hash
 from posttrain.types import Example, Message
 
 

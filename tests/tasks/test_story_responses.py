@@ -16,8 +16,16 @@ from posttrain.models.sources import TINY
 from posttrain.render import encode_prompt, encode_response
 from posttrain.render.rows import rows_of
 from posttrain.tasks.stories.families import Equation, Story
-from posttrain.tasks.stories.responses import carry_on, corrupt, count_results, make_responses
-from posttrain.tasks.stories.task import StoryOptions, draw_story, stories, usual_results
+from posttrain.tasks.stories.task import (
+    StoryOptions,
+    carry_on,
+    corrupt,
+    count_results,
+    draw_story,
+    make_responses,
+    stories,
+    usual_results,
+)
 from posttrain.types import Response
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")

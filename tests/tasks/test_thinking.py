@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.tasks.collect import Dropped
-from posttrain.tasks.thinking import answer_text, remove_thinking
+from posttrain.tasks.reader import Dropped, answer_text, remove_thinking
 
 
 @pytest.mark.parametrize(

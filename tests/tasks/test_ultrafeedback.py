@@ -11,7 +11,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
-from posttrain.tasks.preferences.ultrafeedback import ultrafeedback
+from posttrain.tasks.preferences.compared_answers import ultrafeedback
 from posttrain.types import Message, Response
 
 ROW = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 8.5, "score_rejected": 4}

@@ -58,26 +58,29 @@ def train_case(world: World, recipe: dict[str, Any], folder: Path, *, resume: bo
     return _train(world, recipe, folder, resume, stop_after)
 
 
-def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[tuple[int, ...]]], float]:
+def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[Any]], float]:
     """Rank 0: one update of a resolved recipe. Of every trained parameter the shape, and those of what this process has
-    of its gradient, its moment and itself; and the norm of the gradient.
+    of its gradient, its moment and itself, and the types of these three; and the norm of the gradient.
     """
     world.tell((recipe,), "case")
     return _shards(world, recipe)
 
 
-def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[tuple[int, ...]]], float]:
+def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float]:
     recipe = validate_recipe(plain).resolve()
     parts = prepare(recipe, None, world)
     batch = parts.source(1).batch
     assert batch is not None
     loss, _ = accumulate(parts.learning(), batch, recipe.train, world=world)
     gradients = [_own_shape(p.grad) for _, p in parts.parameters]
+    kinds = [[str(p.grad.dtype), str(p.dtype)] for _, p in parts.parameters]
     own, apart = parts.split_parameters()
     norm = apply_update(parts.optimizer, own, 1e-4, 1.0, loss, 1, apart)
     moments = [_own_shape(parts.optimizer.state[p]["exp_avg"]) for _, p in parts.parameters]
     trained = [p for _, p in parts.parameters]
-    shapes = zip((tuple(p.shape) for p in trained), gradients, moments, map(_own_shape, trained), strict=True)
+    for of, p in zip(kinds, trained, strict=True):
+        of.append(str(parts.optimizer.state[p]["exp_avg"].dtype))
+    shapes = zip((tuple(p.shape) for p in trained), gradients, moments, map(_own_shape, trained), kinds, strict=True)
     return [list(of) for of in shapes], norm
 
 

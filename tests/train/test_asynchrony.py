@@ -11,13 +11,13 @@ import io
 import os
 import signal
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from inline_sampling import Killed, sample_inline
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import EngineMismatch, RecipeError, RewardFailure, UsageError
 from posttrain.recipes.recipe import Recipe
@@ -28,11 +28,10 @@ from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
 from posttrain.train.process import Weights, receive, send, send_weights, weight_sums
-from posttrain.train.sources import ahead, sampling_worker
+from posttrain.train.sources import sampling_worker
 from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn
-from posttrain.train.sources.sampling_process import KEPT
 from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
 
@@ -63,56 +62,9 @@ def stale_recipe(staleness: int, *, rollout: Mapping[str, Any] = ROLLOUT, **chan
     return make_recipe("grpo", rollout=dict(rollout) | {"staleness": staleness}, **changes)
 
 
-class InlineProcess:
-    """A ``SamplingProcess`` that is none: another model in this process, told the same in the same words."""
-
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        self.source, self.model = prepare_sampling(recipe, None if folder is None else folder / KEPT)
-
-    def draw(
-        self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]
-    ) -> Mapping[str, Any]:
-        pipe = io.BytesIO()
-        send_weights(pipe, weights)
-        send(pipe, {"batch": batch, "step": step, "version": weights.version})
-        pipe.seek(0)
-        replies = io.BytesIO()
-        for _ in range(2):
-            message = receive(pipe)
-            assert message is not None
-            sampling_worker._answer(self.source, self.model, message, replies)
-        replies.seek(0)
-        while (reply := receive(replies)) is not None and "drawn" not in reply:
-            begins(reply["begins"])
-        assert reply is not None
-        return reply["drawn"]
-
-    def close(self) -> None:
-        pass
-
-
-class InlineExecutor:
-    """Does what it is given before it returns: nothing overlaps."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:  # noqa: BLE001
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, **_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "SamplingProcess", InlineProcess)
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
+    sample_inline(monkeypatch)
 
 
 def without_staleness(folder: Path) -> list[dict[str, float]]:
@@ -208,10 +160,6 @@ def test_stopped_anywhere_and_resumed_equals_undisturbed(staleness: int, tmp_pat
     assert len(issued) == len(set(issued)), "a checkpoint keeps what was sampled; nothing was issued twice"
 
 
-class Killed(BaseException):
-    """What nothing catches: the process is gone."""
-
-
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_killed_far_behind_a_checkpoint_and_resumed_equals_undisturbed(
     staleness: int, tmp_path: Path, inline: None
@@ -276,8 +224,7 @@ def test_a_process_beside_it_gives_the_same_bits_also_when_it_is_killed(
 ) -> None:
     recipe = stale_recipe(1, train=TRAIN | {"steps": 8})
     with monkeypatch.context() as patch:
-        patch.setattr(ahead, "SamplingProcess", InlineProcess)
-        patch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
+        sample_inline(patch)
         run(tmp_path / "inline", recipe)
     seen: list[int] = []
 
@@ -327,8 +274,7 @@ def test_a_process_beside_it_decodes_with_the_native_kernel_of_the_run(
     monkeypatch.setattr(machine, "usual_kernel", lambda: "off")
     run(tmp_path / "beside", recipe)
     with monkeypatch.context() as patch:
-        patch.setattr(ahead, "SamplingProcess", InlineProcess)
-        patch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
+        sample_inline(patch)
         run(tmp_path / "off", recipe)
         patch.setattr(machine, "usual_kernel", lambda: native_kernel)
         run(tmp_path / "on", recipe)

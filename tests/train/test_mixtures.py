@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_asynchrony import InlineExecutor, InlineProcess
 
+from inline_sampling import sample_inline
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from posttrain.train.checks import words_of
-from posttrain.train.sources import ahead
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
 SHARE = "small_runs:digit_share"
@@ -115,8 +114,7 @@ STAGES = {
 
 
 def test_stages_sample_ahead_the_same_prompts_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "SamplingProcess", InlineProcess)
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", InlineExecutor)
+    sample_inline(monkeypatch)
     task = mixed({"one": 1, "two": 1})
     recipes = {s: sampling_recipe(STAGES, rollout={"staleness": s}, task=task) for s in (0, 2)}
     for staleness, recipe in recipes.items():

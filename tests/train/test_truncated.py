@@ -17,7 +17,7 @@ from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
-from posttrain.rewards.length import truncated
+from posttrain.rewards.format import truncated
 from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate

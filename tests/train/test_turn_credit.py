@@ -15,7 +15,7 @@ from test_turns import TEXTS, game_recipe
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
 from posttrain.cli import main
-from posttrain.commands.chat.studio_html import draw_rollouts
+from posttrain.commands.chat.studio_records import draw_rollouts
 from posttrain.commands.summary import write_summary
 from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UsageError

@@ -201,6 +201,19 @@ def open_console() -> Console:
     return console if console.is_terminal else OutputConsole(**options, width=PIPED_COLUMNS)
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """A line of any width; it is broken where the terminal ends, and in a pipe not at all."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def plain_table(*columns: str, right: Sequence[str] = (), **options: Any) -> Table:
+    """A table without lines, two blanks between its columns, of which those on the ``right`` hold numbers."""
+    table = Table(*columns, **{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
 def print_table(console: Console, content: TextTable) -> None:
     """A table of text; nothing in it is cut off, however narrow the terminal."""
     table = Table(title=Text(content.title), title_justify="left")

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 
 from posttrain import registry
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.explain import summary
 from posttrain.commands.options.words import chosen_words
 from posttrain.errors import UsageError
@@ -64,7 +64,7 @@ def _choose_measure(model: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _print_tasks(console: Console) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table = plain_table(show_header=False)
     table.add_column("task", no_wrap=True)
     table.add_column("what it is")
     for name, entry in registry.entries("task").items():
@@ -117,13 +117,8 @@ def _counted(stats: Description) -> list[tuple[str, Counter[str]]]:
 
 
 def _length_table(stats: Description, unit: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(unit)
-    table.add_column("texts", justify="right")
-    for share in PERCENTILES:
-        name = {0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}")
-        table.add_column(name, justify="right")
-    table.add_column("mean", justify="right")
+    names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
+    table = plain_table(unit, right=("texts", *names, "mean"))
     for part, values in stats.lengths.items():
         cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
         table.add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
@@ -131,10 +126,7 @@ def _length_table(stats: Description, unit: str) -> Table:
 
 
 def _count_table(name: str, counts: Counter[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(name)
-    table.add_column("count", justify="right")
-    table.add_column("share", justify="right")
+    table = plain_table(name, right=("count", "share"))
     for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(Text(value), f"{count:,}", f"{count / counts.total():.1%}")
     return table

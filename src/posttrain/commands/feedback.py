@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.commands.console import say
 from posttrain.commands.options.argument_types import new_place, nonnegative_float, positive, seed, share
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def run_feedback(arguments: argparse.Namespace) -> int:
     about = write_pairs(out, feedback, settings)
     journal.close()
     if not arguments.quiet:
-        console.print(Text(f"pairs: {out}; counts and settings: {about}"), soft_wrap=True)
+        say(console, f"pairs: {out}; counts and settings: {about}")
     return 0
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.options.argument_types import positive
 from posttrain.commands.progress import show_duration
 from posttrain.commands.runs.show import show_bytes
@@ -56,7 +54,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _print_memory(plan: Plan) -> None:
     from posttrain.train.planning.plan import most, room
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column(Text(f"memory of one of {plan.count} {plan.gpu.name}"), no_wrap=True)
     for sharding in plan.memory:
         titles = {"none": "whole model" if plan.count > 1 else "", "fsdp2": "sharded (fsdp2)"}

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -21,7 +20,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, say
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -138,7 +137,7 @@ class History:
         self.step = int(payload["step"])
         self.timing = dict(payload["timing"])
         if self.step == self.first_step + 1:
-            self.pace_started = self._clock() - self.timing["step_seconds"]
+            self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
         for name, value in payload["metrics"].items():
             self.series[name].append(float(value))
         for name, value in self.timing.items():
@@ -180,9 +179,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, event: str, payload: dict[str, Any]) -> None:
@@ -253,7 +250,7 @@ class PlainProgress(Progress):
         return " | ".join(parts)
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+        say(self._console, line)
 
 
 class LiveProgress(Progress):

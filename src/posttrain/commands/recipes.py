@@ -11,11 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
 
 from posttrain import registry
 from posttrain.commands import explain as words
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import Text, open_console, plain_table, say
 from posttrain.errors import UnknownWord, UsageError
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text, study_names
@@ -45,7 +44,7 @@ def run_recipes(arguments: argparse.Namespace) -> int:
     console = open_console()
     for title, rows in recipe_groups():
         labels = ("name", "model") if len({row.model for row in rows}) > 1 else ("name",)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=Text(title, style="bold"))
+        table = plain_table(title=Text(title, style="bold"))
         table.title_justify, table.title_style = "left", "none"
         for label in labels:
             table.add_column({"name": "recipe"}.get(label, label), no_wrap=True)
@@ -157,7 +156,7 @@ def _print_all(console: Console) -> None:
 
 def _print_kind(console: Console, kind: str) -> None:
     key, purpose = words.KINDS[kind]
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 2))
+    table = plain_table(show_header=False, padding=(0, 1, 0, 2))
     table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
     table.title_style = "none"
     table.add_column("word", no_wrap=True)
@@ -171,7 +170,7 @@ def _print_kind(console: Console, kind: str) -> None:
 def _print_entry(console: Console, entry: registry.Entry) -> None:
     console.print(Text.assemble((entry.name, "bold cyan"), f"  {entry.kind}, ", (_source_of(entry), "dim")))
     console.print()
-    console.print(Text(entry.doc or "(no docstring)"), soft_wrap=True)
+    say(console, entry.doc or "(no docstring)")
     console.print()
     # an engine that does not follow training samples for `posttrain evaluate --engine` alone
     key = words.KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
@@ -185,10 +184,10 @@ def _print_recipe(console: Console, name: str) -> None:
     recipe = load_recipe(name)
     console.print(Text.assemble((name, "bold cyan"), "  recipe"))
     console.print()
-    console.print(Text(recipe.description.strip()), soft_wrap=True)
+    say(console, recipe.description.strip())
     console.print()
     resolved = recipe.resolve()
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table = plain_table(show_header=False)
     table.add_column("key", no_wrap=True)
     table.add_column("word", no_wrap=True)
     table.add_column("what it is")
@@ -215,7 +214,7 @@ def _source_of(entry: registry.Entry) -> str:
 def _print_section(console: Console, name: str, section: type[BaseModel]) -> None:
     console.print(Text.assemble((name, "bold cyan"), "  section of a recipe"))
     console.print()
-    console.print(Text(inspect.getdoc(section) or ""), soft_wrap=True)
+    say(console, inspect.getdoc(section) or "")
     console.print()
     _print_options(console, words.section_options(section), "" if name == "recipe" else name)
 
@@ -224,7 +223,7 @@ def _print_options(console: Console, options: list[words.Option], key: str) -> N
     if not options:
         console.print("it has no options")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("option", "type", "default"):
         table.add_column(column, no_wrap=column != "type")
     for option in options:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from posttrain import registry
 from posttrain.commands.progress import show_duration
 from posttrain.recipes.recipe import Recipe
+from posttrain.render.template import build_template
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
@@ -158,8 +158,7 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
 
 def template_of(recipe: Recipe) -> Any:
     """The prompt template of a recipe."""
-    word = recipe.prompt.template
-    return registry.find("template", word.name, "prompt.template").bind(word.options, "prompt.template")()
+    return build_template(recipe.prompt.template)
 
 
 def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:

@@ -8,10 +8,9 @@ from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
-from posttrain.environments.calls import Request, describe_tools, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset, opened
 from posttrain.environments.pool import Job, Pool
-from posttrain.environments.tools import Tool
+from posttrain.environments.tools import Request, Tool, describe_tools, read_calls
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest

@@ -173,7 +173,8 @@ class RolloutRequest:
 
     ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
     (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a caller who asks for them in
-    several calls; ``prompt_indices`` under which they are recorded (0, 1, ... by default).
+    several calls; ``prompt_indices`` under which they are recorded (0, 1, ... by default), and ``passes`` over the rows
+    in which each of them stands (0 by default).
     """
 
     examples: Sequence[Example]
@@ -184,19 +185,30 @@ class RolloutRequest:
     step: int = 0
     prompt_indices: Sequence[int] | None = None
     slots: Sequence[int] | None = None
+    passes: Sequence[int] | None = None
+
+    def keys(self, number: int) -> list[int]:
+        """Of prompt ``number``, one for each of its completions."""
+        slot = number if self.slots is None else self.slots[number]
+        return [derive_key(*self.key, slot, g) for g in range(self.group)]
 
 
-def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
+def collect(
+    sampler: Sampler, asked: RolloutRequest, said: Sequence[Sequence[Completion]] | None = None
+) -> tuple[list[list[Rollout]], float]:
     """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading.
 
-    What graders and rewards see as the text of a completion of several turns is its last turn.
+    ``said``: the completions of every prompt, where they were sampled before. What graders and rewards see as the text
+    of a completion of several turns is its last turn.
     """
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
     slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
     mine = sampler.world.share(numbers)
-    keys = [[derive_key(*asked.key, slots[i], g) for g in range(group)] for i in mine]
-    episodes = _play(sampler, asked, mine, keys, [slots[i] for i in mine])
+    if said is None:
+        episodes = _play(sampler, asked, mine, [asked.keys(i) for i in mine], [slots[i] for i in mine])
+    else:
+        episodes = [[Episode(tuple(asked.prompts[i]), one) for one in said[i]] for i in mine]
     started = time.perf_counter()
     played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
     grades = grader.grade([_attempt(sampler, asked.examples[i], one) for i, one in played]) if played else []
@@ -213,7 +225,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
                 parts=grade.parts,
                 reward=grade.reward,
                 step=asked.step,
-                epoch=0,
+                epoch=0 if asked.passes is None else asked.passes[i],
                 prompt_index=indices[i],
                 rollout_index=g,
                 extracted=grade.extracted,

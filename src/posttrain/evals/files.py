@@ -11,16 +11,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item, item_of, read_items, sample_of, write_items
 from posttrain.evals.measures import Kinds
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
-from posttrain.store.links import refuse_links
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import harmless
@@ -91,10 +89,8 @@ class EvaluationStore:
         self.store.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.store.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.store.__exit__(*error)
 
     def known(self, examples: Mapping[int, Example], format_part: str, samples: int) -> dict[int, Item]:
         """Items by index whose samples are all there already; ``examples`` by index."""

@@ -11,10 +11,8 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from posttrain.evals.items import Item, ItemSample, Scalar
-from posttrain.evals.ranking import best_of_n
-from posttrain.evals.seeds import half_width
-from posttrain.evals.statistics import item_interval, pass_at_k, standard_error
-from posttrain.evals.voting import majority_at_k
+from posttrain.evals.ranking import best_of_n, majority_at_k
+from posttrain.evals.statistics import half_width, item_interval, pass_at_k, standard_error
 from posttrain.graders.grading import FAILURES
 from posttrain.tasks.description import percentile
 from posttrain.types import TRUNCATED

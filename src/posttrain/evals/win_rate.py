@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.judging.contests import PairJudge
+from posttrain.engines.judging.reward import PairJudge
 from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
@@ -20,8 +20,7 @@ from posttrain.evals.files import refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
 from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.seeds import half_width
-from posttrain.evals.statistics import item_interval
+from posttrain.evals.statistics import half_width, item_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word

@@ -8,11 +8,13 @@ reward ``correct`` asks it.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain import registry
+from posttrain.registry import register
 
 # ``ungraded``: the example has nothing to grade against. ``timeout`` and ``crash``: the grader was stopped, or
 # died, while it looked at this submission; both count as not right, and both are counted.
@@ -81,3 +83,45 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
         verdicts = [function(submission) for submission in submissions]
     assert len(verdicts) == len(submissions), f"grader {name!r}: one verdict for each submission"
     return verdicts
+
+
+# Whether a text has anything to see in it: one meaning of "there is an answer" for all graders and rewards.
+
+# Controls, formats (zero-width space, byte order mark), surrogates, private and unassigned characters, separators;
+# marks, which are seen only on a letter.
+_UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Mc", "Me"))
+# Of other categories and yet without ink: Hangul fillers, the Braille cell without dots, a note without a head, and
+# what stands for an object or for bytes that are no text.
+_WITHOUT_INK = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
+    return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
+
+
+# Several gold answers, each of which is right.
+
+
+@register("grader", batched=True)
+def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list[Verdict]:
+    """Right if the answer equals any of the gold answers in ``meta["answers"]``.
+
+    ``right = max_k 1[mode(completion, gold_k) = right]``. Where none is equal, a grading that had to be stopped is
+    what is reported, so that it is counted. Without ``meta["answers"]`` the one gold answer counts.
+
+    Args:
+        mode: the grader that compares with each of them.
+    """
+    golds = [tuple(s.meta.get("answers") or ()) or (s.answer,) for s in submissions]
+    asked = [
+        replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
+    ]
+    verdicts = iter(grade(mode, asked))
+    return [_combine([next(verdicts) for _ in own]) for own in golds]
+
+
+def _combine(verdicts: Sequence[Verdict]) -> Verdict:
+    right = [verdict for verdict in verdicts if verdict.outcome == "right"]
+    failed = [verdict for verdict in verdicts if verdict.outcome in FAILURES]
+    return (right or failed or verdicts)[0]

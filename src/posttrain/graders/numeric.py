@@ -8,8 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from posttrain.graders.answers import parse_quantity, same_answer, same_text
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.registry import register
 
 _INTRODUCTION = re.compile(
@@ -23,7 +22,7 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
-    words, ``a/b``, mixed numbers; see ``rewards.answers``), maybe behind "the answer is". A gold answer that is no
+    words, ``a/b``, mixed numbers; see ``graders.answers``), maybe behind "the answer is". A gold answer that is no
     number is compared as text. Fast, and linear in the length of the text.
 
     Args:
@@ -42,7 +41,7 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
 def exact(submission: Submission) -> Verdict:
     """Right if the extracted answer is the gold answer as text: without outer dress, and for words without case.
 
-    See ``rewards.answers.same_text``.
+    See ``graders.answers.same_text``.
     """
     if submission.answer is None:
         return Verdict("ungraded")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import UsageError
-from posttrain.graders.blank import is_blank
-from posttrain.graders.grading import Submission, Verdict
+from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
 from posttrain.registry import register
 

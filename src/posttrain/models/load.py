@@ -164,26 +164,32 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
 
 
-def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
-    quiet, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars, and its reports of weights that are missing or left over."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # what its report of the weights says, ``_check_weights`` decides
+    transformers_logging.set_verbosity_error()
     try:
-        with reading_model(section.name, source):
-            check_files(source)
-            if section.adapter is None and is_adapter(source):
-                from peft import PeftModel
-
-                base = _load_weights(base_of(source), _section_of_base(source, section))
-                model = PeftModel.from_pretrained(base, source, is_trainable=True)
-            else:
-                model = _load_weights(source, section)
-            tokenizer = _load_tokenizer(source, section.runs_remote_code)
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        if quiet:
+        if bars:
             transformers_logging.enable_progress_bar()
-    return model, tokenizer
+
+
+def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
+    # what the report of the weights would say, ``_check_weights`` decides
+    with quiet_transformers(), reading_model(section.name, source):
+        check_files(source)
+        if section.adapter is None and is_adapter(source):
+            from peft import PeftModel
+
+            base = _load_weights(base_of(source), _section_of_base(source, section))
+            model = PeftModel.from_pretrained(base, source, is_trainable=True)
+        else:
+            model = _load_weights(source, section)
+        return model, _load_tokenizer(source, section.runs_remote_code)
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:

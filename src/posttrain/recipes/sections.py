@@ -274,7 +274,9 @@ class RolloutSection(Section):
     and a pair with such a one is left out. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
     ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
-    of its own while the batches between are trained on; 0 takes turns, with the newest weights.
+    of its own while the batches between are trained on; 0 takes turns, with the newest weights. ``partial``: answers go
+    on across updates: each version of the weights writes at most ``partial_tokens`` of one, the next goes on, and the
+    version that trains on it finishes it (by default ``max_tokens`` / (S + 1), rounded up).
     With an ``environment`` or ``tools`` a completion has at most ``max_turns`` turns (8), each of at most
     ``max_turn_tokens``; ``max_tokens`` are then those of all its turns and replies. A call has ``tool_seconds`` (30).
     An episode whose environment fails is played again from the same seed, ``retries`` times (2), before it is left out.
@@ -297,11 +299,31 @@ class RolloutSection(Section):
     label_above: float = 0.5
     mask_truncated: bool = False
     staleness: int = Field(default=0, ge=0, le=64)
+    partial: bool = False
+    partial_tokens: Tokens | None = None
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Tokens | None = None
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
+
+    @property
+    def tokens_per_version(self) -> int:
+        """With ``partial``: how many tokens of an answer one version of the weights writes."""
+        return self.partial_tokens or -(-self.max_tokens // (self.staleness + 1))
+
+    @model_validator(mode="after")
+    def _check_partial(self) -> Self:
+        if self.partial and not self.staleness:
+            raise ValueError(
+                "'partial' goes on with answers across updates, and with 'staleness: 0' none is under way at one; give "
+                "'staleness: 1' or more"
+            )
+        if self.partial_tokens is not None and not self.partial:
+            raise ValueError("'partial_tokens' is what one version writes of an answer; give 'partial: true' with it")
+        if self.partial_tokens is not None and self.partial_tokens > self.max_tokens:
+            raise ValueError("'partial_tokens' is above 'max_tokens', so that no answer would ever go on; give fewer")
+        return self
 
 
 # What a rollout of several turns is limited by, unless the recipe says.

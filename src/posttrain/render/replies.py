@@ -20,7 +20,7 @@ from posttrain.render.template import Template, end_id
 from posttrain.render.turns import mark, render_history, turn_end
 from posttrain.types import Call, Turn
 
-Form = Literal["hermes", "tagged"]  # of calls; environments.calls reads them
+Form = Literal["hermes", "tagged"]  # of calls; environments.tools reads them
 CALL_TAGS: dict[Form, tuple[str, str]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "tagged": ("<tool>", "</tool>"),

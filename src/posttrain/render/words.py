@@ -2,27 +2,188 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.graders.answers import last_boxed, last_number
-from posttrain.graders.blank import is_blank
+from posttrain.graders.grading import is_blank
 from posttrain.registry import register
-from posttrain.render.dialogue import PARAGRAPHS, Dialogue
 from posttrain.render.encoding import Piece
-from posttrain.render.extraction import (
-    boxed_answer,
-    chat_answer,
-    split_response,
-    split_thinking,
-    tagged_answer,
-    written_answer,
-)
 from posttrain.render.template import Template
 from posttrain.render.turns import chat_pieces, check_messages
 from posttrain.types import Example, Message
+
+# Where the answer stands in a graded text. One rule per template; each says None when there is none.
+
+_CLOSING = re.compile(r"</(think|reasoning)>")
+_OPENING = re.compile(r"\s*<(think|reasoning)>")
+# How worked solutions end where nothing is tagged or boxed: GSM8K's mark, and the sentence of most instruction data.
+_LAST_LINE = re.compile(
+    r"(?:\A|\n)####[ \t]*(\S[^\n]*)\s*\Z|(?i:\bthe (?:final )?answer is):?[ \t]*(\S[^\n]*?)\.?\s*\Z"
+)
+
+
+def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:
+    """The first complete answer after the reasoning closes.
+
+    Looks behind the first ``</reasoning>``; without it there is no answer. Answer tags inside the
+    reasoning, reversed tags and an answer that never closes do not count. Of nested answers it
+    is the innermost. White space around is dropped, a blank answer is none, and text after the
+    closing tag is no part of it.
+    """
+    _, closed, rest = text.partition(f"</{reasoning}>")
+    return _first_complete(rest, answer) if closed else None
+
+
+def _first_complete(text: str, tag: str) -> str | None:
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = 0
+    while (end := text.find(closing, start)) >= 0:
+        begin = text.rfind(opening, start, end)
+        if begin >= 0:
+            answer = text[begin + len(opening) : end].strip()
+            return None if is_blank(answer) else answer
+        start = end + len(closing)
+    return None
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
+    answer = last_boxed(text)
+    return None if answer is None or is_blank(answer) else answer
+
+
+def chat_answer(text: str) -> str | None:
+    """The first complete ``<answer>``, or else the last number, of what follows the thinking.
+
+    Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
+    off and has no answer.
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if not closed and "<think>" in text:
+        return None
+    return _first_complete(rest, "answer") or last_number(rest)
+
+
+def written_answer(text: str) -> str | None:
+    """The first complete ``<answer>``, else the last box, else the last number, of what follows the thinking."""
+    _, _, rest = text.rpartition("</think>")
+    return _first_complete(rest, "answer") or boxed_answer(rest) or last_number(rest)
+
+
+def split_thinking(text: str) -> tuple[str, str] | None:
+    """(thinking, what follows it) of a response that is thought before it is said, in either pair of tags.
+
+    The opening tag may be missing, for in some formats it ends the prompt. None where no thinking closes.
+    """
+    closing = _CLOSING.search(text)
+    if closing is None:
+        return None
+    opening = _OPENING.match(text)
+    start = opening.end() if opening is not None and opening[1] == closing[1] else 0
+    return text[start : closing.start()], text[closing.end() :]
+
+
+def split_response(text: str) -> tuple[str, str | None]:
+    """(reasoning, answer) of a whole response, however it marks the two; the answer is None where it marks none.
+
+    Behind the thinking it is the first complete ``<answer>``, else the last box, else everything. Without thinking
+    it is the ``<answer>`` that follows the reasoning, the last box (which stays in the reasoning), or what the last
+    line gives as the answer (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
+    """
+    parts = split_thinking(text)
+    if parts is not None:
+        thinking, said = parts
+        answer = _first_complete(said, "answer") or boxed_answer(said)
+        return thinking.strip(), answer or (None if is_blank(said) else said.strip())
+    if _OPENING.match(text):
+        return text.strip(), None
+    tagged = _first_complete(text, "answer")
+    if tagged is not None:
+        return text.partition("<answer>")[0].strip(), tagged
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return text.strip(), boxed
+    last = _LAST_LINE.search(text)
+    if last is None:
+        return text.strip(), None
+    return text[: last.start()].strip(), (last[1] or last[2]).strip()
+
+
+# Conversations as plain text, for models without turn markers: ``User: …``, one paragraph for each message.
+# Here the marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
+# look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with ``From``.
+# Quoting can be undone exactly: ``style.read(style.write(messages)) == messages``.
+
+# What a reader may take for the end of a line, and for space within one.
+_BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
+_SPACE = rf"(?:(?!{_BREAK})\s)*"
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How turns are written: the name of each role, and what stands between two turns (it ends a line)."""
+
+    system: str = "System"
+    user: str = "User"
+    assistant: str = "Assistant"
+    separator: str = "\n"
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Role to name."""
+        return {"system": self.system, "user": self.user, "assistant": self.assistant}
+
+    @cached_property
+    def _looks_like_a_turn(self) -> str:
+        return rf">*{_SPACE}(?:{'|'.join(map(re.escape, self.names.values()))}){_SPACE}:"
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """One paragraph per message; the names are trusted, the contents are not.
+
+        Raises:
+            UsageError: no messages, a blank one, an unknown role, or the last is the assistant's.
+        """
+        check_messages(messages)
+        pieces: list[Piece] = []
+        for number, message in enumerate(messages):
+            name = Piece(f"{self.separator if number else ''}{self.names[message.role]}: ", trusted=True)
+            pieces += [name, Piece(self.quote(message.content), trusted=False)]
+        return pieces
+
+    def write(self, messages: Sequence[Message]) -> str:
+        """The text of ``pieces``."""
+        return "".join(piece.text for piece in self.pieces(messages))
+
+    def read(self, text: str) -> tuple[Message, ...]:
+        """Who said what in a text that ``write`` wrote.
+
+        Raises:
+            ValueError: the text does not begin with a turn.
+        """
+        roles = {name: role for role, name in self.names.items()}
+        known = "|".join(map(re.escape, roles))
+        starts = list(re.finditer(rf"(?:\A|{re.escape(self.separator)})({known}): ", text))
+        if not starts or starts[0].start() != 0:
+            raise ValueError(f"a dialogue begins with one of {', '.join(f'{name}: ' for name in roles)}")
+        ends = [match.start() for match in starts[1:]] + [len(text)]
+        quoted = re.compile(f"({_BREAK})>(?={self._looks_like_a_turn})", re.IGNORECASE)
+        return tuple(
+            Message(roles[match[1]], quoted.sub(r"\1", text[match.end() : end]))
+            for match, end in zip(starts, ends, strict=True)
+        )
+
+    def quote(self, content: str) -> str:
+        """``content`` with ``>`` before each line that looks like the start of a turn (``Assistant: …``)."""
+        return re.sub(f"({_BREAK})(?={self._looks_like_a_turn})", r"\1>", content, flags=re.IGNORECASE)
+
+
+PARAGRAPHS = Dialogue()
+
 
 R1_ZERO_PREAMBLE = (
     "This is a conversation between a user and an assistant. The user asks a question, and the assistant "
@@ -158,7 +319,7 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
 
     Source: the wording is ours.
     """
-    from posttrain.graders.code.extraction import last_program  # nobody else's prompts need it
+    from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
     def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
         if chat:

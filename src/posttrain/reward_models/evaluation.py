@@ -10,18 +10,16 @@ from typing import Any
 
 from posttrain.engines.models import ModelSource
 from posttrain.errors import UsageError
-from posttrain.evals.calibration import Bin
 from posttrain.evals.files import refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
+from posttrain.evals.statistics import Bin
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
 from posttrain.reward_models.biases import add_probes, biases_by_kind
-from posttrain.reward_models.pairs import evaluate_pairs
+from posttrain.reward_models.measures import evaluate_judged, evaluate_pairs, evaluate_steps
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
-from posttrain.reward_models.solutions import evaluate_judged
-from posttrain.reward_models.steps import evaluate_steps
 from posttrain.reward_models.views import break_down
 from posttrain.store.environment import describe_environment
 from posttrain.tasks.base import Task, build_task, choose_task

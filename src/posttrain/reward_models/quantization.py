@@ -23,8 +23,7 @@ from posttrain.engines.rollout import encode_prompts
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, kl_of_states
 from posttrain.evals.generation import held_out_indices
-from posttrain.evals.seeds import student_t_quantile
-from posttrain.evals.statistics import paired_bootstrap
+from posttrain.evals.statistics import paired_bootstrap, student_t_quantile
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
@@ -38,8 +37,7 @@ from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, remove_asides, storage_errors
-from posttrain.store.links import refuse_links
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Batch, Sample, collate
 

@@ -22,7 +22,7 @@ from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.recipes.sections import Word, map_tasks
 from posttrain.registry import find, register
 from posttrain.reward_models.scoring import RewardModel, load_reward_model
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import build_task
 from posttrain.types import Example
 
 Bits = Literal[4, 8]
@@ -123,7 +123,7 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
     model = replace(open_run(run, bits), combine=combine)
     recipe = _recipe_of(Path(run))
     words = recipe.eval.tasks or [map_tasks(recipe.task, _held_out)]
-    task: Task = find("task", words[0].name, "task").bind(words[0].options, "task")()
+    task = build_task(words[0], "task")
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
     pairs = [(example, response) for example in examples for response in example.responses]
     scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]

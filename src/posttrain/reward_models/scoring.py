@@ -19,8 +19,8 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evals.calibration import sigmoid
 from posttrain.evals.ranking import COMBINE, Combine
+from posttrain.evals.statistics import sigmoid
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model

@@ -9,7 +9,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.evals.calibration import (
+from posttrain.evals.items import Scalar
+from posttrain.evals.measures import MAX_KINDS, Kinds, show_kind
+from posttrain.evals.ranking import area_under_curve, curve_area_interval
+from posttrain.evals.statistics import (
     Bin,
     brier_score,
     calibration_error,
@@ -17,11 +20,8 @@ from posttrain.evals.calibration import (
     log_loss,
     reliability_bins,
     sigmoid,
+    wilson_interval,
 )
-from posttrain.evals.items import Scalar
-from posttrain.evals.measures import MAX_KINDS, Kinds, show_kind
-from posttrain.evals.ranking import area_under_curve, curve_area_interval
-from posttrain.evals.statistics import wilson_interval
 from posttrain.types import Example
 
 

@@ -25,10 +25,9 @@ from posttrain.option_types import shorten
 from posttrain.recipes.document import flatten, is_place
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
-from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.headline import ACCURACY, Headline, read_headline
-from posttrain.store.links import refuse_links
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.reading import read_json, read_yaml
 from posttrain.untrusted import harmless
@@ -129,7 +128,7 @@ def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
 
     Raises:
         RunConflict: another process holds it.
-        UsageError: a link in it leads out of it (``store.links``).
+        UsageError: a link in it leads out of it (``store.durable``).
         StorageError: the folder is not writable.
     """
     if not to_delete:

@@ -3,30 +3,125 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from posttrain.errors import DataError
+from posttrain.errors import DataError, UsageError
+from posttrain.recipes.document import flatten
+from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
-from posttrain.runs.facts import (
-    EnvironmentFacts,
-    RecipeFacts,
-    created_of,
-    environment_facts,
-    last_metrics,
-    recipe_facts,
-    save_facts,
-)
 from posttrain.runs.notes import Notes, read_notes
 from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
-from posttrain.store.reading import read_record, read_yaml
+from posttrain.store.reading import Remembered, read_record, read_yaml
 from posttrain.store.rollouts import RolloutStore
+
+# What lists say of a run, out of its files; remembered by file, so that ten thousand runs are listed at once.
+# A recipe takes milliseconds to parse; its facts are kept in the user's cache folder for as long as the file is the
+# same (``store/reading.py``).
+
+NAMES = ("model.name", "teacher.name")  # `tiny` and hub names stand here too
+_MAX_CHARACTERS = 200
+_WORTH_SAVING = 20  # new facts: fewer are found again in less time than writing all takes
+_facts = Remembered("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFacts:
+    """Of ``recipe.yaml``; ``leads``: the values by dotted key that may lead to another run."""
+
+    steps: int = 0
+    objective: str = "?"
+    model: str = "?"
+    leads: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFacts:
+    """Of ``env.json``: the recipe's name, and the first start (ISO 8601, UTC)."""
+
+    recipe: str = "?"
+    created: str | None = None
+
+
+def recipe_facts(folder: Path) -> RecipeFacts:
+    """Raises ``DataError`` for a recipe that cannot be read."""
+    try:
+        return RecipeFacts(**_facts.get(folder / "recipe.yaml", lambda path: asdict(_read_recipe(path.parent))))
+    except OSError as error:
+        raise DataError(folder / "recipe.yaml", f"the run's recipe cannot be read ({error.strerror})") from None
+
+
+def environment_facts(folder: Path) -> EnvironmentFacts:
+    """Raises ``DataError`` where ``env.json`` is damaged."""
+    try:
+        return EnvironmentFacts(**_facts.get(folder / "env.json", lambda path: asdict(_read_environment(path.parent))))
+    except OSError:  # there is none; reading it says what else it may be
+        return _read_environment(folder)
+
+
+def created_of(folder: Path) -> str | None:
+    """The first start of a run. Raises ``DataError`` where ``env.json`` is damaged."""
+    return environment_facts(folder).created
+
+
+def last_metrics(folder: Path) -> dict[str, float]:
+    """The metrics of the last step, evaluations left out. Raises ``DataError`` for a damaged line on the way there."""
+    row = MetricsLog(folder / "metrics.jsonl").last(lambda row: not is_evaluation(row))
+    return row.metrics if row is not None else {}
+
+
+def save_facts() -> None:
+    """Keep what was found for the next command."""
+    _facts.save(at_least=_WORTH_SAVING)
+
+
+def names_run(key: str) -> bool:
+    """Whether the value of a dotted key of a recipe is a run."""
+    return key.endswith(".run")
+
+
+def _read_environment(folder: Path) -> EnvironmentFacts:
+    environment = RunDirectory(folder).read_environment()
+    return EnvironmentFacts(environment.get("recipe", "?")[:_MAX_CHARACTERS], environment.get("created"))
+
+
+def _read_recipe(folder: Path) -> RecipeFacts:
+    directory = RunDirectory(folder)
+    recipe = directory.read_recipe()
+    steps = _section(recipe, "train").get("steps") or 0  # null where passes are counted, and the status knows
+    if not isinstance(steps, int):
+        raise DataError(directory.recipe_path, "train.steps is no whole number")
+    leads = {
+        key: value
+        for key, value in flatten(recipe).items()
+        if isinstance(value, str) and value and (key in NAMES or "/" in value or names_run(key))
+    }
+    objective = _word(recipe, "objective" if "objective" in recipe else "dictionary")
+    return RecipeFacts(steps, objective[:_MAX_CHARACTERS], _model(recipe)[:_MAX_CHARACTERS], leads)
+
+
+def _section(recipe: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = recipe.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _word(recipe: Mapping[str, Any], key: str) -> str:
+    value = recipe.get(key)
+    return value if isinstance(value, str) else str(_section(recipe, key).get("name", "?"))
+
+
+def _model(recipe: Mapping[str, Any]) -> str:
+    """Of a dictionary's run, whose activations it is of: a model, or a folder that holds them."""
+    activations = _section(recipe, "activations")
+    return str(activations["folder"]) if "folder" in activations else _word(activations or recipe, "model")
+
 
 RunState = Literal["running", "finished", "failed", "interrupted", "dead", "damaged"]
 T = TypeVar("T")
@@ -276,3 +371,86 @@ def _rollout_counts(path: Path) -> dict[str, Any]:
         "rollouts": store.count_training(),
         "evaluation_rollouts": {f"{name} at {step}": count for (name, step), count in evaluated.items()},
     }
+
+
+# Which runs, and in which order: filters and sorting of what ``listing`` found.
+
+STATES = ("running", "finished", "failed", "interrupted", "dead", "damaged")
+# name: (what is sorted by, whether the largest comes first)
+SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
+    "created": (lambda run: run.created, False),
+    "updated": (lambda run: run.updated, True),
+    "name": (lambda run: run.name, False),
+    "state": (lambda run: run.state, False),
+    "step": (lambda run: run.step, True),
+    "accuracy": (lambda run: run.value if run.standing is not None and run.standing[0] == "accuracy" else None, True),
+    "headline": (lambda run: run.standing, True),
+    "size": (lambda run: run.disk_bytes, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What a run must be: every one of these that is given.
+
+    ``states``: in one of them. ``tags``: having all of them. ``recipe``, ``objective`` and ``model``: a part of
+    the name, or a shell pattern. ``names``: fitting one of these patterns.
+    """
+
+    states: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    recipe: str | None = None
+    objective: str | None = None
+    model: str | None = None
+    names: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != Filter()
+
+    def __call__(self, run: RunSummary) -> bool:
+        """Whether the run passes."""
+        return (
+            (not self.states or run.state in self.states)
+            and set(self.tags) <= set(run.tags)
+            and _matches(run.recipe, self.recipe)
+            and _matches(run.objective, self.objective)
+            and _matches(run.model, self.model)
+            and (not self.names or any(fits(run.name, pattern) for pattern in self.names))
+        )
+
+
+def check_states(states: Sequence[str]) -> tuple[str, ...]:
+    """The states, if there are such.
+
+    Raises:
+        UsageError: with a suggestion.
+    """
+    for state in states:
+        if state not in STATES:
+            raise UsageError(
+                f"--state: there is no state {state!r}.{suggest(state, STATES)} States: {', '.join(STATES)}"
+            )
+    return tuple(states)
+
+
+def sort_runs(runs: Sequence[RunSummary], key: str, *, reverse: bool = False) -> list[RunSummary]:
+    """Sorted by a key of ``SORT_KEYS``, or by a metric of the last step, largest first. Runs without it come last.
+
+    Raises:
+        UsageError: neither; the message lists both.
+    """
+    if key in SORT_KEYS:
+        value, largest_first = SORT_KEYS[key]
+    else:
+        metrics = sorted({name for run in runs for name in run.metrics})
+        if key not in metrics:
+            known = list(dict.fromkeys([*SORT_KEYS, *metrics]))
+            raise UsageError(f"--sort: there is no {key!r} to sort by.{suggest(key, known)} Known: {', '.join(known)}")
+        value, largest_first = (lambda run: run.metrics.get(key)), True
+    having = [run for run in runs if value(run) is not None]
+    without = [run for run in runs if value(run) is None]
+    return sorted(having, key=value, reverse=largest_first != reverse) + without
+
+
+def _matches(text: str, pattern: str | None) -> bool:
+    return pattern is None or pattern in text or fnmatchcase(text, pattern)

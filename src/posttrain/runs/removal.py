@@ -20,7 +20,14 @@ from posttrain.runs.directory import RunDirectory, is_live, lock_run
 from posttrain.runs.lineage import Link, find_links, steps_in_use
 from posttrain.runs.listing import disk_bytes
 from posttrain.runs.paths import Place, comparison_of, runs_of
-from posttrain.store.checkpoint_files import ASIDE, BEST, best_step, checkpoint_steps, remove_tree, step_folder
+from posttrain.store.checkpoint_files import (
+    ASIDE,
+    BEST,
+    best_step,
+    checkpoint_steps,
+    discard_checkpoint,
+    step_folder,
+)
 from posttrain.store.durable import find_leftovers, remove_leftovers, sync_folder
 
 DELETING = ".deleting-"
@@ -167,10 +174,7 @@ def prune(root: str | Path, plan: Prune) -> None:
     folder = plan.run.path / "checkpoints"
     with _held(Path(root), plan.run), _removing(folder, "What is left of it goes with the next prune"):
         for step in plan.steps:
-            aside = folder / f"{ASIDE}pruned-{step_folder(folder, step).name}"
-            remove_tree(aside)
-            os.rename(step_folder(folder, step), aside)
-            shutil.rmtree(aside)
+            discard_checkpoint(folder, step)
         best = folder / BEST
         if best.is_symlink() and not best.exists():
             best.unlink()

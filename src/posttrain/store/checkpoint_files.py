@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.store.durable import storage_errors, sync_file, sync_folder
-from posttrain.store.remembered import Remembered
+from posttrain.store.reading import Remembered
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
@@ -49,7 +49,7 @@ def seal(path: Path, step: int) -> None:
 def verify(path: Path, step: int | None = None) -> dict[str, Any]:
     """The manifest's entries by relative file name, all of them checked; None: of whatever step.
 
-    A file is hashed once, and again when it may have changed (``store/remembered.py``).
+    A file is hashed once, and again when it may have changed (``store/reading.py``).
 
     Raises:
         Unverified: a file is missing or differs, or the manifest is of another step or damaged, or it does not name
@@ -212,11 +212,16 @@ def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = 
     deleted = [step for step in steps if step not in spared]
     with storage_errors("checkpoints", root):
         for step in deleted:
-            aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
-            remove_tree(aside)
-            os.rename(step_folder(root, step), aside)
-            shutil.rmtree(aside)
+            discard_checkpoint(root, step)
     return deleted
+
+
+def discard_checkpoint(root: Path, step: int) -> None:
+    """Delete one checkpoint, renamed aside before its files go."""
+    aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
+    remove_tree(aside)
+    os.rename(step_folder(root, step), aside)
+    shutil.rmtree(aside)
 
 
 def mark_best(folder: str | Path, step: int) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.store.durable import storage_errors
+from posttrain.store.durable import cut_torn_line, storage_errors
 from posttrain.store.reading import open_record
 
 EVENTS = ("issued", "done", "consumed", "dropped", "resumed")
 DIED = "the sampling process died"
-_MAX_BYTES, _MAX_LINE_BYTES = 1 << 33, 1 << 16
+_MAX_BYTES = 1 << 33
 _BEFORE = {"issued": "", "done": "issued", "consumed": "done", "dropped": "done"}
 
 
@@ -63,7 +63,7 @@ class Ledger:
         lines = "".join(f"{json.dumps({k: v for k, v in asdict(e).items() if v != ''})}\n" for e in events)
         with self._lock, storage_errors("ledger", self.path), open(self.path, "ab+") as file:
             if not self._is_whole:
-                _cut_torn_line(file.fileno())
+                cut_torn_line(file.fileno())
                 self._is_whole = True
             file.write(lines.encode())
 
@@ -121,14 +121,6 @@ def _as_at(step: int, event: LedgerEvent) -> LedgerEvent:
     if event.event not in ("consumed", "dropped") or event.step <= step:
         return event
     return LedgerEvent("done", event.batch, event.step, event.draw, event.slot, event.prompt, event.version)
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    """Drop what a killed process left of a last line."""
-    size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, _MAX_LINE_BYTES, max(0, size - _MAX_LINE_BYTES))
-    if tail and not tail.endswith(b"\n"):
-        os.ftruncate(descriptor, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def _read_event(line: bytes, path: Path, number: int) -> LedgerEvent:

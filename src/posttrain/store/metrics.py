@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 
 from posttrain.errors import DataError
 from posttrain.registry import find
-from posttrain.store.durable import replace_file, storage_errors, sync_folder
+from posttrain.store.durable import cut_torn_line, replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
 EVALUATION = "eval/"  # begins the name of an evaluation's result
@@ -145,7 +145,7 @@ class MetricsLog:
         if self._descriptor is None:
             is_new = not self.path.exists()
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            _cut_torn_line(self._descriptor)
+            cut_torn_line(self._descriptor)
             if is_new:
                 sync_folder(self.path.parent)
         return self._descriptor
@@ -162,21 +162,6 @@ class MetricsLog:
         except FileNotFoundError:
             pass
         return rows, 0
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    """Shorten the file to its last newline, so that the next line does not continue a torn one."""
-    size = os.fstat(descriptor).st_size
-    keep, block = size, 4096
-    while keep > 0:
-        start = max(0, keep - block)
-        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
-        if newline >= 0:
-            keep = start + newline + 1
-            break
-        keep = start
-    if keep < size:
-        os.ftruncate(descriptor, keep)
 
 
 def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:

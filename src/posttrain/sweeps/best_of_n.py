@@ -10,13 +10,10 @@ from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item
-from posttrain.evals.ranking import best_of_n
-from posttrain.evals.seeds import Summary, summarize_seeds
-from posttrain.evals.statistics import Difference, item_interval, paired_bootstrap, pass_at_k
+from posttrain.evals.ranking import best_of_n, majority_at_k
+from posttrain.evals.statistics import Difference, Summary, item_interval, paired_bootstrap, pass_at_k, summarize_seeds
 from posttrain.evals.tables import TextTable
-from posttrain.evals.voting import majority_at_k
-from posttrain.sweeps.study import StudyPlan
-from posttrain.sweeps.study_results import StudyReport, StudyResults, show_summary
+from posttrain.sweeps.study import StudyPlan, StudyReport, StudyResults, show_summary
 
 MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
 POINTS = 100.0

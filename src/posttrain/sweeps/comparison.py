@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from posttrain.evals.seeds import Summary, summarize_seeds
-from posttrain.evals.statistics import wilson_interval
+from posttrain.evals.statistics import Summary, summarize_seeds, wilson_interval
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.headline import ACCURACY, KL, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.compare import ComparisonPlan
-from posttrain.sweeps.plan import Training
+from posttrain.sweeps.plan import Training, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.standings import problems
 
 CellState = Literal["finished", "failed", "unfinished"]
 # Results of the last held-out evaluation that become facts of a cell under their own names, beside the headline.

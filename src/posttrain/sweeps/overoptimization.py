@@ -14,12 +14,11 @@ from typing import Any, Literal
 from posttrain.errors import RunFailure
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
-from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import Summary, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two
-from posttrain.sweeps.study import StudyPlan
-from posttrain.sweeps.study_results import StudyReport, StudyResults, show_summary
+from posttrain.sweeps.study import StudyPlan, StudyReport, StudyResults, show_summary
 
 BEST_OF_N = "best of n"
 PROXY = "sampled_reward"  # the proxy is a policy's whole reward

@@ -22,8 +22,7 @@ from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import remove_leftovers, replace_file
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import EvaluationPoint, evaluation_points
-from posttrain.sweeps.plan import Part, Plan, Standing, Training
-from posttrain.sweeps.standings import prepare_folder, standings
+from posttrain.sweeps.plan import Part, Plan, Standing, Training, prepare_folder, standings
 from posttrain.train.files import Observer
 
 # (part, resume) -> the command that makes it

@@ -34,20 +34,23 @@ them can be looked at, or repeated by hand. Unknown keys are refused with a sugg
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError
-from posttrain.option_types import Tokens
+from posttrain.evals.statistics import Summary
+from posttrain.evals.tables import NOTHING, TextTable, to_markdown
 from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RewardWord, Section, Word
-from posttrain.sweeps.plan import Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
+from posttrain.recipes.sections import RewardWord
+from posttrain.sweeps.plan import AskedSection, Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
+from posttrain.untrusted import paragraph, plain
 
 Kind = Literal["overoptimization", "best_of_n"]
 # Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
@@ -56,14 +59,10 @@ _TASK_OF_STEPS = {"task": {"name": "preferences", "path": "", "step_separator": 
 Recipes = Mapping[tuple[str, str], Recipe]
 
 
-class BestOfNSection(Section):
+class BestOfNSection(AskedSection):
     """What the start is asked, and how many answers it gives to each problem."""
 
-    task: Word
-    n: int = Field(default=256, ge=2)
     samples: int = Field(default=64, ge=2)
-    max_tokens: Tokens = 128
-    temperature: float = Field(default=1.0, gt=0)
 
 
 class LabelledSection(BestOfNSection):
@@ -287,9 +286,92 @@ def _labelling(asked: LabelledSection, start: Training, seed: int) -> Labelling:
 
 
 def _sampling_words(asked: BestOfNSection, start: Training, seed: int, target: Path) -> tuple[str, ...]:
-    words = ["evaluate", start.weights, "--task", asked.task.name]
-    for key, value in asked.task.options.items():
-        words += [f"--task.{key}", json.dumps(value)]
-    words += ["--n", str(asked.n), "--samples", str(asked.samples), "--max-tokens", str(asked.max_tokens)]
-    words += ["--temperature", f"{asked.temperature:g}", "--seed", str(seed)]
-    return (*words, "--out", str(target), "--quiet")
+    words = ["evaluate", start.weights, *asked.task_words, *asked.drawing_words]
+    return (*words, "--seed", str(seed), "--out", str(target), "--quiet")
+
+
+# What a study has found, as data: tables, sentences, notes and facts, whatever its kind.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one model answered, and its score, if it has one."""
+
+    who: str
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A prompt with the answers of several models."""
+
+    question: str
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """All that is told about a study, or a pipeline.
+
+    ``findings``: what the numbers say, a sentence each. ``notes``: what must be known to read them.
+    ``common``: (what, value). ``data``: everything as plain data, for ``results.json``. ``samples``: answers side by
+    side, for the page.
+    """
+
+    title: str
+    description: str
+    tables: list[TextTable]
+    findings: list[str]
+    notes: list[str]
+    common: list[tuple[str, str]]
+    data: dict[str, Any]
+    command: str
+    problems: list[str] = field(default_factory=list)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    samples: list[Answers] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """The report of a study or pipeline, and what its picture shows, as its kind's drawing takes it."""
+
+    kind: Kind | Literal["pipeline"]
+    report: StudyReport
+    shown: tuple[Any, ...]
+
+
+def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
+    """``0.61 ± 0.12``, or ``61.2 % ± 12.0`` of a share; without interval for one seed."""
+    if summary is None:
+        return NOTHING
+    scale, places = (100.0, 1) if is_share else (1.0, digits)
+    unit = " %" if is_share else ""
+    mean = f"{summary.mean * scale:.{places}f}"
+    return mean + (f" ± {summary.half_width * scale:.{places}f}" if summary.half_width is not None else "") + unit
+
+
+def to_page(report: StudyReport) -> str:
+    """``table.md``."""
+    parts = [f"# {plain(report.title)}\n"]
+    parts += [f"{paragraph(report.description)}\n"] if report.description else []
+    parts += ["\n".join(f"- {plain(line)}" for line in (*report.problems, *report.findings)) + "\n"]
+    parts += [to_markdown(table) for table in report.tables]
+    parts += ["\n".join(f"- {plain(note)}" for note in report.notes) + "\n"] if report.notes else []
+    parts += ["\n".join(f"- {what}: {plain(value)}" for what, value in report.common) + "\n"]
+    parts += [f"```bash\n{report.command}\n```\n"]
+    return "\n".join(parts)
+
+
+def to_json(report: StudyReport) -> str:
+    """``results.json``; a number that is not finite is null."""
+    content = {name: value for name, value in vars(report).items() if name not in ("tables", "data", "samples")}
+    return json.dumps(_finite(content | {"common": dict(report.common)} | report.data), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

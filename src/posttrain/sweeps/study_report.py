@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from posttrain.evals.items import Item, read_items
 from posttrain.recipes.recipe import Recipe
 from posttrain.sweeps import best_of_n, overoptimization
-from posttrain.sweeps.plan import ITEMS
+from posttrain.sweeps.plan import ITEMS, Plan, problems
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.standings import problems
-from posttrain.sweeps.study import Kind, StudyPlan
-from posttrain.sweeps.study_results import StudyReport, StudyResults
+from posttrain.sweeps.study import Kind, StudyPlan, StudyReport, StudyResults
 
 _KINDS: Mapping[Kind, Callable[..., StudyResults]] = {
     "overoptimization": overoptimization.report,
@@ -31,19 +30,26 @@ def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyResul
     for part in plan.choosing:
         if part.standing == "finished":
             chosen.setdefault(part.method, {})[part.seed] = read_items(part.folder / ITEMS)
-    base = StudyReport(
+    about = {"study": plan.study, "sources": plan.sources}
+    return _KINDS[plan.study](plan, chosen, begin_report(plan, outcome, command, describe_common(plan), about))
+
+
+def begin_report(
+    plan: Plan, outcome: Outcome, command: str, common: list[tuple[str, str]], data: dict[str, Any]
+) -> StudyReport:
+    """What is told of any study or pipeline, before what it has found."""
+    return StudyReport(
         title=plan.folder.name,
         description=" ".join(plan.description.split()),
         tables=[],
         findings=[],
         notes=[],
-        common=describe_common(plan),
-        data={"study": plan.study, "sources": plan.sources},
+        common=common,
+        data=data,
         command=command,
         problems=[f"{name}: {message}" for name, message in problems(plan, outcome.failures).items()],
         environment=plan.environment(),
     )
-    return _KINDS[plan.study](plan, chosen, base)
 
 
 def describe_common(plan: StudyPlan) -> list[tuple[str, str]]:

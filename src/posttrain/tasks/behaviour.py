@@ -10,12 +10,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from posttrain.graders.behaviour.refusal import KINDS
+from posttrain.graders.behaviour import KINDS
 from posttrain.option_types import Seed
 from posttrain.registry import find, register, suggest
 from posttrain.tasks.base import Answered, Task
-from posttrain.tasks.collect import Dropped, collect
-from posttrain.tasks.reader import choose_size, reads_rows
+from posttrain.tasks.reader import Dropped, choose_size, collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message
 
@@ -36,9 +35,6 @@ def refusals(*, path: str | None = None) -> Task:
     Args:
         path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Without it the 40 prompts that come with the package,
             half of each kind, mild and in English: enough to see a change, too few to vouch for a model.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line; or no row that can be used.
     """
 
     def read(row: Row) -> Example:

@@ -1,32 +1,48 @@
-"""What every task that reads rows has in common: how many, where their file may lie, and where it is to be had."""
+"""What all tasks of rows have in common: which rows are examples, how many, their split, and where rows are had."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.errors import DataNotThere, MissingExtra
+from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
 from posttrain.strict_yaml import read_yaml
 from posttrain.tasks.base import Task
-from posttrain.tasks.reading import FOLDER, SUFFIXES
+from posttrain.tasks.reading import FOLDER, SUFFIXES, Row
+from posttrain.types import Example, Message
 
 Reader = Callable[..., Task]
-# What the docstring of every reader says of its two further options, behind its own.
-_ABOUT = """
-    size: of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where
-        there are fewer, all of them. The size of a training split does not cut what is held out.
-    seed: another seed, other examples."""
+Split = Literal["train", "validation", "test"]
+Half = Literal["first", "second"]
+# What the docstring of every reader says of these options, and of errors, where it does not say more itself.
+_ABOUT = {
+    "path": "a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file",
+    "hub": "name of the data set on the hub.",
+    "size": (
+        "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
+        "        there are fewer, all of them. The size of a training split does not cut what is held out."
+    ),
+    "seed": "another seed, other examples.",
+}
+_ERRORS = {
+    "DataError": "a missing or malformed file or row, with its line; or no row that can be used.",
+    "MissingExtra": "``datasets`` or ``pyarrow`` is needed and not installed.",
+}
 
 
 def reads_rows(read: Reader) -> Reader:
@@ -60,9 +76,22 @@ def reads_rows(read: Reader) -> Reader:
         optional = own["path"].replace(default=None, annotation=str | None) if needed else own["path"]
         parameters = [optional if p.name == "path" else p for p in parameters]
     sized.__signature__ = inspect.Signature(parameters, return_annotation=Task)  # type: ignore[attr-defined]
-    about, raises, rest = (inspect.getdoc(read) or "").partition("\n\nRaises:")
-    sized.__doc__ = f"{about}{_ABOUT}{raises}{rest}"
+    sized.__doc__ = _document(inspect.getdoc(read) or "", {parameter.name for parameter in parameters})
     return sized
+
+
+def _document(doc: str, options: set[str]) -> str:
+    """A reader's docstring with what it has in common with all others."""
+    ends = [place for part in ("\n\nRaises:", "\n\nSource:") if (place := doc.find(part)) >= 0]
+    about, rest = doc[: min(ends, default=len(doc))], doc[min(ends, default=len(doc)) :]
+    about += "" if "\n\nArgs:" in about else "\n\nArgs:"
+    for name, told in _ABOUT.items():
+        if name in options and f"\n    {name}:" not in about:
+            of_hub = ("" if "hub" not in options else " instead of the hub") + "." if name == "path" else ""
+            about += f"\n    {name}: {told}{of_hub}"
+    about += "\n\nRaises:"
+    about += "".join(f"\n    {name}: {told}" for name, told in _ERRORS.items() if f"\n    {name}:" not in rest)
+    return about + rest.removeprefix("\n\nRaises:")
 
 
 def choose_size(task: Task, size: int | None, seed: int) -> Task:
@@ -115,3 +144,189 @@ def _where_to_get(name: str, place: Mapping[str, Any]) -> str:
         f". Where to get it: {place['url']} (licence: {place['licence']}), for instance by: {place['get']}. Name the "
         f"file as task.path, or put it as {name}/train.jsonl or {name}/test.jsonl into a folder that {FOLDER} names"
     )
+
+
+# Rows to examples, one by one, where a row that cannot be used is left out and counted by its reason.
+
+
+class Dropped(Exception):
+    """A row that is left out and counted; the text is the reason, the same for all such rows."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """Examples in the order of their rows, and how many rows were left out, by reason."""
+
+    examples: list[Example] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def require_examples(self, place: str) -> None:
+        """Refuse data of which nothing can be used.
+
+        Raises:
+            DataError: there were rows, and all of them were dropped; the message has the reasons.
+        """
+        if not self.examples and self.dropped:
+            reasons = show_counts(self.dropped)
+            raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
+
+    def as_task(
+        self,
+        name: str,
+        place: str,
+        split: Split = "test",
+        share: float = 0.0,
+        hash_of: Callable[[Example], float] | None = None,
+    ) -> Task:
+        """A split of it (``choose_split``); by default all of it, as a test split.
+
+        Raises:
+            DataError: there is nothing, or nothing is left for the split.
+        """
+        self.require_examples(place)
+        chosen = choose_split(self.examples, split, share, place, hash_of or prompt_hash)
+        return Task(name, split, chosen, dict(self.dropped))
+
+
+def collect(
+    rows: Iterable[Row], read: Callable[[Row], Example], place: str, dropped: Counter[str] | None = None
+) -> Collected:
+    """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
+
+    ``dropped``: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
+
+    Raises:
+        DataError: a malformed row, or rows of which none can be used.
+    """
+    collected = Collected(dropped=Counter() if dropped is None else dropped)
+    for row in rows:
+        try:
+            collected.examples.append(read(row))
+        except Dropped as reason:
+            collected.dropped[str(reason)] += 1
+    collected.require_examples(place)
+    return collected
+
+
+def show_counts(counts: Counter[str]) -> str:
+    """``2 × a reason, 1 × another``."""
+    return ", ".join(f"{n} × {reason}" for reason, n in counts.items())
+
+
+# Train and validation parts of data that come without a validation split.
+
+
+def prompt_hash(example: Example) -> float:
+    """A number in [0, 1) that depends on the prompt's text alone (BLAKE2b)."""
+    return _hash(example.messages)
+
+
+def opening_hash(example: Example) -> float:
+    """As ``prompt_hash``, of the prompt up to the user's first message.
+
+    It is the same for a dialogue and for every longer dialogue that goes on from it.
+    """
+    first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
+    return _hash(example.messages[:first])
+
+
+def choose_half(
+    examples: Sequence[Example], half: Half | None, hash_of: Callable[[Example], float] = prompt_hash
+) -> list[Example]:
+    """The examples of one half of all prompts, in order; all where ``half`` is None.
+
+    The halves are told apart by the 40th bit of a prompt's hash, which says nothing of its split: so two models can
+    learn from the same file and never see the same prompt, held-out ones included.
+    """
+    if half is None:
+        return list(examples)
+    wanted = {"first": 0, "second": 1}[half]
+    return [example for example in examples if int(hash_of(example) * 2**40) & 1 == wanted]
+
+
+def _hash(messages: Sequence[Message]) -> float:
+    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
+    return int.from_bytes(digest, "big") / 2.0**56
+
+
+def choose_split(
+    examples: Sequence[Example],
+    split: Split,
+    share: float,
+    place: str,
+    hash_of: Callable[[Example], float] = prompt_hash,
+) -> list[Example]:
+    """The examples of one split, in order.
+
+    ``test`` is everything: the file is taken to be a test file. Otherwise the prompts whose hash is
+    below ``share`` are held out as validation, and ``train`` is the rest. So the two are disjoint by prompt
+    (equal prompts stand on the same side), and a prompt keeps its side whatever else is in the
+    file, with one exception: where a small file would leave a side empty, its lowest (highest) prompt goes
+    to validation (train).
+
+    ``hash_of``: ``opening_hash`` keeps dialogues that begin alike on one side.
+
+    Raises:
+        DataError: nothing is left for the split.
+    """
+    if not examples:
+        raise DataError(place, "no usable examples in it; give a file with rows")
+    if split == "test" or (split == "train" and share == 0):
+        return list(examples)
+    if share == 0:
+        raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
+    hashes = [hash_of(example) for example in examples]
+    lowest, highest = min(hashes), max(hashes)
+    if lowest == highest:
+        raise DataError(
+            place, "only one distinct prompt: it cannot be parted into train and validation; set validation_share to 0"
+        )
+    # Just above the lowest at least, and no further than the highest: neither side is ever empty.
+    limit = min(max(share, math.nextafter(lowest, 1.0)), highest)
+    return [e for e, h in zip(examples, hashes, strict=True) if (h < limit) == (split == "validation")]
+
+
+# Thinking in given answers: what stands between ``<think>`` and ``</think>``, and the answer without it.
+
+_TAG = re.compile(r"</?think>")
+
+
+def remove_thinking(text: str) -> str | None:
+    """The text without its thinking; None where a ``<think>`` never closes.
+
+    Every block goes, with the blocks inside it. A ``</think>`` that closes nothing ends thinking that was opened
+    in the prompt, as the chat templates of some models do: all before it goes as well. White space
+    around what is left is dropped.
+    """
+    kept: list[str] = []
+    depth = position = 0
+    for tag in _TAG.finditer(text):
+        if depth == 0:
+            kept.append(text[position : tag.start()])
+        if tag.group() == "<think>":
+            depth += 1
+        elif depth > 0:
+            depth -= 1
+        else:
+            kept.clear()
+        position = tag.end()
+    if depth > 0:
+        return None
+    return "".join([*kept, text[position:]]).strip()
+
+
+def answer_text(text: str, *, strip_thinking: bool) -> str:
+    """A given answer as it is used: as it stands, or without its thinking.
+
+    Raises:
+        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+    """
+    if not strip_thinking:
+        return text
+    answer = remove_thinking(text)
+    if answer is None:
+        raise Dropped("a <think> that never closes")
+    if not answer:
+        raise Dropped("an answer of nothing but thinking")
+    return answer

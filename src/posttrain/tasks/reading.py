@@ -112,6 +112,19 @@ class Row:
             raise self.fail(f"{key!r} {_NO_CHARACTER}") from None
         return value
 
+    def entries(self, key: str, what: str) -> list[Any]:
+        """The list under ``key``, of at least one entry; ``what`` is said of it in messages: ``of two texts``.
+
+        Raises:
+            DataError: the key is missing, no list, or an empty one.
+        """
+        if key not in self.data:
+            self.text(key)  # raises with the keys that there are
+        value = self.data[key]
+        if not isinstance(value, list | tuple) or not value:
+            raise self.fail(f"{key!r} must be a list {what}; got {_shown(value)}")
+        return list(value)
+
     def messages(self, key: str) -> tuple[Message, ...]:
         """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
 
@@ -173,6 +186,17 @@ def read_file(path: str | Path) -> Iterator[Row]:
     if not path.name.endswith(SUFFIXES):
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
     yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
+
+
+def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
+    """The rows of a local file or, without one, of a split on the hub; and the name of that place in messages."""
+    if path is not None:
+        return read_file(path), path
+    return read_hub(hub, config, split), _hub_place(hub, config, split)
+
+
+def _hub_place(name: str, config: str | None, split: str) -> str:
+    return f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
@@ -241,7 +265,7 @@ def read_hub(name: str, config: str | None, split: str, first: int | None = None
         import datasets
     except ImportError:
         raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
-    place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
+    place = _hub_place(name, config, split)
     streamed = {} if first is None else {"streaming": True}
     own = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     try:

@@ -79,6 +79,11 @@ class Parts:
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
+    def take_notices(self) -> list[str]:
+        """What engines have to say to the user, in the process that samples ahead too."""
+        tellers: list[Any] = [*self.engines, getattr(self.source, "ahead", None)]
+        return [message for teller in tellers if teller is not None for message in teller.take_notices()]
+
     def close(self) -> None:
         """Give back what the engines hold."""
         for engine in self.engines:
@@ -439,7 +444,12 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
     from posttrain.store.ledger import Ledger
     from posttrain.train.sources.ahead import Ahead
 
-    return Ahead(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+    kind = Ahead
+    if recipe.rollout.partial:
+        from posttrain.train.sources.partial import PartialAhead
+
+        kind = PartialAhead
+    return kind(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
 
 
 def _build_credit(words: Words) -> Credit:

@@ -118,7 +118,7 @@ def words_of(recipe: Recipe) -> Words:
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
         curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
-    tables = (_of_objective, _of_rollouts, _of_advantages, _of_groups, _of_scale, _of_curriculum)
+    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups, _of_scale, _of_curriculum)
     for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
@@ -164,7 +164,7 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
 
 
-def _of_rollouts(w: Words) -> Iterator[Rule]:
+def _of_engines(w: Words) -> Iterator[Rule]:
     elsewhere = (
         ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
         "`posttrain evaluate`"
@@ -188,6 +188,23 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     unclear = w.recipe.eval.beside and evaluating is None and w.engine.name != "native" and not w.only_scores
     own = f": beside training evaluations need an engine of their own, and rollouts have {w.engine.name!r}; name one"
     yield unclear, "eval.engine", own
+    ahead = w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
+    apart = bool(w.recipe.eval.every) and (ahead or w.recipe.eval.beside)
+    url = w.engine_options.get("url")
+    same = evaluating is None or (evaluating.name == w.engine.name and url and evaluating.options.get("url") == url)
+    theirs = (
+        f": the server of rollout.engine {w.engine.name!r} is given weights by the process that samples, and an "
+        "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
+    )
+    yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
+    whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
+    partial = w.recipe.rollout is not None and w.recipe.rollout.partial
+    yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
+    turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
+    yield partial and not unplayed, "rollout.partial", turns
+
+
+def _of_rollouts(w: Words) -> Iterator[Rule]:
     if w.recipe.rollout is None or w.selection is None:
         return
     fresh = (

@@ -332,9 +332,8 @@ class Loop:
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _pass_on_notices(self) -> None:
-        for engine in self.parts.engines:
-            for message in engine.take_notices():
-                self.observer("notice", {"message": message})
+        for message in self.parts.take_notices():
+            self.observer("notice", {"message": message})
 
     def _remember_best(self, step: int, headline: Headline, value: float | None) -> None:
         before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then

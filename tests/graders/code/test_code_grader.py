@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.graders.code import plain
-from posttrain.graders.code.extraction import extract_program, fenced_blocks, last_program
+from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.code.tester import ProgramRaised, error_of
 from posttrain.graders.grading import Outcome, Submission, grade

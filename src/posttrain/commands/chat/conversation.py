@@ -13,7 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.render.text_stream import TextStream
+from posttrain.render.encoding import TextStream
 from posttrain.types import Finish, Message
 
 NUM_LIKELY = 5

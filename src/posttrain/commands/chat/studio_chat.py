@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
-from posttrain.commands.chat.studio_html import Colouring, draw_conversation, draw_reply
+from posttrain.commands.chat.studio_records import Colouring, draw_conversation, draw_reply
 from posttrain.engines.models import OpenedModel
 from posttrain.errors import PosttrainError
 from posttrain.interpret.features.steering import Steering

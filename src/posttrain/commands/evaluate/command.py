@@ -125,7 +125,7 @@ def _add_harness(group: argparse._ArgumentGroup) -> None:
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Measure models, test a difference, set two against one another, or measure reward models."""
-    from posttrain.commands.evaluate import models, scores
+    from posttrain.commands.evaluate import models
     from posttrain.errors import UsageError
     from posttrain.runs.models import find_source
 
@@ -151,4 +151,4 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
     if len(scorers) < len(arguments.models):
         others = ", ".join(name for name in arguments.models if name not in scorers)
         raise UsageError(f"{', '.join(scorers)}: a reward model is not measured in one table with models ({others})")
-    return scores.run_scores(arguments)  # their table tests the differences, whether that is asked for or not
+    return models.run_scores(arguments)  # their table tests the differences, whether that is asked for or not

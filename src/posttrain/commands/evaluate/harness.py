@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
-from posttrain.commands.console import Text, open_console, print_table
+from posttrain.commands.console import open_console, print_table, say
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.options.words import words_of
 from posttrain.engines.models import complete_template, open_model
@@ -76,7 +76,7 @@ def run_harness(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         console = open_console()
         print_table(console, _table(results))
-        console.print(Text(f"results and every answer: {out}"), soft_wrap=True)
+        say(console, f"results and every answer: {out}")
     return 0
 
 

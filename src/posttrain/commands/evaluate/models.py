@@ -1,4 +1,4 @@
-"""``posttrain evaluate MODEL ...``: models on held-out tasks; ``--compare A B``, item by item; ``A --against B``."""
+"""``posttrain evaluate``: models on held-out tasks, item by item (``--compare``), ``--against`` others; scorers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, print_table
-from posttrain.commands.evaluate.command import SECTIONS
+from posttrain.commands.console import Text, open_console, print_table, say
+from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
-from posttrain.engines.judging.contests import SUFFIXES, read_pair_judge
+from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label
@@ -33,8 +33,10 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
-from posttrain.reports.evaluation import by_evaluation, write_page, write_table_page
-from posttrain.reports.win_rate import contest_table, write_contest_page
+from posttrain.reports.charts.calibration import draw_calibration
+from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
+from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, ways_table, write_score_page
+from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 from posttrain.untrusted import harmless
@@ -97,8 +99,8 @@ def show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
     for own in by_evaluation(rows_of(finished)):
         print_table(console, results_table(own))
     for note in notes_of(finished):
-        console.print(Text(note, style="dim"), soft_wrap=True)
-    console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+        say(console, note, "dim")
+    say(console, f"summary, results and every answer: {plan.folder}")
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
@@ -124,7 +126,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             )
         if not arguments.quiet and not plan.asked.tasks:
             options = ", ".join(f"{key} {value}" for key, value in plan.cells[0].task_word.options.items())
-            console.print(Text(f"both on {plan.cells[0].name} ({options}); --task names another"), soft_wrap=True)
+            say(console, f"both on {plan.cells[0].name} ({options}); --task names another")
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:
@@ -133,27 +135,27 @@ def run_comparison(arguments: argparse.Namespace) -> int:
     write_comparison(out, a, b, paired, apart)
     if not arguments.quiet:
         print_comparison(console, paired, apart)
-        console.print(Text(f"comparison: {out / COMPARISON}"), soft_wrap=True)
+        say(console, f"comparison: {out / COMPARISON}")
     return 0
 
 
 def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
     """What differs, the differences with their intervals, the items on which the two part."""
-    console.print(Text(f"A: {paired.a}   B: {paired.b}"), soft_wrap=True)
+    say(console, f"A: {paired.a}   B: {paired.b}")
     for name, (left, right) in apart.items():
         if name not in ("model", "checkpoint"):
             console.print(Text(f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", style="dim"))
     print_table(console, differences_table(paired))
     counts = " · ".join(f"{TABLE_WORDS[name]} {count}" for name, count in paired.table.items())
     exact = f" · McNemar's exact test: {show_p(paired.mcnemar)}" if paired.mcnemar is not None else ""
-    console.print(Text(counts + exact), soft_wrap=True)
+    say(console, counts + exact)
     for title, pairs in (("B gained", paired.gained), ("B lost", paired.lost)):
         if pairs:
             console.print(Text(f"\n{title}, the first {len(pairs)}:", style="bold"))
             _print_flips(console, pairs)
-    console.print(Text(f"\n{paired.in_words()}", style="bold"), soft_wrap=True)
+    say(console, f"\n{paired.in_words()}", "bold")
     for caution in paired.cautions():
-        console.print(Text(caution, style="dim"), soft_wrap=True)
+        say(console, caution, "dim")
 
 
 def differences_table(paired: Paired) -> TextTable:
@@ -181,10 +183,8 @@ def _print_flips(console: Console, pairs: Sequence[tuple[Item, Item]]) -> None:
     for left, right in pairs:
         question = " ".join(harmless(left.question).split())
         shown = question if len(question) <= MAX_QUESTION_CHARS else f"{question[:MAX_QUESTION_CHARS]} …"
-        console.print(Text(f"{left.id}: {shown}"), soft_wrap=True)
-        console.print(
-            Text(f"  gold {left.answer} · A {_answers(left)} · B {_answers(right)}", style="dim"), soft_wrap=True
-        )
+        say(console, f"{left.id}: {shown}")
+        say(console, f"  gold {left.answer} · A {_answers(left)} · B {_answers(right)}", "dim")
 
 
 def _answers(item: Item) -> str:
@@ -221,8 +221,8 @@ def run_against(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print_table(console, table)
         for note in notes:
-            console.print(Text(note, style="dim"), soft_wrap=True)
-        console.print(Text(f"summary, results and every answer: {plan.folder}"), soft_wrap=True)
+            say(console, note, "dim")
+        say(console, f"summary, results and every answer: {plan.folder}")
     return 0
 
 
@@ -234,3 +234,70 @@ def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -
     return lambda rollouts: model.score(
         [r.example for r in rollouts], [r.text for r in rollouts], [r.completion.finish for r in rollouts]
     )
+
+
+# ``posttrain evaluate RUN`` of a reward model: the given answers of held-out tasks are scored.
+
+PICTURE = "calibration.png"
+
+
+def run_scores(arguments: argparse.Namespace) -> int:
+    """Score the answers of every task with every reward model; print tables, write results, records and pages."""
+    _refuse_sampling(arguments)
+    done = []
+    for scored in run_scoring(request_of(arguments), probes=arguments.probes):
+        write_scores(scored, write_score_summary)
+        done.append(scored)
+    if not arguments.quiet:
+        show_scores(open_console(), done)
+    return 0
+
+
+def write_score_summary(scored: Scored) -> str:
+    """The page, and beside it the picture of the calibration where a score states a probability."""
+    one, path, picture = scored.evaluation, scored.folder / PICTURE, None
+    if one.bins:
+        what = "is the chosen answer" if one.view == "pairs" else "turns out right"
+        picture = draw_calibration(one.bins, f"{scored.label} on {one.name}", path, what=what).name
+    else:
+        path.unlink(missing_ok=True)
+    return write_score_page(scored.label, one, scored.settings, picture)
+
+
+def _refuse_sampling(arguments: argparse.Namespace) -> None:
+    """Refuse options that would do nothing."""
+    sampling_options = {
+        "--samples": arguments.samples != 1,
+        "--k": bool(arguments.k),
+        "--temperature": arguments.temperature is not None,
+        "--top-p": arguments.top_p is not None,
+        "--top-k": arguments.top_k is not None,
+        "--max-tokens": arguments.max_tokens is not None,
+        "--best-of": arguments.best_of is not None,
+        "--engine": arguments.engine != "native",
+        "--seed": arguments.seed != 0,
+        "--batch": arguments.batch != DEFAULT_BATCH,
+    }
+    for option, is_given in sampling_options.items():
+        if is_given:
+            raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
+    if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):
+        raise UsageError("--template: a reward model is asked under the template that it was trained with")
+
+
+def show_scores(console: Console, done: Sequence[Scored]) -> None:
+    """A table for each task, what must be known beside it, and where the files are."""
+    rows = [(scored.label, scored.evaluation) for scored in done]
+    for table in [*score_tables(rows), *difference_tables(rows)]:
+        print_table(console, table)
+    for label, one in rows:
+        ways = ways_table(one.results)
+        if ways is not None:
+            print_table(console, ways)
+        if one.dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items())
+            say(console, f"{one.name} · {label}: not measured: {reasons}", "dim")
+    for view in dict.fromkeys(one.view for _, one in rows):
+        console.print(Text(NOTES[view], style="dim"))
+    for scored in done:
+        say(console, f"summary, results and every score: {scored.folder}")

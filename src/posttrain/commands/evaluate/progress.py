@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from posttrain.commands.console import Text
+from posttrain.commands.console import say
 from posttrain.evals.generation import Advance
 from posttrain.evals.plan import EvaluationProgress
 from posttrain.untrusted import guard_output
@@ -23,9 +22,7 @@ class Shown(EvaluationProgress):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -65,7 +62,7 @@ class PlainLines(Shown):
         self._print(line)
 
     def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+        say(self.console, line)
 
 
 class LiveBar(Shown):
@@ -96,7 +93,7 @@ class LiveBar(Shown):
         )
 
     def tell(self, line: str) -> None:
-        self.progress.console.print(Text(line), soft_wrap=True)
+        say(self.progress.console, line)
 
     def close(self) -> None:
         self.progress.stop()

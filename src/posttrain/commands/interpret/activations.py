@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +93,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
     from posttrain.commands.console import open_console
-    from posttrain.interpret.activations.loading import check_layers
     from posttrain.interpret.activations.record import Recorder
+    from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
 
     console = open_console()
@@ -175,14 +174,10 @@ def _announce_size(recorder: Recorder, out: Path, yes: bool, announce: Callable[
         f"{size.rows:,} tokens x {size.row_bytes:,} bytes ({', '.join(index.columns)}, {index.dtype}) = "
         f"{show_bytes(size.num_bytes)} at most, in {out}"
     )
-    place = out
-    while not place.exists():
-        place = place.parent
-    there = sum(file.stat().st_size for file in out.glob("*.safetensors")) if out.is_dir() else 0
-    free = shutil.disk_usage(place).free
-    if size.num_bytes - there > free:
+    missing, free = recorder.room(out)
+    if missing > free:
         raise UsageError(f"{out}: {show_bytes(free)} are free, which is too little; record fewer with --max-rows")
-    if size.num_bytes - there <= LARGE_BYTES or yes:
+    if missing <= LARGE_BYTES or yes:
         return
     if not sys.stdin.isatty():
         raise UsageError(f"{show_bytes(size.num_bytes)} are a lot: add --yes to write them, or --max-rows for fewer")

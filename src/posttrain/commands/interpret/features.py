@@ -12,7 +12,7 @@ from posttrain.errors import UsageError
 if TYPE_CHECKING:
     from posttrain.commands.interpret.steering import DictionaryPlace
     from posttrain.interpret.features.features import FeatureReport
-    from posttrain.interpret.features.judges import Judge
+    from posttrain.interpret.features.labels import Judge
 
 EPILOG = """\
 one page that needs nothing else, and the same as JSON beside it:
@@ -67,7 +67,7 @@ def page_of(place: DictionaryPlace, name: str = PAGE) -> Path:
 
 def _judge(arguments: argparse.Namespace) -> Judge | None:
     from posttrain.engines.models import open_model
-    from posttrain.interpret.features.judges import model_judge, remote_judge
+    from posttrain.interpret.features.labels import model_judge, remote_judge
     from posttrain.recipes.sections import Word
     from posttrain.runs.models import find_source
 

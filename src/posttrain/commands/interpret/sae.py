@@ -90,7 +90,7 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
 
 def _train(arguments: argparse.Namespace | TrainRequest, recipe: SaeRecipe, name: str | None, resume: bool) -> int:
     from posttrain.commands.progress import choose_progress, show_duration
-    from posttrain.interpret.dictionaries.run import DICTIONARY, train_run
+    from posttrain.interpret.dictionaries.training import DICTIONARY, train_run
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
@@ -114,7 +114,7 @@ def _train(arguments: argparse.Namespace | TrainRequest, recipe: SaeRecipe, name
 
 
 def _print_results(folder: Path) -> None:
-    from posttrain.interpret.dictionaries.run import RESULTS
+    from posttrain.interpret.dictionaries.training import RESULTS
 
     path = folder / RESULTS
     if not path.is_file():

@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class _Stopped(Exception):
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
-    from posttrain.commands.console import Text, open_console
+    from posttrain.commands.console import Text, open_console, say
     from posttrain.commands.progress import show_duration
     from posttrain.interpret.differences.recipe import load_diff_recipe
 
@@ -68,20 +69,16 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
         return 0
     started = time.monotonic()
     console = open_console()
-    say: Callable[[str], Any] = (
-        (lambda line: console.print(Text(line, style="dim"), soft_wrap=True))
-        if not arguments.quiet
-        else lambda line: None
-    )
+    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
     try:
-        folder, lines = _compare(recipe, arguments, say, started)
+        folder, lines = _compare(recipe, arguments, tell, started)
     except _Stopped:
         return INTERRUPTED
     if not arguments.quiet:
         for line in lines:
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
         console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
-    console.print(Text(f"report: {folder / REPORT}"), soft_wrap=True)
+    say(console, f"report: {folder / REPORT}")
     return 0
 
 
@@ -91,8 +88,7 @@ def _compare(
     """The folder with the report, and what was found in sentences."""
     from posttrain.interpret.differences.comparison import compare_in, prepare
     from posttrain.interpret.differences.recipe import Compared
-    from posttrain.reports.difference_sentences import findings
-    from posttrain.reports.differences import render_diff
+    from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
 

@@ -72,8 +72,7 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
     Raises:
         UsageError: there is none.
     """
-    from posttrain.interpret.dictionaries.exchange import CONFIG, WEIGHTS
-    from posttrain.interpret.dictionaries.published import fetch_dictionary, is_hub_name
+    from posttrain.interpret.dictionaries.exchange import CONFIG, WEIGHTS, fetch_dictionary, is_hub_name
     from posttrain.runs.directory import find_run, run_names
 
     path = Path(name)

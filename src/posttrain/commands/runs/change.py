@@ -10,14 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
-from posttrain.commands.runs.show import describe_link, show_bytes
+from posttrain.commands.console import open_console, say
+from posttrain.commands.runs.show import counted, describe_link, show_bytes
 from posttrain.errors import DataError, RecipeError, RunConflict, UsageError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import Weights, export_run
-from posttrain.runs.filtering import Filter, check_states
 from posttrain.runs.lineage import find_links
-from posttrain.runs.listing import disk_bytes, summarize_run
+from posttrain.runs.listing import Filter, check_states, disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
@@ -64,9 +63,9 @@ def run_note(arguments: argparse.Namespace) -> int:
 def print_notes(console: Console, name: str, notes: Notes) -> None:
     """Every remark with its time."""
     for remark in notes.remarks:
-        console.print(Text(f"{remark.time[:16].replace('T', ' ')}  {remark.text}"), soft_wrap=True)
+        say(console, f"{remark.time[:16].replace('T', ' ')}  {remark.text}")
     if not notes.remarks:
-        console.print(Text(f"{name}: no remarks"), soft_wrap=True)
+        say(console, f"{name}: no remarks")
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -173,24 +172,24 @@ def prune_runs(
         except (RunConflict, DataError) as error:
             if run.name in named:
                 raise
-            console.print(Text(f"left out: {error}", style="yellow"), soft_wrap=True)
+            say(console, f"left out: {error}", "yellow")
     plans = [plan for plan in plans if plan.steps or plan.leftovers]
     for plan in plans:
         steps = ", ".join(map(str, plan.steps)) or "no checkpoint"
         left = f", leftovers {', '.join(plan.leftovers)}" if plan.leftovers else ""
         kept = ", ".join(f"{step} ({why})" for step, why in plan.kept.items())
         line = f"{plan.run.name}: {steps}{left}: {show_bytes(plan.freed_bytes)}; kept: {kept or 'nothing'}"
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     count, freed = sum(len(plan.steps) for plan in plans), sum(plan.freed_bytes for plan in plans)
-    what = f"{_count(count, 'checkpoint')} of {_count(len(plans), 'run')}, {show_bytes(freed)}"
+    what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
     elif dry_run:
-        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+        say(console, f"would delete {what}; nothing was changed")
     elif ask(f"Delete {what}?"):
         for plan in plans:
             prune(root, plan)
-        console.print(Text(f"deleted {what}"), soft_wrap=True)
+        say(console, f"deleted {what}")
     else:
         console.print("nothing was changed")
 
@@ -220,18 +219,16 @@ def delete_runs(
     for place in places:
         size, line = describe(root, place)
         total += size
-        console.print(Text(line), soft_wrap=True)
-    what = f"{_count(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
+        say(console, line)
+    what = f"{counted(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
     for line in _recordings_that_stay(root, places):
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     if dry_run:
-        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+        say(console, f"would delete {what}; nothing was changed")
     elif ask(f"Delete {what}?"):
         freed = sum(delete(root, place) for place in places)
         freed += sum(finish_deletions(root).values())
-        console.print(
-            Text(f"deleted {what}" if freed == total else f"deleted, {show_bytes(freed)} freed"), soft_wrap=True
-        )
+        say(console, f"deleted {what}" if freed == total else f"deleted, {show_bytes(freed)} freed")
     else:
         console.print("nothing was changed")
 
@@ -274,21 +271,17 @@ def describe(root: str, place: Place) -> tuple[int, str]:
     return size, f"{place.name}: {run.state} at step {run.step} of {run.steps}{told}{tags}, {show_bytes(size)}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def finish(console: Console, root: str, ask: Ask, dry_run: bool) -> int:
     """Go on with deletions that were cut off."""
     left = unfinished_deletions(root)
     for name, size in left.items():
-        console.print(Text(f"{Path(root) / name}: {show_bytes(size)}"), soft_wrap=True)
-    what = f"what {_count(len(left), 'deletion')} left when cut off, {show_bytes(sum(left.values()))}"
+        say(console, f"{Path(root) / name}: {show_bytes(size)}")
+    what = f"what {counted(len(left), 'deletion')} left when cut off, {show_bytes(sum(left.values()))}"
     if dry_run:
-        console.print(Text(f"would delete {what}; nothing was changed"), soft_wrap=True)
+        say(console, f"would delete {what}; nothing was changed")
     elif ask(f"Delete {what}?"):
         finish_deletions(root)
-        console.print(Text(f"deleted {what}"), soft_wrap=True)
+        say(console, f"deleted {what}")
     return 0
 
 
@@ -299,9 +292,9 @@ def export_to(
     done = export_run(root, place.path, target, weights=weights, merge=merge)
     what = "no weights" if done.step is None else f"the weights after step {done.step}"
     line = f"{done.target}: {what}, {done.num_files} files, {show_bytes(done.num_bytes)}"
-    console.print(Text(line), soft_wrap=True)
+    say(console, line)
     for notice in done.notices:
-        console.print(Text(f"note: {notice}", style="yellow"), soft_wrap=True)
+        say(console, f"note: {notice}", "yellow")
 
 
 def resume(root: str, place: Place, steps: int | None = None, quiet: bool = False, accept_changes: bool = False) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console
+from posttrain.commands.console import open_console, say
 from posttrain.commands.runs.change import (
     answer_of,
     delete_runs,
@@ -19,12 +19,19 @@ from posttrain.commands.runs.change import (
     prune_runs,
     resume,
 )
-from posttrain.commands.runs.compare import find_runs, print_side_by_side
-from posttrain.commands.runs.show import NUM_LISTED, ancestors, print_comparisons, print_run, print_runs, show_bytes
+from posttrain.commands.runs.show import (
+    NUM_LISTED,
+    ancestors,
+    find_runs,
+    print_comparisons,
+    print_run,
+    print_runs,
+    print_side_by_side,
+    show_bytes,
+)
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.runs.filtering import sort_runs
 from posttrain.runs.lineage import find_links, find_links_around
-from posttrain.runs.listing import RunSummary, list_comparisons, list_runs
+from posttrain.runs.listing import RunSummary, list_comparisons, list_runs, sort_runs
 from posttrain.runs.notes import add_remark, change_tags, read_notes
 from posttrain.runs.paths import Place, locate, locate_all
 from posttrain.runs.removal import parse_keep
@@ -204,4 +211,4 @@ class Menu:
             self._say("\nstopped", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        say(self.console, text, style)

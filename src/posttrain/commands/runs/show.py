@@ -13,26 +13,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from posttrain.commands.console import MAX_COLUMNS, Text, open_console, wants_json, write_json
-from posttrain.commands.progress import BARS, show_evaluation, sparkline
+from posttrain.commands.console import MAX_COLUMNS, Text, open_console, plain_table, say, wants_json, write_json
+from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
-from posttrain.runs.filtering import Filter, check_states, sort_runs
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
     ComparisonSummary,
+    Filter,
     RunSummary,
+    check_states,
     list_comparisons,
     list_runs,
     show_run,
+    sort_runs,
     summarize_comparison,
     summarize_run,
 )
-from posttrain.runs.paths import comparison_names, every_run_name
+from posttrain.runs.paths import comparison_names, every_run_name, fits
 from posttrain.runs.removal import unfinished_deletions
+from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
+from posttrain.untrusted import harmless
 
 STYLES = {
     "running": "cyan",
@@ -50,7 +54,7 @@ DISPENSABLE = ("size", "from", "model", "tags", "objective", "step", "held-out",
 COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
 # Where the body of every other action is.
 BODIES = {
-    "compare": ("posttrain.commands.runs.compare", "run_compare_runs"),
+    "compare": ("posttrain.commands.runs.show", "run_compare_runs"),
     "tag": ("posttrain.commands.runs.change", "run_tag"),
     "note": ("posttrain.commands.runs.change", "run_note"),
     "prune": ("posttrain.commands.runs.change", "run_prune"),
@@ -175,7 +179,7 @@ def print_runs(
         }
         rows.append(cells)
     fitting = _fitting(shown, rows, console.width if console.is_terminal else MAX_COLUMNS)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in fitting:
         table.add_column(
             column,
@@ -246,7 +250,7 @@ def _tree_label(run: RunSummary | None, name: str) -> Text:
 
 def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
     """A table with a row per comparison."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("comparison", "state", "finished", "methods", "size"):
         table.add_column(column, no_wrap=column != "methods", justify="right" if column == "size" else "left")
     for item in comparisons:
@@ -269,17 +273,18 @@ def _print_foot(
         console.print(Text(more, style="yellow"))
     sizes = [run.disk_bytes for run in runs if run.name.count("/") == 0] + [item.disk_bytes for item in comparisons]
     if len(sizes) > 1 or comparisons:
-        counts = ", ".join(_count(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
+        counts = ", ".join(counted(n, what) for n, what in ((len(runs), "run"), (len(comparisons), "comparison")) if n)
         console.print(Text(f"{counts}, {show_bytes(sum(sizes))} in all", style="dim"))
     left = unfinished_deletions(root)
     if left:
-        what = f"{_count(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
+        what = f"{counted(len(left), 'deletion')} cut off, with {show_bytes(sum(left.values()))} left behind"
         console.print(Text(f"{what}; `posttrain runs delete` without a name goes on with them", style="yellow"))
     if runs or comparisons:
         console.print(Text("posttrain runs show NAME tells more", style="dim"))
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -293,10 +298,10 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
     table = item.path / "table.md"
     if table.is_file():
         console.print()
-        console.print(Text(table.read_text(encoding="utf-8", errors="replace").rstrip()), soft_wrap=True)
+        say(console, table.read_text(encoding="utf-8", errors="replace").rstrip())
     console.print()
     print_runs(console, item.runs, links, item.runs)
-    console.print(Text(f"\nsee {item.path / 'report.html'}", style="dim"), soft_wrap=True)
+    say(console, f"\nsee {item.path / 'report.html'}", "dim")
 
 
 def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) -> None:
@@ -315,10 +320,10 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         about = {"name": item["name"], "step": item["step"], "headline": headline}
         console.print(Text(show_evaluation(about | {"results": results})))
     for line in _last_episode(folder) if not facts["problem"] else []:
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        say(console, line, "dim")
     for remark in facts["remarks"]:
-        console.print(Text(f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}"), soft_wrap=True)
-    console.print(Text(f"\nsee {folder / 'report.html'}", style="dim"), soft_wrap=True)
+        say(console, f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}")
+    say(console, f"\nsee {folder / 'report.html'}", "dim")
 
 
 def _last_episode(folder: Path) -> list[str]:
@@ -329,13 +334,13 @@ def _last_episode(folder: Path) -> list[str]:
     if not newest or not newest[0].turns:
         return []
     row = newest[0]
-    turns = _count(len(row.turns), "turn")
+    turns = counted(len(row.turns), "turn")
     about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
     return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    table = Table("fact", "value", box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table = plain_table("fact", "value", show_header=False, padding=(0, 2))
     for label, value in facts:
         table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
@@ -394,3 +399,112 @@ def show_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+# ``posttrain runs compare A B``: runs beside one another.
+
+MAX_VALUE_CHARACTERS = 60
+
+
+def run_compare_runs(arguments: argparse.Namespace) -> int:
+    """Print in what the recipes differ and what came out."""
+    known = every_run_name(arguments.runs_dir)
+    fitting = [[run for run in known if fits(run, name)] or [name] for name in arguments.names]
+    names = list(dict.fromkeys(name for group in fitting for name in group))
+    if len(names) < 2:
+        raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
+    side_by_side = put_side_by_side(find_runs(arguments.runs_dir, names))
+    if not write_json(to_data(side_by_side, names)):
+        print_side_by_side(open_console(), side_by_side, names)
+    return 0
+
+
+def find_runs(root: str, names: Sequence[str]) -> list[Path]:
+    """The folders of the runs.
+
+    Raises:
+        UsageError: there is no such run, or it is a comparison.
+    """
+    for name in names:
+        if name.rstrip("/") in comparison_names(root):
+            raise UsageError(
+                f"{name} is a comparison, with a table of its own: posttrain runs show NAME. Its runs can be compared "
+                f"by name, such as {name.rstrip('/')}/cells/NAME"
+            )
+    return [find_run(root, name.rstrip("/")) for name in names]
+
+
+def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
+    """Plain data; a key that a recipe does not have is missing from its mapping."""
+    recipe = {
+        key: {name: value for name, value in zip(names, values, strict=True) if value is not ABSENT}
+        for key, values in side_by_side.recipe.items()
+    }
+    return asdict(side_by_side) | {"names": list(names), "recipe": recipe}
+
+
+def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
+    """Three tables: what differs in the recipes, what came out, and where that was."""
+    labels = [name.rstrip("/").rpartition("/")[2] for name in names]
+    labels = labels if len(set(labels)) == len(labels) else list(names)
+    if side_by_side.recipe:
+        table = _table("recipe", labels)
+        for key, values in sorted(side_by_side.recipe.items()):
+            table.add_row(Text(key), *(_value_text(value) for value in values))
+        console.print(table)
+        console.print(Text(f"{side_by_side.num_equal_keys} further keys are equal", style="dim"))
+    else:
+        console.print(Text(f"the recipes are equal in all of their {side_by_side.num_equal_keys} keys"))
+    console.print()
+    table = _table("outcome", labels)
+    for label, cells in _outcome(side_by_side):
+        table.add_row(Text(label), *(Text(cell) for cell in cells))
+    console.print(table)
+    if side_by_side.environment:
+        console.print()
+        table = _table("where it ran", labels)
+        for key, values in side_by_side.environment.items():
+            table.add_row(Text(key), *(Text(value) for value in values))
+        console.print(table)
+    console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
+
+
+def _table(title: str, labels: Sequence[str]) -> Table:
+    table = plain_table()
+    table.add_column(Text(title))
+    for label in labels:
+        table.add_column(Text(label), overflow="fold")
+    return table
+
+
+def _value_text(value: Any) -> Text:
+    if value is ABSENT:
+        return Text("not there", style="dim")
+    text = harmless(str(value))
+    return Text(text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…")
+
+
+def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
+    runs = side_by_side.runs
+    rows: list[tuple[str, list[str]]] = [
+        ("state", [str(run.state) for run in runs]),
+        ("step", [f"{run.step} of {run.steps}" for run in runs]),
+    ]
+    for name, results in side_by_side.last.items():
+        rows.append((f"{name}, last", _show_results(results, side_by_side)))
+        best = side_by_side.best[name]
+        if best != results:
+            rows.append((f"{name}, best", _show_results(best, side_by_side)))
+    for metric, label, form in SHOWN:
+        values = side_by_side.metrics.get(metric)
+        if values is not None:
+            rows.append((label, ["–" if value is None else f"{value:{form}}" for value in values]))
+    rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
+    rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
+    return rows
+
+
+def _show_results(items: Sequence[dict[str, Any] | None], side_by_side: SideBySide) -> list[str]:
+    """What each run is told by, in one evaluation."""
+    told = zip(items, side_by_side.headlines, strict=True)
+    return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]

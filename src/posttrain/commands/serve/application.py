@@ -20,10 +20,9 @@ from starlette.routing import Route
 from posttrain.commands.serve import wire
 from posttrain.commands.serve.answering import Answerer, Order
 from posttrain.commands.serve.doorway import Application, Doorway, Headers, Receive, Scope, Send, is_same, reply
-from posttrain.commands.serve.forms import ChatForm, CompletionForm, Form, GenerateForm, Names, usage
-from posttrain.commands.serve.records import Recorder
-from posttrain.commands.serve.speech import Scored, Speech
+from posttrain.commands.serve.speech import Recorder, Scored, Speech
 from posttrain.commands.serve.tools import Conversations, Said, Schemas
+from posttrain.commands.serve.wire import ChatForm, CompletionForm, Form, GenerateForm, Names, usage
 from posttrain.engines.base import Sampling
 from posttrain.errors import PosttrainError
 from posttrain.render import Piece, stop_ids

@@ -73,7 +73,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             raise
         raise MissingExtra(error.name, "serve", "posttrain serve") from None
     from posttrain.commands.serve.answering import Answerer
-    from posttrain.commands.serve.records import Recorder
+    from posttrain.commands.serve.speech import Recorder
     from posttrain.engines.vllm.command import served_names
 
     template = complete_template(chosen_words(arguments).get("template"), source)

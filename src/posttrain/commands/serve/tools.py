@@ -13,8 +13,7 @@ from posttrain.commands.serve import wire
 from posttrain.commands.serve.speech import Speech
 from posttrain.engines.episodes import show_tools
 from posttrain.engines.models import OpenedModel, plays
-from posttrain.environments.calls import Request, read_calls
-from posttrain.environments.tools import by_name, properties_of
+from posttrain.environments.tools import Request, by_name, properties_of, read_calls
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_prompt

@@ -78,7 +78,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         about.append(f"{method.name} ({method.source}) differs from the base in {changes}")
 
     def report(*outcome_and_command: Any) -> Any:
-        from posttrain.reports.comparison import write_comparison
+        from posttrain.reports.sweeps import write_comparison
 
         comparison = collect_comparison(plan, *outcome_and_command)
         return write_comparison(comparison, plan.folder), partial(print_comparison, comparison)
@@ -97,8 +97,8 @@ def run_study(arguments: argparse.Namespace) -> int:
 
 def run_pipeline(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.sweeps.pipelines.plan import load_pipeline
-    from posttrain.sweeps.pipelines.results import collect_pipeline
+    from posttrain.sweeps.pipeline import load_pipeline
+    from posttrain.sweeps.pipeline_results import collect_pipeline
 
     plan = load_pipeline(arguments.recipe, **_asked(arguments), methods=arguments.methods)
     return _run_study_like(arguments, plan, collect_pipeline)
@@ -116,7 +116,7 @@ def _run_study_like(arguments: argparse.Namespace, plan: Any, collect: Callable[
     from posttrain.commands.sweeps.view import describe_parts, print_study, run_sweep_command
 
     def report(*outcome_and_command: Any) -> Any:
-        from posttrain.reports.study import write_study
+        from posttrain.reports.sweeps import write_study
 
         study = collect(plan, *outcome_and_command)
         return write_study(study, plan.folder), partial(print_study, study)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from posttrain.commands.console import Text, full_width, open_console
+from posttrain.commands.console import Text, full_width, open_console, plain_table, say
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
 from posttrain.sweeps.plan import Plan, Training
 from posttrain.sweeps.runner import Outcome, run_sweep
-from posttrain.sweeps.study_results import StudyResults
+from posttrain.sweeps.study import StudyResults
 
 DEFAULT_RUNS = "runs"
 # (outcome, command line) -> the report's path, and what prints the results
@@ -30,7 +29,7 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
     console = open_console()
     if arguments.dry_run:
         for line in about:
-            console.print(Text(f"# {line}"), soft_wrap=True)
+            say(console, f"# {line}")
         print(plan.to_yaml().rstrip())
         return 0
     view = SweepProgress(console, arguments.quiet, plan.parts_are)
@@ -46,7 +45,7 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
             places += [("report", str(page)), ("its runs", f"posttrain runs --runs-dir {plan.folder / 'cells'}")]
     width = max(len("report: "), len(plan.what) + 1)
     for name, place in places:
-        console.print(Text(f"{name + ':':<{width}} {place}"), soft_wrap=True)
+        say(console, f"{name + ':':<{width}} {place}")
     if outcome.interrupted:
         view.warn("stopped; everything so far is saved. The same command goes on from here")
         return INTERRUPTED
@@ -129,11 +128,11 @@ class SweepProgress:
 
     def _say(self, line: str, style: str = "") -> None:
         if not self.quiet:
-            self.console.print(Text(line, style=style), soft_wrap=True)
+            say(self.console, line, style)
 
     def warn(self, line: str) -> None:
         """Shown even when quiet."""
-        self.console.print(Text(line, style="red"), soft_wrap=True)
+        say(self.console, line, "red")
 
 
 def _left(seconds: float | None) -> str:
@@ -142,10 +141,10 @@ def _left(seconds: float | None) -> str:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table, its notes and what differs."""
-    from posttrain.reports.comparison import describe_differences, make_notes, make_table
+    from posttrain.reports.sweeps import describe_differences, make_notes, make_table
 
     content = make_table(comparison)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for index, label in enumerate(content.header):
         two_lines = label.replace(", ", " ").replace(" ", "\n", 1)
         table.add_column(Text(two_lines), no_wrap=True, justify="left" if index == 0 else "right", vertical="bottom")
@@ -168,4 +167,4 @@ def print_study(study: StudyResults, console: Console) -> None:
     for table in study.report.tables:
         print_table(console, table)
     for line in (*study.report.findings, *study.report.notes):
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)

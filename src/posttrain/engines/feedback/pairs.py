@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.feedback.asking import refuse_tags
-from posttrain.engines.feedback.labels import Label, label
 from posttrain.engines.feedback.principles import Principle, Way
-from posttrain.engines.feedback.revision import Draft, revise
+from posttrain.engines.feedback.revision import Draft, Label, label, refuse_tags, revise
 from posttrain.engines.rollout import Sampler
 from posttrain.errors import RunFailure, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.randomness import permutation
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import show_counts
+from posttrain.tasks.reader import show_counts
 from posttrain.types import Example
 
 

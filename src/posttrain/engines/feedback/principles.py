@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from posttrain import registry
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.file_kinds import kind_of_file
-from posttrain.graders.behaviour.principles import Objection
+from posttrain.graders.behaviour import Objection
 from posttrain.recipes.document import Content, Document
 from posttrain.recipes.sections import Section, Word
 from posttrain.types import Example

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from posttrain.engines.native.paged.paging import Paging
 
 Path = Literal["lean", "modules"]
+Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
 
-@register("engine", guarantee="L2")
+@register("engine", guarantee="L2", goes_on=True)
 def native(
     model: Any,
     tokenizer: Any,
@@ -169,6 +170,36 @@ class NativeEngine(Engine):
         groups = begin(prompts, keys, sampling.max_tokens, context)
         self._sample(prompts, [row for group in groups for row in group], sampling)
         return [[row.completion(self.version) for row in group] for group in groups]
+
+    def go_on(self, parts: Sequence[Part], sampling: Sampling) -> None:
+        """Write on at completions with the weights as they are, each up to its part's reach or its own end.
+
+        What a row has from other weights is read anew with these, so keys and values are of one version always. Ids,
+        log-probabilities and versions are added to the rows, and ``finish`` where one has come to its end.
+
+        Raises:
+            EngineMismatch, RunFailure: as ``generate``.
+        """
+        contexts: list[Sequence[int]] = []
+        written: list[tuple[Conversation, Conversation]] = []
+        for prompt, rows, reach in parts:
+            shared = -1  # the place of the prompt itself, which rows without ids have in common
+            for row in rows:
+                until = min(reach, row.limit)
+                if row.finish is not None or len(row.ids) >= until:
+                    continue
+                if row.ids or shared < 0:
+                    contexts.append([*prompt, *row.ids])
+                    shared = shared if row.ids else len(contexts) - 1
+                place, drawn = len(contexts) - 1 if row.ids else shared, len(row.ids)
+                written.append((row, Conversation(place, row.sample, row.key, until - drawn, drawn=drawn)))
+        check_prompts(contexts, self.context_tokens, self.vocab_size)
+        self._sample(contexts, [new for _, new in written], sampling)
+        for row, new in written:
+            row.ids += new.ids
+            row.logprobs += new.logprobs
+            row.versions += [self.version] * len(new.ids)
+            row.finish = new.finish if new.finish == "stop" or len(row.ids) == row.limit else None
 
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent

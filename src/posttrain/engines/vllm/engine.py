@@ -44,7 +44,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 
 
-@register("engine", needs_model=False)
+@register("engine", needs_model=False, takes_weights=True)
 def vllm(
     model: Any,
     tokenizer: Any,

@@ -11,7 +11,6 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from posttrain.addresses import server_address
@@ -58,9 +57,7 @@ class HttpServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from posttrain.graders.answers import Box, find_boxes, last_boxed, last_number, parse_quantity
-from posttrain.graders.responses import final_response
+from posttrain.graders.answers import Box, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
 MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
 MAX_BARE_CHARS = 400

@@ -32,7 +32,7 @@ def math(
     """Right if the answer means the same as the gold answer.
 
     The answer is what the prompt template found in its tags or box; otherwise the text behind the thinking is read
-    for the last ``\\boxed{}``, "the answer is", the last formula or number (see ``rewards.math_extraction``).
+    for the last ``\\boxed{}``, "the answer is", the last formula or number (see ``graders.math.extraction``).
 
     Equal are: numbers (2/4 = 1/2, .5 = 50%, 1,000 = 10^{3}, 2 1/2 = 5/2), expressions of equal value (√12 = 2√3,
     (r+5)^2 = (r+5)(r+5)), sets and lists in any order, tuples and matrices in theirs, intervals with the same

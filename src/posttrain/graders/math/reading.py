@@ -1,6 +1,6 @@
 """How a mathematical answer is built: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
 
-The leaves are numbers, words, and expressions in LaTeX that ``math_equality`` compares. Nothing is evaluated here.
+The leaves are numbers, words, and expressions in LaTeX that ``equality`` compares. Nothing is evaluated here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.graders.answers import Quantity, parse_quantity
+from posttrain.graders.answers import Quantity, is_known_unit, is_unit, parse_quantity
 from posttrain.graders.math.notation import unify
-from posttrain.graders.units import is_known_unit, is_unit
 
 MAX_DEPTH = 30
 MAX_ITEMS = 64

@@ -66,16 +66,12 @@ def choose_level(level: Level | None, image: str | None) -> Level:
     if not reason:
         return wanted
     if level is None and not image and not refusal("process"):
-        _warn_of_process(reason)
+        warnings.warn(_WEAK.format(reason=reason), stacklevel=3)
         return "process"
     rungs: tuple[Level, ...] = ("namespaces", "process", "docker")
     others = [one for one in rungs if one != wanted and not refusal(one)]
     works = " or ".join(f"{one} (with an image)" if one == "docker" else one for one in others)
     raise UsageError(f"this machine has no sandbox of the level {wanted}: {reason}; what works here: {works or 'none'}")
-
-
-def _warn_of_process(reason: str) -> None:
-    warnings.warn(_WEAK.format(reason=reason), stacklevel=4)
 
 
 def open_sandbox(level: Level, bounds: Bounds, image: str | None = None, visible: Sequence[str] = ()) -> Sandbox:

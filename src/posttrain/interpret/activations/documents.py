@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.engines.models import ModelSource, complete_template
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret.activations.loading import read_config, tokenizer_hash
+from posttrain.interpret.activations.sites import read_config, tokenizer_hash
 from posttrain.models.load import load_tokenizer
 from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import Word

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.loading import load_layers, tokenizer_hash, weights_hash
 from posttrain.interpret.activations.shards import (
+    DTYPES,
     FORMAT,
     ActivationStore,
     Source,
@@ -22,16 +25,19 @@ from posttrain.interpret.activations.shards import (
     StoreWriter,
     column,
     documents_hash,
+    pack_documents,
     row_norms,
 )
-from posttrain.interpret.activations.sites import Extractor, read_site
+from posttrain.interpret.activations.sites import Extractor, load_layers, read_site, tokenizer_hash, weights_hash
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.models.load import LoadedModel, load_tokenizer
+from posttrain.models.load import LoadedModel, choose_device, load_tokenizer
 from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16
+# A recording above this is begun only when that was asked for.
+LARGE_BYTES = 1 << 30
 # Tokens of a batch, padding included, unless a number of documents is asked for.
 TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 4096}
 OUTLIER_FACTOR = 10.0
@@ -130,9 +136,8 @@ class Recorder:
         if longest > context:
             raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
         self.start_id = loaded[0].tokenizer.bos_token_id
-        self.extractors = dict(
-            zip(("model",) if len(loaded) == 1 else ("base", "post"), _extractors(loaded, names), strict=True)
-        )
+        sides = ("model",) if len(loaded) == 1 else ("base", "post")
+        self.extractors = {side: Extractor(each.model, names) for side, each in zip(sides, loaded, strict=True)}
         self.index = self._describe(sections, loaded, names, dtype, tokenizers[0], dict(data or {}), seed)
         self.index.dropped = {reason: count for reason, count in (dropped or {}).items() if count}
         rows = rows_per_shard or min(MAX_SHARD_ROWS, max(MIN_SHARD_ROWS, SHARD_BYTES // self.index.row_bytes))
@@ -143,6 +148,12 @@ class Recorder:
     def size(self) -> Size:
         """What it will take on the disk, at most."""
         return Size(sum(map(len, self.documents)), self.index.row_bytes)
+
+    def room(self, folder: Path) -> tuple[int, int]:
+        """(bytes that are not written yet, at most; bytes that are free where ``folder`` is or will be)."""
+        there = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+        above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        return self.size.num_bytes - there, shutil.disk_usage(above).free
 
     def write(self, folder: str | Path, observe: Callable[[int, int], None] | None = None) -> ActivationStore:
         """Record into a folder; what an interrupted recording has there already is kept.
@@ -284,7 +295,7 @@ def recording_key(
         "format": FORMAT,
         "weights": hashes,
         "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
-        "devices": [_kind_of_device(model.device) for model in models],
+        "devices": [choose_device(model.device).type for model in models],
         "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
         "documents": documents_hash(documents, prompt_lengths, told),
         "data": dict(data or {}),
@@ -292,10 +303,6 @@ def recording_key(
         "settings": [dtype, outliers, batch],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _kind_of_device(asked: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
@@ -315,10 +322,6 @@ def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list
     return split_padded(by_length(lengths), lengths, tokens if batch is None else float("inf"), batch)
 
 
-def _extractors(loaded: Sequence[LoadedModel], sites: Sequence[str]) -> list[Extractor]:
-    return [Extractor(each.model, sites) for each in loaded]
-
-
 def _model_name(section: ModelSection, loaded: LoadedModel) -> str:
     return section.name if section.name == "tiny" else loaded.source
 
@@ -327,3 +330,74 @@ def _limits(norms: Mapping[str, Tensor], factor: float) -> dict[str, float]:
     """By ``site@source``, the norm above which rows are dropped: ``factor`` times the median of those given."""
     finite = {name: values[values.isfinite()] for name, values in norms.items()}
     return {name: float(values.median()) * factor for name, values in finite.items() if len(values)}
+
+
+# Activations as they are made: for training without a recording on the disk.
+#
+# The documents are cut into chunks, and the rows of a chunk are computed when one of them is read. The last few chunks
+# are kept in memory, the others are forgotten and computed again when their turn comes. What a row holds is a function
+# of its chunk's documents and of the settings alone, so a training that goes on reads what it would have read.
+
+# What is trained on, what the next batch reaches into, and what is held out.
+KEPT_CHUNKS = 3
+
+
+class ActivationStream(ActivationStore):
+    """Read like recorded activations; nothing is written.
+
+    Every token but the first of a document has its row, which is known before anything is computed. So that it stays
+    so, an outlier (or a row that is not finite) is not left out as in a recording: another row of its chunk stands in
+    its place. How many of the first chunk are replaced is told.
+
+    Args:
+        recorder: models and documents; its shards are the chunks.
+        notify: told what a person should know.
+
+    Raises:
+        UsageError: a chunk without any row that could be kept.
+    """
+
+    def __init__(self, recorder: Recorder, notify: Callable[[str], None] = lambda message: None) -> None:
+        self.recorder, self.index = recorder, recorder.index
+        self.folder = Path("what is computed")  # what messages call it
+        self._documents = load(pack_documents(recorder.documents, recorder.prompt_lengths, recorder.told))
+        sizes = [sum(self._num_rows(recorder.documents[i]) for i in chunk) for chunk in recorder.plan]
+        ends = torch.tensor([0, *sizes]).cumsum(0)
+        self._starts = ends
+        self.chunks = [range(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+        self.index.rows = int(ends[-1])
+        self._computed: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        first = recorder.compute(0)
+        self.index.limits = recorder.limits_of(first)
+        self._remember(0, first)
+        _, dropped = first.kept(self.index.limits)
+        replaced = sum(count for reason, count in dropped.items() if reason != "first_token")
+        self.index.dropped = self.index.dropped | {"replaced in the first chunk": replaced}
+        about = f"{self.num_rows:,} rows in {len(self.chunks)} chunks, {len(self.chunks[0]):,} in the first"
+        outliers = f"of which {replaced} are outliers and replaced"
+        notify(f"activations are computed as they are needed, and not recorded: {about}, {outliers}")
+
+    def _num_rows(self, document: Sequence[int]) -> int:
+        ids = torch.tensor(list(document))
+        return len(ids) - int(self.recorder.starts(ids, torch.arange(len(ids))).sum())
+
+    def _shard(self, number: int) -> Mapping[str, Tensor]:
+        if number not in self._computed:
+            self._remember(number, self.recorder.compute(number))
+        self._computed.move_to_end(number)
+        return self._computed[number]
+
+    def _remember(self, number: int, chunk: Computed) -> None:
+        """Keep the rows of a chunk in the stored dtype, and forget those that were read longest ago."""
+        kept, _ = chunk.kept(self.index.limits)
+        wanted, good = (~chunk.first).nonzero()[:, 0], kept.nonzero()[:, 0]
+        if not len(good):
+            raise UsageError(f"activations.stream_rows: no row of chunk {number} is finite and within the limits")
+        bad = (~kept[wanted]).nonzero()[:, 0]
+        wanted[bad] = good[bad % len(good)]
+        dtype = DTYPES[self.index.dtype]
+        self._computed[number] = {
+            name: x[wanted].to(dtype) if name in self.index.columns else x[wanted] for name, x in chunk.tensors.items()
+        } | {f"norm.{name}": norms[wanted] for name, norms in chunk.norms.items()}
+        while len(self._computed) > KEPT_CHUNKS:
+            self._computed.popitem(last=False)

@@ -13,17 +13,33 @@ therefore cost memory in proportion to their length."""
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm
+from posttrain.models.load import (
+    LoadedModel,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    reading_model,
+)
+from posttrain.models.sources import adapter_base, resolve_model_name
+from posttrain.recipes.sections import ModelSection
 
 PLACES = ("resid", "mlp", "attn", "mlp_in")
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe")  # what a block calls its MLP itself, without norms around it
@@ -327,3 +343,126 @@ def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Itera
     check_sites(backbone, [place])
     with hooked(*module_of(backbone, place), change):
         yield
+
+
+# Models for extraction: only the blocks that are needed are read from the disk.
+
+_WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
+_MANIFEST = "manifest.json"
+
+
+def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
+    """The first blocks of a model, as many as the sites need, in eval mode, with its tokenizer.
+
+    Of a plain model the blocks above and the LM head are never read. Of an adapter, or of quantized weights, the whole
+    is loaded and then cut.
+
+    Raises:
+        UsageError: no such model, or it has fewer layers than a site says.
+    """
+    wanted = [read_site(name) for name in sites]
+    layer = max([1, *(site.layer for site in wanted)])
+    check_layers(section.name, sites)
+    source = resolve_model_name(section.name)
+    model = load_shortened(AutoModel, section, source, layer)
+    if model is not None:
+        model = truncate(model, layer).to(choose_device(section.device)).eval()
+        return LoadedModel(model, load_tokenizer(section.name, trust_remote_code=section.runs_remote_code), source)
+    loaded = load_model(section, seed=0)
+    return LoadedModel(truncate(loaded.model, layer).eval(), loaded.tokenizer, loaded.source)
+
+
+def load_shortened(architecture: Any, section: ModelSection, source: str, layer: int) -> Any | None:
+    """A plain model of which only the first ``layer`` blocks are read; None where the whole has to be loaded.
+
+    ``architecture``: ``AutoModel``, or ``AutoModelForCausalLM`` for its LM head as well.
+    """
+    if adapter_base(source) is not None or section.load_bits is not None:
+        return None
+    trusted = section.runs_remote_code
+    try:
+        with reading_model(section.name, source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+                return None
+            shorten_config(config, layer)
+            with quiet_transformers():  # the blocks above would be reported as left over
+                model, loading_info = architecture.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=getattr(torch, section.dtype),
+                    trust_remote_code=trusted,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+    except UsageError:
+        return None  # loading all of it says what is wrong
+    return None if loading_info["missing_keys"] else model
+
+
+def read_config(name: str) -> Any:
+    """The configuration of a model, without its weights; of an adapter folder that of its base.
+
+    Raises:
+        UsageError: no such model.
+    """
+    source = resolve_model_name(name)
+    while (base := adapter_base(source)) is not None:
+        source = base
+    with reading_model(name, source):
+        return AutoConfig.from_pretrained(source)
+
+
+def check_layers(name: str, sites: Sequence[str]) -> None:
+    """Refuse sites that a model has not, by its configuration alone.
+
+    Raises:
+        UsageError: no such model, no name of a site, or a layer above the last.
+    """
+    num_layers = read_config(name).get_text_config().num_hidden_layers
+    for site in map(read_site, sites):
+        if site.layer > num_layers:
+            raise UsageError(f"{site}: {name} has {num_layers} layers; give a layer from 0 to {num_layers}")
+
+
+def weights_hash(name: str) -> str:
+    """SHA-256 of the files that hold a model's weights, an adapter's base included; ``""`` where there are no files.
+
+    A checkpoint of a run has them in its manifest; the files of other folders are read (about a second per GB).
+
+    Raises:
+        UsageError: no such model.
+    """
+    source = resolve_model_name(name)
+    try:
+        folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return ""
+    digest = hashlib.sha256()
+    known = _manifest_hashes(folder)
+    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+    for file in files:
+        with file.open("rb") as opened:
+            sha256 = known.get(file.name) or hashlib.file_digest(opened, "sha256").hexdigest()
+        digest.update(f"{file.name} {sha256}\n".encode())
+    base = adapter_base(source)
+    if base is not None:
+        digest.update(weights_hash(base).encode())
+    return digest.hexdigest() if files else ""
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A hash of a tokenizer's vocabulary, by which two models are known to mean the same by the same ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def _manifest_hashes(folder: Path) -> dict[str, str]:
+    path = folder / _MANIFEST
+    if not path.is_file():
+        return {}
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return {str(file): str(entry["sha256"]) for file, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a damaged manifest: the files themselves are read

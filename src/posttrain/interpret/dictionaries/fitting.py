@@ -5,13 +5,215 @@ What Lightning runs with checkpoints and metrics (``training``) are the same ste
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.loss import Measured, dictionary_loss
+from posttrain.interpret.dictionaries.dictionary import Codes, Dictionary, keep_largest
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
+
+# The loss of a dictionary, with the gradients of its matrix products by hand.
+#
+# For rows x [n, D] (D = M·d, scaled) and nested prefixes F₁ < … < F_P = F, with mean squared errors over D:
+#
+#     c = b_enc − b_dec·W_enc            pre = x·W_enc + c            f = kind(pre)
+#     x̂ₚ = f[:, :Fₚ]·W_dec[:Fₚ] + b_dec
+#     loss = 1/P Σₚ mean (x − x̂ₚ)² + penalty(f) + auxk · mean (x − x̂ − ê)²
+#
+# ê (AuxK, Gao et al. 2024) is what the features that have not fired for long make of the error that is left: the D/2
+# largest of their pre-activations in each row.
+#
+# For a transcoder, x̂ is compared with targets y, c = b_enc, and a skip adds x·W_skip to every x̂ₚ.
+#
+# By hand, since what autograd adds costs more than it seems: the bias of the decoder is folded into that of the encoder
+# (five matrix products instead of six, and no copy of x), and with bf16 each operand is rounded once. Weights, biases,
+# their gradients and all sums stay fp32. The selection between ``pre`` and ``f`` is left to autograd, so that a new
+# kind is a plain function.
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a step saw, as tensors (no waiting for a device).
+
+    ``squared_error``: mean over rows and D, of the whole dictionary. ``fired`` [F]: whether a feature was active.
+    ``threshold``: the new running threshold or None. ``features`` [n, F].
+    """
+
+    squared_error: Tensor
+    penalty: Tensor
+    auxiliary: Tensor
+    fired: Tensor
+    features: Tensor
+    threshold: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """What the loss is of, besides the weights; ``measured`` is filled in by the forward pass.
+
+    ``targets`` [n, D]: what a transcoder is to write; None: the rows themselves. ``progress`` in [0, 1]: the share of
+    the training that is done. ``dead`` [F]: which features AuxK revives; None for no AuxK. ``dtype``: of the operands
+    of the matrix products.
+    """
+
+    dictionary: Dictionary
+    rows: Tensor
+    progress: float = 1.0
+    auxk: float = 0.0
+    dead: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    targets: Tensor | None = None
+    measured: Measured | None = field(default=None, init=False)
+
+
+def dictionary_loss(
+    dictionary: Dictionary,
+    rows: Tensor,
+    *,
+    progress: float = 1.0,
+    auxk: float = 0.0,
+    dead: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    targets: Tensor | None = None,
+) -> tuple[Tensor, Measured]:
+    """The loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, D], and what was measured.
+
+    ``targets`` [n, D], scaled: of a transcoder.
+    """
+    assert dictionary.transcoder == (targets is not None), "a transcoder has targets, and nothing else has"
+    request = Request(dictionary, rows, progress, auxk, dead, dtype, targets)
+    weights = [dictionary.W_enc, dictionary.W_dec, dictionary.b_enc, dictionary.b_dec, dictionary.threshold]
+    if dictionary.W_skip is not None:
+        weights.append(dictionary.W_skip)
+    loss = _Loss.apply(request, *weights)
+    assert request.measured is not None
+    return loss, request.measured
+
+
+class _Loss(torch.autograd.Function):
+    """The forward pass computes the gradients too; the backward pass hands them out."""
+
+    @staticmethod
+    def forward(ctx: Any, request: Request, *weights: Tensor) -> Tensor:
+        loss, gradients, request.measured = _evaluate(request)
+        ctx.save_for_backward(*(g for g in gradients if g is not None))
+        ctx.present = [g is not None for g in gradients]
+        ctx.shapes = [w.shape for w in weights]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        gradients = [
+            next(saved).view(shape) if there else None for there, shape in zip(ctx.present, ctx.shapes, strict=True)
+        ]
+        return (None, *(None if g is None else g.mul_(upstream[0]) for g in gradients))
+
+
+def _evaluate(request: Request) -> tuple[Tensor, list[Tensor | None], Measured]:
+    dictionary, x, dtype = request.dictionary, request.rows, request.dtype
+    encoder = dictionary.W_enc.detach().view(-1, dictionary.features)  # [D, F]
+    decoder = dictionary.W_dec.detach().view(dictionary.features, -1)  # [F, D]
+    b_dec = dictionary.b_dec.detach().view(-1)
+    bias = dictionary.b_enc.detach() if dictionary.transcoder else dictionary.b_enc.detach() - b_dec @ encoder
+    low_x, low_encoder, low_decoder = x.to(dtype), encoder.to(dtype), decoder.to(dtype)
+    pre = torch.addmm(bias.to(dtype), low_x, low_encoder).requires_grad_()
+    threshold = dictionary.threshold.detach().requires_grad_(dictionary.learns_threshold)
+    with torch.enable_grad():
+        codes: Codes = dictionary.codes(pre, threshold, request.progress)
+    features = codes.features.detach()
+    offset = b_dec - (x if request.targets is None else request.targets)
+    if dictionary.W_skip is not None:
+        offset += low_x @ dictionary.W_skip.detach().to(dtype)
+    error, on_features, on_decoder, heard, squared = _reconstruct(dictionary, features, low_decoder, offset)
+    outputs = [codes.features] + ([codes.penalty] if codes.penalty is not None else [])
+    inputs = [pre] + ([threshold] if dictionary.learns_threshold else [])
+    upstream = [on_features] + ([torch.ones_like(codes.penalty)] if codes.penalty is not None else [])
+    pulled = torch.autograd.grad(outputs, inputs, upstream)
+    on_pre = pulled[0]
+    fired = (on_decoder != 0).any(dim=1)  # a feature that was active somewhere got a gradient; n times as few numbers
+    auxiliary = x.new_zeros(())
+    if request.auxk and request.dead is not None:
+        auxiliary = request.auxk * _revive(
+            request, pre.detach(), error, low_decoder, _Gradients(on_pre, on_decoder, request.auxk)
+        )
+    on_encoder = (low_x.T @ on_pre).to(encoder.dtype)
+    sums = on_pre.sum(0, dtype=encoder.dtype)
+    on_b_dec = heard.sum(0)
+    if not dictionary.transcoder:
+        on_encoder.addr_(b_dec, sums, alpha=-1)
+        on_b_dec = on_b_dec - encoder @ sums
+    on_skip = [] if dictionary.W_skip is None else [(low_x.T @ heard.to(dtype)).to(encoder.dtype)]
+    penalty = x.new_zeros(()) if codes.penalty is None else codes.penalty.detach()
+    loss = squared[1] + penalty + auxiliary
+    measured = Measured(squared[0], penalty, auxiliary, fired, features, codes.threshold)
+    on_threshold = pulled[1] if dictionary.learns_threshold else None
+    return loss, [on_encoder, on_decoder, sums, on_b_dec, on_threshold, *on_skip], measured
+
+
+def _reconstruct(
+    dictionary: Dictionary, features: Tensor, decoder: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """(error x̂ − x of the whole [n, D], ∂/∂f [n, F], ∂/∂W_dec [F, D], ∂/∂x̂ [n, D], (its mean square, the loss)).
+
+    ``offset`` [n, D], which is overwritten: the error without any feature. Prefix by prefix: the sum so far is
+    continued by the next block of features; backwards, a block hears of the errors of all prefixes that it belongs to.
+    """
+    prefixes, dtype = dictionary.prefixes, decoder.dtype
+    blocks = list(zip((0, *prefixes), prefixes, strict=False))
+    errors: list[Tensor] = []
+    so_far = offset
+    for start, end in blocks:
+        part = features[:, start:end] @ decoder[start:end]
+        so_far = so_far + part if len(blocks) > 1 else so_far.add_(part)
+        errors.append(so_far)
+    means = [torch.linalg.vector_norm(error).square() / error.numel() for error in errors]
+    factor = 2.0 / (offset.numel() * len(blocks))
+    on_features: list[Tensor] = []
+    on_decoder: list[Tensor] = []
+    heard: Tensor | None = None
+    for (start, end), error in zip(reversed(blocks), reversed(errors), strict=True):
+        heard = error * factor if heard is None else heard.add(error, alpha=factor)
+        low = heard.to(dtype)
+        on_decoder.insert(0, (features[:, start:end].T @ low).to(offset.dtype))
+        on_features.insert(0, low @ decoder[start:end].T)
+    assert heard is not None
+    joined = on_features[0] if len(blocks) == 1 else torch.cat(on_features, dim=1)
+    gradient = on_decoder[0] if len(blocks) == 1 else torch.cat(on_decoder, dim=0)
+    return errors[-1], joined, gradient, heard, (means[-1], torch.stack(means).mean())
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Where AuxK adds its own, in place."""
+
+    on_pre: Tensor
+    on_decoder: Tensor
+    coefficient: float
+
+
+def _revive(request: Request, pre: Tensor, error: Tensor, decoder: Tensor, gradients: _Gradients) -> Tensor:
+    """mean (x − x̂ − ê)²; its gradients are added to those of ``pre`` and the decoder of dead features.
+
+    The error is a constant here: only dead features learn from it.
+    """
+    assert request.dead is not None
+    places = request.dead.nonzero().squeeze(1)
+    if not len(places):
+        return error.new_zeros(())
+    chosen = pre[:, places]
+    width = max(1, error.shape[1] // 2)
+    features = torch.relu(chosen) if len(places) <= width else keep_largest(chosen, width)
+    rows = decoder[places]
+    left = (features @ rows).to(error.dtype) + error
+    low = (left * (2.0 * gradients.coefficient / left.numel())).to(decoder.dtype)
+    gradients.on_decoder.index_add_(0, places, (features.T @ low).to(error.dtype))
+    gradients.on_pre.index_add_(1, places, (low @ rows.T) * (features > 0))
+    return torch.linalg.vector_norm(left).square() / left.numel()
+
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -34,7 +34,7 @@ class ActivationsSection(Section):
     ``post``, their ``difference`` (post − base) or ``both`` (a crosscoder). To record: ``model``, with ``paired`` for a
     second model over the same tokens, and one of ``task``, ``text`` (a file) and ``rollouts`` (a run), as
     `posttrain activations` takes them. ``stream_rows``: nothing is recorded; rows are computed when they are needed,
-    from documents of so many tokens at a time, and forgotten (``interpret/activations/stream.py``).
+    from documents of so many tokens at a time, and forgotten (``interpret/activations/record.py``).
     """
 
     folder: str | None = None

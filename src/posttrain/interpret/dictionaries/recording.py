@@ -14,10 +14,9 @@ from typing import Any
 
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
-from posttrain.interpret.activations.loading import check_layers, tokenizer_hash
-from posttrain.interpret.activations.record import Recorder, recording_key
+from posttrain.interpret.activations.record import LARGE_BYTES, ActivationStream, Recorder, recording_key
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, check_files, read_index
-from posttrain.interpret.activations.stream import ActivationStream
+from posttrain.interpret.activations.sites import check_layers, tokenizer_hash
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
 from posttrain.models.attention import chosen_attention
 from posttrain.models.load import load_tokenizer
@@ -28,8 +27,6 @@ from posttrain.tasks.base import build_task
 
 # The folder beside the runs, and the file in a run that says which recording in it was used.
 ACTIVATIONS, USED = "activations", "activations.txt"
-# A recording above this is begun only when that was asked for.
-LARGE_BYTES = 1 << 30
 _MAX_LABEL_CHARS = 60
 
 
@@ -154,15 +151,13 @@ def _usable(place: Path, notify: Callable[[str], None]) -> ActivationStore | Non
 
 
 def _check_room(recorder: Recorder, place: Path, notify: Callable[[str], None], *, allow_large: bool) -> None:
-    there = sum(file.stat().st_size for file in place.glob("*.safetensors")) if place.is_dir() else 0
-    missing = recorder.size.num_bytes - there
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+    missing, free = recorder.room(place)
     what = f"{recorder.size.rows:,} tokens of activations, {recorder.size.num_bytes / 1e9:.2f} GB at most"
     if missing > free:
         raise UsageError(f"{place}: {what}, but {free / 1e9:.2f} GB are free; set activations.max_rows lower")
     if missing > LARGE_BYTES and not allow_large:
         raise UsageError(f"{what}: add --yes to record them, or set activations.max_rows lower")
-    if not there:
+    if missing == recorder.size.num_bytes:
         notify(f"recording {what}, in {place}")
 
 

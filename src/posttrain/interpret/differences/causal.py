@@ -27,11 +27,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.evals.seeds import Summary, summarize_seeds
+from posttrain.evals.statistics import Summary, summarize_seeds
 from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.differences.changes import Seen
 from posttrain.interpret.differences.divergence import encode_some, feature_patch, random_features
-from posttrain.interpret.differences.features import Seen
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Rollout

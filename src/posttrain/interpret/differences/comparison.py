@@ -20,9 +20,9 @@ import yaml
 from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
-from posttrain.interpret.activations.loading import check_layers, read_config
-from posttrain.interpret.activations.record import Recorder
+from posttrain.interpret.activations.record import LARGE_BYTES, Recorder
 from posttrain.interpret.activations.shards import ActivationStore, column
+from posttrain.interpret.activations.sites import check_layers, read_config
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
@@ -30,8 +30,8 @@ from posttrain.interpret.dictionaries.measures import in_batches, measure
 from posttrain.interpret.dictionaries.recipe import DictionaryWord
 from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows, first_held_out, sample_rows
 from posttrain.interpret.differences.causal import Subject, measure_causes
+from posttrain.interpret.differences.changes import Seen, mean_differences, scale_latents, see_changes
 from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
-from posttrain.interpret.differences.features import Seen, mean_differences, scale_latents, see_changes
 from posttrain.interpret.differences.findings import (
     describe_features,
     describe_overlap,
@@ -126,7 +126,6 @@ def answer_prompts(subjects: Mapping[str, Subject], examples: Sequence[Example],
 
 Observe = Callable[[str], Any]
 RECIPE, RESULTS = "changes.yaml", "diff.json"
-LARGE_BYTES = 1 << 30
 LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from posttrain.evals.statistics import standard_error
 from posttrain.interpret.activations.sites import pad, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.changes import match_rates
-from posttrain.interpret.differences.features import Seen
+from posttrain.interpret.differences.changes import Seen, match_rates
 from posttrain.interpret.differences.recipe import ChangesSection
 from posttrain.interpret.features.logit_lens import show_token
 from posttrain.models.forward.micro import by_length, split_padded

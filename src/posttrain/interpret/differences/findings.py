@@ -14,8 +14,7 @@ from torch import Tensor
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality
-from posttrain.interpret.differences.changes import Changes
-from posttrain.interpret.differences.features import Scaling, Seen, feature_contexts
+from posttrain.interpret.differences.changes import Changes, Scaling, Seen, feature_contexts
 from posttrain.interpret.features.logit_lens import strongest_tokens
 
 MAX_LATENTS = 64  # latents of the difference that are listed

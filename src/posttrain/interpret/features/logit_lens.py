@@ -10,21 +10,19 @@ nostalgebraist's logit lens (2020) for one direction.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import backbone_of, shorten_config
+from posttrain.interpret.activations.sites import backbone_of, load_shortened
 from posttrain.models.forward.forward import causal_lm
-from posttrain.models.load import load_model, load_tokenizer, reading_model
-from posttrain.models.sources import adapter_base, resolve_model_name
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 
 CONVENTION = (
@@ -97,49 +95,11 @@ def load_lens(section: ModelSection) -> tuple[Lens, Any]:
         UsageError: no such model, or see ``build_lens``.
     """
     source = resolve_model_name(section.name)
-    if adapter_base(source) is None and section.load_bits is None:
-        model = _load_both_ends(section, source)
-        if model is not None:
-            return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
+    model = load_shortened(AutoModelForCausalLM, section, source, 1)
+    if model is not None:
+        return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
     loaded = load_model(section, seed=0)
     return build_lens(loaded.model), loaded.tokenizer
-
-
-def _load_both_ends(section: ModelSection, source: str) -> Any | None:
-    """Embeddings, one block, final norm and head; None where the whole model has to be loaded."""
-    trusted = section.runs_remote_code
-    try:
-        with reading_model(section.name, source):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
-                return None
-            shorten_config(config, 1)
-            with _quiet_loading():
-                model, loading_info = AutoModelForCausalLM.from_pretrained(
-                    source,
-                    config=config,
-                    dtype=getattr(torch, section.dtype),
-                    trust_remote_code=trusted,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-    except UsageError:
-        return None  # loading all of it says what is wrong
-    return None if loading_info["missing_keys"] else model
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without the report of the blocks that are left over."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:

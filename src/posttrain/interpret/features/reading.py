@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.loading import tokenizer_hash
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
+from posttrain.interpret.activations.sites import tokenizer_hash
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
-from posttrain.interpret.features.judges import Judge
-from posttrain.interpret.features.labels import draw_windows, label_features
+from posttrain.interpret.features.labels import Judge, draw_windows, label_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens, show_tokens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection

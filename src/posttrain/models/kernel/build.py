@@ -25,7 +25,7 @@ from typing import TypeGuard
 import torch
 
 from posttrain.store.locks import Held, hold
-from posttrain.store.remembered import cache_folder
+from posttrain.store.reading import cache_folder
 
 OFF = "off"
 FOLDER = Path(__file__).parent

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.evals.calibration import Bin
-from posttrain.evals.statistics import wilson_interval
+from posttrain.evals.statistics import Bin, wilson_interval
 from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
 
 COLOR, SOFT = "#2f6fde", "#c9d4e6"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -11,13 +12,60 @@ from pydantic import Field
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import Collected, Dropped, collect
-from posttrain.tasks.preferences.dialogues import merge_turns, parse_turns
-from posttrain.tasks.reader import reads_rows
+from posttrain.tasks.reader import (
+    Collected,
+    Dropped,
+    Half,
+    Split,
+    answer_text,
+    choose_half,
+    choose_split,
+    collect,
+    opening_hash,
+    prompt_hash,
+    reads_rows,
+)
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.splits import Half, Split, choose_half, choose_split, opening_hash, prompt_hash
-from posttrain.tasks.thinking import answer_text
-from posttrain.types import Example, Response
+from posttrain.types import Example, Message, Response
+
+# Dialogues written as one text: HH-RLHF's ``Human:`` and ``Assistant:`` behind blank lines.
+
+# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of what is said.
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def parse_turns(text: str) -> tuple[Message, ...]:
+    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
+
+    Raises:
+        Dropped: no turn, or text before the first one.
+    """
+    before, *parts = _TURN.split(text)
+    if not parts or before.strip():
+        raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
+    return tuple(Message(_ROLES[name], said.strip()) for name, said in zip(parts[0::2], parts[1::2], strict=True))
+
+
+def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
+    """Turns of one role that follow one another as one message, a blank line between what they say.
+
+    Chat templates ask for roles that alternate. A blank turn beside one of its own role disappears in it.
+
+    Raises:
+        Dropped: a blank turn that stands alone.
+    """
+    merged: list[Message] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role:
+            said = [text for text in (merged.pop().content, turn.content) if text]
+            merged.append(Message(turn.role, "\n\n".join(said)))
+        else:
+            merged.append(turn)
+    if any(not turn.content for turn in merged):
+        raise Dropped("a blank turn")
+    return tuple(merged)
+
 
 Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
 SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
@@ -52,7 +100,6 @@ def hh_rlhf(
             a dialogue and one that goes on from it stand on the same side; ``train`` is the rest. ``test`` of a local
             file is the whole file.
         subset: one of the four, or all. Kept in meta.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         test_path: the test dialogues of a local ``path``; needed with ``test_share``.
         hub: name of the data set on the hub (a folder for each subset).
         validation_share: share of the first turns that is held out.
@@ -66,9 +113,7 @@ def hh_rlhf(
         strip_thinking: leave ``<think>`` … ``</think>`` out of the answers.
 
     Raises:
-        DataError: a missing or malformed file or row, with its line; or no row that can be used.
         UsageError: ``test_share`` with a local file and no ``test_path``.
-        MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:

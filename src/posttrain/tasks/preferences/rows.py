@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.tasks.collect import Dropped
+from posttrain.tasks.reader import Dropped, answer_text
 from posttrain.tasks.reading import Row
-from posttrain.tasks.thinking import answer_text
 from posttrain.types import Message, Response
 
 SCORE_KEYS = (

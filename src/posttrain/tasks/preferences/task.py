@@ -11,12 +11,10 @@ from pydantic import Field
 from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import Dropped, collect
 from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
-from posttrain.tasks.reader import reads_rows
+from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.tasks.splits import Split, choose_split, opening_hash
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
 from posttrain.types import Example, Message, Response
 
@@ -75,9 +73,7 @@ def preferences(
         strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
 
     Raises:
-        DataError: a missing or malformed file or row, with its line; or no row that can be used.
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
-        MissingExtra: a parquet file, and ``pyarrow`` is not installed.
     """
     classes = step_classes(num_classes, neutral)
     read: Callable[[Row], Parts] | None = None
@@ -90,8 +86,7 @@ def preferences(
         return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=_meta_of(row))
 
     collected = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
-    chosen = choose_split(collected.examples, split, validation_share, path, opening_hash)
-    return Task("preferences", split, chosen, dict(collected.dropped))
+    return collected.as_task("preferences", path, split, validation_share, opening_hash)
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from posttrain.errors import UsageError
-from posttrain.tasks.collect import Dropped
 from posttrain.tasks.preferences.rows import is_blank, require
+from posttrain.tasks.reader import Dropped
 from posttrain.tasks.reading import Row
 from posttrain.types import Response
 

@@ -9,11 +9,9 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.collect import Dropped, collect
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split, choose_split
-from posttrain.tasks.steps.gsm8k_solutions import strip_calculations
+from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
+from posttrain.tasks.steps.judged_solutions import strip_calculations
 from posttrain.tasks.steps.labelled_steps import first_error, stepwise
 from posttrain.types import Example, Message
 
@@ -45,21 +43,12 @@ def math_shepherd(
     Args:
         split: upstream there is one split: ``validation`` is a part of the problems chosen by a hash, and ``train`` is
             the rest. ``test`` of a local file is the whole file.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
         validation_share: share of the problems that is held out.
         step_separator: stands between two steps.
-
-    Raises:
-        DataError: a missing or malformed file or row, with its line; or no row that can be used.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    source = "test" if split == "test" else "train"
-    rows = read_file(path) if path is not None else read_hub(hub, None, source)
-    place = path or f"hub:{hub}/{source}"
+    rows, place = read_source(path, hub, None, "test" if split == "test" else "train")
     collected = collect(rows, lambda row: read_example(row, split, step_separator), place)
-    chosen = choose_split(collected.examples, split, validation_share, place)
-    return Task("math_shepherd", split, chosen, dict(collected.dropped))
+    return collected.as_task("math_shepherd", place, split, validation_share)
 
 
 def read_example(row: Row, split: str, separator: str) -> Example:

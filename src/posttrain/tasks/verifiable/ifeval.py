@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from posttrain.errors import DataError, RecipeError, UnknownWord
-from posttrain.graders.ifeval.content import READ_LANGUAGE
-from posttrain.graders.ifeval.language import known_languages
-from posttrain.graders.ifeval.table import read_arguments
+from posttrain.errors import RecipeError, UnknownWord
+from posttrain.graders.ifeval import READ_LANGUAGE, known_languages, read_arguments
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.reader import Dropped, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
 
 
@@ -29,28 +26,23 @@ def ifeval(*, split: Literal["test"] = "test", path: str | None = None, hub: str
 
     Args:
         split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub (where its one split is called ``train``).
 
     Raises:
-        DataError: a missing or malformed file or row, with its line.
         MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed, or ``langdetect``, which
             instructions about languages need.
 
     Source: Zhou et al. 2023 (arXiv 2311.07911).
     """
-    rows = read_file(path) if path is not None else read_hub(hub, None, "train")
-    examples: list[Example] = []
-    dropped: Counter[str] = Counter()
-    for row in rows:
+
+    def read(row: Row) -> Example:
         example, problem = read_example(row)
-        if problem is None:
-            examples.append(example)
-        else:
-            dropped[problem] += 1
-    if not examples:
-        raise DataError(path or f"hub:{hub}", "no usable examples in it; give a file with rows")
-    return Task("ifeval", split, examples, dict(dropped))
+        if problem is not None:
+            raise Dropped(problem)
+        return example
+
+    rows, place = read_source(path, hub, None, "train")
+    return collect(rows, read, place).as_task("ifeval", place, split)
 
 
 def read_example(row: Row) -> tuple[Example, str | None]:
@@ -60,7 +52,8 @@ def read_example(row: Row) -> tuple[Example, str | None]:
         DataError: a key is missing or of the wrong type.
         MissingExtra: an instruction about languages, and ``langdetect`` is not installed.
     """
-    identifiers, arguments = _read_list(row, "instruction_id_list"), _read_list(row, "kwargs")
+    keys, each = ("instruction_id_list", "kwargs"), "with one entry for each instruction"
+    identifiers, arguments = (row.entries(key, each) for key in keys)
     if len(arguments) != len(identifiers):
         raise row.fail(f"{len(identifiers)} instructions need as many 'kwargs'; got {len(arguments)}")
     read: list[Mapping[str, Any]] = []
@@ -83,12 +76,3 @@ def read_example(row: Row) -> tuple[Example, str | None]:
     }
     prompt = Message("user", row.text("prompt"))
     return Example(id=f"ifeval/test/{row.line}", messages=(prompt,), meta=meta, grader="ifeval"), problem
-
-
-def _read_list(row: Row, key: str) -> list[Any]:
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list with one entry for each instruction; got {value!r}")
-    return list(value)

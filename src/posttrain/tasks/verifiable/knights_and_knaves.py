@@ -10,9 +10,8 @@ from pydantic import Field
 from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
+from posttrain.tasks.reader import Split, choose_split, reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split, choose_split
 from posttrain.types import Example, Message
 
 MIN_PEOPLE, MAX_PEOPLE = 2, 8  # of the published puzzles
@@ -41,7 +40,6 @@ def knights_and_knaves(
     Args:
         split: ``validation`` is a part of the training rows chosen by a hash of the prompt, and ``train`` is the rest.
             ``test`` of a local file is the whole file.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub, with the configurations ``train`` and ``test`` and a split for each number
             of people (``2ppl`` to ``8ppl``).
         people: only puzzles with so many people; none: all.
@@ -50,7 +48,6 @@ def knights_and_knaves(
 
     Raises:
         DataError: a missing or malformed file or row, with its line, or no puzzle of that size.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Xie et al. 2024 (arXiv 2410.23123). Departure: the puzzle is followed by the form of the answer.
     """
@@ -77,7 +74,7 @@ def read_example(row: Row, split: str, number: int, instruction: str) -> Example
     Raises:
         DataError: a key is missing or of the wrong type, a name stands twice, or names and solution do not match.
     """
-    names, solution = (_read_list(row, key) for key in ("names", "solution"))
+    names, solution = (row.entries(key, "with one entry for each inhabitant") for key in ("names", "solution"))
     if not all(isinstance(name, str) and name.strip() for name in names) or len(set(names)) < len(names):
         raise row.fail(f"'names' must be different names; got {names!r}")
     if not all(isinstance(role, bool) for role in solution) or len(solution) != len(names):
@@ -93,15 +90,6 @@ def read_example(row: Row, split: str, number: int, instruction: str) -> Example
         meta=meta,
         grader="knights_and_knaves",
     )
-
-
-def _read_list(row: Row, key: str) -> list[Any]:
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list with one entry for each inhabitant; got {value!r}")
-    return list(value)
 
 
 def write_answer(names: Sequence[str], solution: Sequence[bool]) -> str:

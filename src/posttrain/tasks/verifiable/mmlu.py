@@ -13,7 +13,7 @@ from posttrain.graders.choice import LETTERS
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
+from posttrain.tasks.reading import Row, read_file, read_hub, read_source
 from posttrain.types import Example, Message
 
 MAX_SHOTS = 5  # as many as the development split has of each subject
@@ -65,7 +65,6 @@ def mmlu(
 
     Args:
         split: for evaluation; a local file is taken whole. There is no training split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub (its configuration ``all``).
         subjects: only these subjects, or areas such as ``stem``; none: all.
         shots: solved questions of the same subject in front of each question, the first ones of the development split.
@@ -75,13 +74,12 @@ def mmlu(
     Raises:
         DataError: a missing or malformed file or row, with its line, or too few solved questions of a subject.
         UsageError: an unknown subject, or ``shots`` without a development split.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: the instruction asks for the letter, and names the
     subject even of a single question.
     """
-    place = path or f"hub:{hub}/all/{split}"
-    rows = list(read_file(path) if path is not None else read_hub(hub, "all", split))
+    source, place = read_source(path, hub, "all", split)
+    rows = list(source)
     wanted = _chosen_subjects(subjects, {row.text("subject") for row in rows})
     solved = _read_solved(_dev_rows(path, hub, dev_path)) if shots else {}
     examples = []

@@ -11,9 +11,8 @@ from pydantic import Field
 from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import reads_rows
-from posttrain.tasks.reading import Row, read_file, read_hub
-from posttrain.tasks.splits import Split
+from posttrain.tasks.reader import Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
 from posttrain.types import Example, Message
 
 # The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
@@ -38,22 +37,13 @@ def humaneval(
 
     Args:
         split: there is nothing but a test split.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
-        hub: name of the data set on the hub.
         style: ``question`` asks for the program; ``completion`` is the head itself, which a base model goes on from
             (with the template ``as_is``).
 
-    Raises:
-        DataError: a missing or malformed file or row, with its line.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
-
     Source: Chen et al. 2021 (arXiv 2107.03374).
     """
-    rows = read_file(path) if path is not None else read_hub(hub, None, "test")
-    examples = [_read_humaneval(row, style) for row in rows]
-    if not examples:
-        raise DataError(path or f"hub:{hub}", "no usable examples in it; give a file with rows")
-    return Task("humaneval", split, examples)
+    rows, place = read_source(path, hub, None, "test")
+    return collect(rows, lambda row: _read_humaneval(row, style), place).as_task("humaneval", place, split)
 
 
 def _read_humaneval(row: Row, style: str) -> Example:
@@ -91,17 +81,15 @@ def mbpp(
 
     Args:
         split: by ``task_id``, as the paper has it: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to 974.
-        path: a local ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file instead of the hub.
         hub: name of the data set on the hub (its configuration ``sanitized``).
         shown_tests: how many of the tests stand in the prompt; from the first the model learns the function's name.
 
     Raises:
         DataError: a missing or malformed file or row, with its line, or no row of the split.
-        MissingExtra: ``datasets`` or ``pyarrow`` is needed and not installed.
 
     Source: Austin et al. 2021 (arXiv 2108.07732).
     """
-    rows = read_file(path) if path is not None else read_hub(hub, "sanitized", split)
+    rows, place = read_source(path, hub, "sanitized", split)
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
     for row in rows:
@@ -119,7 +107,7 @@ def mbpp(
         ids = MBPP_SPLITS[split]
         passed = "".join(f"; {count} {reason}" for reason, count in dropped.items())
         raise DataError(
-            path or f"hub:{hub}",
+            place,
             f"no row of the split {split} (task_id {ids[0]} to {ids[-1]}) in it{passed}; "
             f"set task.split to another of {', '.join(MBPP_SPLITS)}, or give a file of MBPP",
         )
@@ -154,12 +142,7 @@ def _texts(row: Row, key: str) -> list[str]:
     Raises:
         DataError: something else.
     """
-    if key not in row.data:
-        row.text(key)  # raises with the keys that there are
-    value = row.data[key]
-    if not isinstance(value, list | tuple) or not value:
-        raise row.fail(f"{key!r} must be a list of lines of Python; got {str(value)[:60]!r}")
-    return [row.checked(line, key) for line in value]
+    return [row.checked(line, key) for line in row.entries(key, "of lines of Python")]
 
 
 def _fenced(program: str) -> str:

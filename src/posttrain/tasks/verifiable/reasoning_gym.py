@@ -19,7 +19,7 @@ from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import ExamplesOnDemand, Task
-from posttrain.tasks.splits import Split
+from posttrain.tasks.reader import Split
 from posttrain.tasks.verifiable.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
 from posttrain.tasks.verifiable.reasoning_gym_probes import SAMPLE, Asked, Payment, pays, probe
 from posttrain.types import Example, Message

@@ -84,10 +84,10 @@ class Ahead:
         if not self._has_begun:
             self._has_begun = True
             if self.ledger is not None and self.ledger.path.exists():
-                self._note([LedgerEvent("resumed", self._next, step - 1)])
+                self._note_resumed(step)
         self._give_away(cycle)
         started = time.perf_counter()
-        ready = self._waiting[cycle].result()
+        ready = self._taken(cycle)
         waited = time.perf_counter() - started
         for batch in [b for b in self._waiting if b < cycle]:
             del self._waiting[batch]
@@ -100,17 +100,24 @@ class Ahead:
             drawn.timing["staleness_in_queue"] = float(cycle - drawn.version - in_flight)
         return drawn
 
+    def describe(self, cycle: int, drawn: Drawn) -> dict[str, float]:
+        """How much older the weights that sampled a batch are than those that train on it, in batches."""
+        return {"staleness": float(cycle - drawn.version)}
+
+    def take_notices(self) -> list[str]:
+        """What the engine of the process that samples has to say."""
+        said: list[str] = []
+        while notices := self._process.notices:  # the courier's thread adds to them
+            said.append(f"while sampling ahead: {notices.pop(0)}")
+        return said
+
     def held(self, step: int) -> dict[str, Tensor]:
         """All batches that are not trained on yet after ``step``, as a tensor to save; waits for those in flight.
 
         Raises:
             PosttrainError: one of them could not be sampled or graded.
         """
-        rows = []
-        for batch, future in sorted(self._waiting.items()):
-            if batch * self.source.updates >= step:
-                rows.append({"batch": batch, **write_drawn(future.result().drawn)})
-                del rows[-1]["timing"]  # checkpoints of equal runs are equal
+        rows = self._rows(step)
         if self.ledger is not None:
             self.ledger.flush()
         content = bytearray(json.dumps(rows).encode())
@@ -121,10 +128,7 @@ class Ahead:
         if HELD not in rollout_buffer:
             return
         for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
-            ready: Future[Ready] = Future()
-            untimed = {"generate_seconds": 0.0, "score_seconds": 0.0}
-            ready.set_result(Ready(read_drawn({**row, "timing": untimed}, self.source), None))
-            self._waiting[row["batch"]] = ready
+            self._waiting[row["batch"]] = self._restored(row)
         self._next = max(self._waiting) + 1
 
     def close(self) -> None:
@@ -133,19 +137,44 @@ class Ahead:
         if self._courier is not None:
             self._courier.shutdown(cancel_futures=True)
 
+    def _rows(self, step: int, without: frozenset[int] = frozenset()) -> list[dict[str, Any]]:
+        """What a checkpoint after ``step`` keeps of each batch."""
+        kept = [b for b in sorted(self._waiting) if b * self.source.updates >= step and b not in without]
+        return [{"batch": b, **_untimed(write_drawn(self._waiting[b].result().drawn))} for b in kept]
+
+    def _restored(self, row: dict[str, Any]) -> Future[Ready]:
+        """The batch of a row of ``_rows``."""
+        ready: Future[Ready] = Future()
+        untimed = {"generate_seconds": 0.0, "score_seconds": 0.0}
+        ready.set_result(Ready(read_drawn({**row, "timing": untimed}, self.source), None))
+        return ready
+
+    def _note_resumed(self, step: int) -> None:
+        self._note([LedgerEvent("resumed", self._next, step - 1)])
+
+    def _taken(self, cycle: int) -> Ready:
+        return self._waiting[cycle].result()
+
     def _give_away(self, cycle: int) -> None:
         """Every batch that the schedule lets be sampled with the weights as they are, and no later one of the run."""
+        if batches := self._due(cycle):
+            weights = self._copied(cycle)
+            for batch in batches:
+                self._note(self._round(batch, 0, "issued", cycle))
+                self._waiting[batch] = self._courier.submit(self._carry, batch, weights)
+
+    def _due(self, cycle: int) -> range:
+        """The batches that begin with the weights as they are; they count as given away from here on."""
         batches = range(self._next, min(cycle + self.staleness, max(cycle, self.num_batches - 1)) + 1)
-        if not batches:
-            return
+        self._next = max(self._next, batches.stop)
+        return batches
+
+    def _copied(self, cycle: int) -> Weights:
+        """The weights as they are, for the courier to carry."""
         self._courier = self._courier or ThreadPoolExecutor(1, "courier")
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         copies = {name: p.detach().to("cpu", copy=True) for name, p in trained}
-        weights = Weights(cycle, copies, weight_sums(self.model))
-        for batch in batches:
-            self._note(self._round(batch, 0, "issued", cycle))
-            self._waiting[batch] = self._courier.submit(self._carry, batch, weights)
-        self._next = batches[-1] + 1
+        return Weights(cycle, copies, weight_sums(self.model))
 
     def _carry(self, batch: int, weights: Weights) -> Ready:
         """In the courier's thread: have the batch drawn, and note what becomes of its groups."""
@@ -198,3 +227,8 @@ class Ahead:
     def _note(self, events: list[LedgerEvent]) -> None:
         if self.ledger is not None:
             self.ledger.append(events)
+
+
+def _untimed(written: dict[str, Any]) -> dict[str, Any]:
+    """Without its seconds: checkpoints of equal runs are equal."""
+    return {key: x for key, x in written.items() if key != "timing"}

@@ -5,7 +5,7 @@ Numbers come back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
     """A drawn batch as plain data; examples and prompts are named by their indices."""
     places = {id(group): place for place, group in enumerate(drawn.sampled)}
     return {
-        "sampled": [[_write_rollout(rollout) for rollout in group] for group in drawn.sampled],
+        "sampled": write_groups(drawn.sampled),
         "chosen": [places[id(group)] for group in drawn.chosen],
         "accepted": drawn.accepted,
         "version": drawn.version,
@@ -31,6 +31,18 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
 
 def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
     """What ``write_drawn`` wrote, with the examples and prompts of ``source``."""
+    sampled = read_groups(stated["sampled"], source)
+    chosen = [sampled[place] for place in stated["chosen"]]
+    return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
+
+
+def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
+    """Groups as plain data."""
+    return [[_write_rollout(rollout) for rollout in group] for group in groups]
+
+
+def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: RolloutSource) -> Groups:
+    """What ``write_groups`` wrote."""
     position = {index: place for place, index in enumerate(source.kept)}
 
     def read(row: Mapping[str, Any]) -> Rollout:
@@ -48,9 +60,7 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
             known["failures"] = tuple(episode["failures"])
         return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
 
-    sampled: Groups = [[read(row) for row in group] for group in stated["sampled"]]
-    chosen = [sampled[place] for place in stated["chosen"]]
-    return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
+    return [[read(row) for row in group] for group in stated]
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, Any]:

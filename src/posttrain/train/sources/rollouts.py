@@ -30,7 +30,7 @@ from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
-from posttrain.types import Batch, Rollout, Sample, collate
+from posttrain.types import Batch, Completion, Rollout, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
@@ -227,7 +227,7 @@ class RolloutSource:
             metrics |= self._describe_parts(cycle, sampled, chosen, trained)
             self.order.record(cycle, sampled)
         if self.ahead is not None:
-            metrics["staleness"] = float(cycle - drawn.version)
+            metrics |= self.ahead.describe(cycle, drawn)
         timing = drawn.timing | {
             "sync_seconds": syncing,
             "score_seconds": grading,
@@ -260,26 +260,31 @@ class RolloutSource:
 
         ``begins`` is told of every round of sampling, further ones that ``drop_uniform_groups`` makes included.
         """
-        started, options = time.perf_counter(), self.options
+        started, grading = time.perf_counter(), 0.0
         sampled: Groups = []
-        chosen: Groups = []
-        grading, num_fitting = 0.0, 0
-        for attempt in range(options.max_rounds if options.drop_uniform_groups else 1):
+        drawn: Drawn | None = None
+        while drawn is None:
+            attempt = len(sampled) // self.options.prompts
             begins(attempt)
-            groups, seconds = self._sample(cycle, step, attempt)
+            groups, seconds = self.collect(self.request(cycle, step, attempt))
             grading += seconds
             sampled += groups
-            fitting = [g for g in groups if self.fits(g)]
-            num_fitting += len(fitting)
-            chosen += fitting[: options.prompts - len(chosen)]
-            if len(chosen) == options.prompts:
-                break
-        accepted = num_fitting / len(sampled)
-        if len(chosen) < options.prompts:  # the bound is reached: fill up, mostly with groups that add nothing
-            rest = [g for g in sampled if not self.fits(g)]
-            chosen += rest[: options.prompts - len(chosen)]
+            drawn = self.choose(sampled, cycle)
         generating = time.perf_counter() - started - grading
-        return Drawn(sampled, chosen, accepted, cycle, {"generate_seconds": generating, "score_seconds": grading})
+        drawn.timing |= {"generate_seconds": generating, "score_seconds": grading}
+        return drawn
+
+    def choose(self, sampled: Groups, cycle: int) -> Drawn | None:
+        """The batch out of all that was sampled for it; None where a further round is to be sampled."""
+        options = self.options
+        fitting = [g for g in sampled if self.fits(g)]
+        rest: Groups = []
+        if options.drop_uniform_groups and len(fitting) < options.prompts:
+            if len(sampled) < options.max_rounds * options.prompts:
+                return None
+            # the bound is reached: fill up, mostly with groups that add nothing
+            rest = [g for g in sampled if not self.fits(g)]
+        return Drawn(sampled, (fitting + rest)[: options.prompts], len(fitting) / len(sampled), cycle, {})
 
     def fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
@@ -337,10 +342,11 @@ class RolloutSource:
             return units
         return [unit for unit in units if not any(groups[n][g].completion.is_truncated for n, g in unit)]
 
-    def _sample(self, cycle: int, step: int, attempt: int) -> tuple[Groups, float]:
+    def request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
+        """What round ``attempt`` of a rollout batch, whose first update is ``step``, asks for."""
         turn = self.order.turn(cycle, attempt)
         places = turn.places
-        request = RolloutRequest(
+        return RolloutRequest(
             [self.task.examples[self.kept[p]] for p in places],
             [self.prompts[p] for p in places],
             self.sampling,
@@ -348,14 +354,16 @@ class RolloutSource:
             group=self.options.group,
             step=step,
             prompt_indices=[self.kept[p] for p in places],
+            passes=turn.passes,
         )
+
+    def collect(
+        self, request: RolloutRequest, said: Sequence[Sequence[Completion]] | None = None
+    ) -> tuple[Groups, float]:
+        """A round of sampling, graded, and the seconds of grading; ``said`` where its completions are there already."""
         machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
         sampler = Sampler(*machine, world=self.streams.world, stage=self.stage)
-        groups, seconds = collect(sampler, request)
-        for epoch, group in zip(turn.passes, groups, strict=True):  # a batch may reach into the next epoch
-            for rollout in group:
-                rollout.epoch = epoch
-        return groups, seconds
+        return collect(sampler, request, said)
 
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         needs = self.streams.needs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.process import BesideProcess, Weights, send, send_weights
 
 KEPT = "ahead"  # folder of a run
+INSTEAD = "rollout.staleness: 0 samples without such a process"
 WORKER = "posttrain.train.sources.sampling_worker"
 
 
@@ -23,6 +24,7 @@ class SamplingProcess:
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
         self._beside = BesideProcess(WORKER, recipe, {"folder": None if folder is None else str(folder / KEPT)})
         self._version: int | None = None  # of the weights that it has
+        self.notices: list[str] = []  # of its engine, not passed on yet
 
     def draw(
         self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]
@@ -37,24 +39,56 @@ class SamplingProcess:
             PosttrainError: what the process says that it could not do.
             RunFailure: the process ended, and goes on ending.
         """
-        instead = "rollout.staleness: 0 samples without such a process"
 
         def ask() -> Mapping[str, Any]:
             return self._ask(batch, step, weights, begins)
 
-        return self._beside.repeat(ask, f"samples rollout batch {batch}", instead, died)
+        return self._beside.repeat(ask, f"samples rollout batch {batch}", INSTEAD, died)
+
+    def write(
+        self,
+        new: list[int],
+        weights: Weights,
+        carried: list[dict[str, Any]],
+        begins: Callable[[int, int], None],
+        ends: Callable[[Mapping[str, Any]], None],
+        died: Callable[[str], None],
+    ) -> list[dict[str, Any]]:
+        """All that one version writes (``in_flight.write_version``); returns what is carried over to the next.
+
+        ``begins`` is told of every round of a batch, ``ends`` of every batch; the rest, and what is raised: ``draw``.
+        """
+
+        def ask() -> list[dict[str, Any]]:
+            pipe = self._with(weights)
+            send(pipe, {"version": weights.version, "new": new, "carried": carried})
+            while "carried" not in (reply := self._beside.receive()):
+                if "begins" in reply:
+                    begins(*reply["begins"])
+                else:
+                    ends(reply["drawn"])
+            left: list[dict[str, Any]] = reply["carried"]
+            return left
+
+        return self._beside.repeat(ask, f"samples with version {weights.version}", INSTEAD, died)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._beside.close()
 
     def _ask(self, batch: int, step: int, weights: Weights, begins: Callable[[int], None]) -> Mapping[str, Any]:
+        pipe = self._with(weights)
+        send(pipe, {"batch": batch, "step": step, "version": weights.version})
+        while "drawn" not in (reply := self._beside.receive()):
+            begins(reply["begins"])
+        self.notices += reply["notices"]
+        drawn: Mapping[str, Any] = reply["drawn"]
+        return drawn
+
+    def _with(self, weights: Weights) -> IO[bytes]:
+        """What to write to, of a process that has these weights."""
         pipe, is_new = self._beside.started()
         if is_new or self._version != weights.version:
             send_weights(pipe, weights)
             self._version = weights.version
-        send(pipe, {"batch": batch, "step": step, "version": weights.version})
-        while "drawn" not in (reply := self._beside.receive()):
-            begins(reply["begins"])
-        drawn: Mapping[str, Any] = reply["drawn"]
-        return drawn
+        return pipe

@@ -37,9 +37,15 @@ def _answer(source: RolloutSource, model: Any, message: dict[str, Any], replies:
         _load(message, model)
         source.engine.sync(message["weights"] * source.updates)
         return
+    if "carried" in message:
+        from posttrain.train.sources.in_flight import write_version
+
+        asked = (message["version"], message["new"], message["carried"])
+        send(replies, {"carried": write_version(source, *asked, lambda told: send(replies, told))})
+        return
     drawn = source.draw(message["step"], message["batch"], begins=lambda attempt: send(replies, {"begins": attempt}))
     drawn.version = message["version"]
-    send(replies, {"drawn": write_drawn(drawn)})
+    send(replies, {"drawn": write_drawn(drawn), "notices": source.engine.take_notices()})
 
 
 @torch.no_grad()

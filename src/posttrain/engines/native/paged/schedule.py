@@ -197,7 +197,7 @@ class PagedSchedule(Schedule):
         tokens = [row.ids[-1] if row.ids else self.prompts[row.prompt][-1] for row in rows]
         positions = [len(self.prompts[row.prompt]) + len(row.ids) - 1 for row in rows]
         keys = np.array([row.key for row in rows], dtype=np.uint64).view(np.int64)
-        drawn, limits = [len(row.ids) for row in rows], [row.limit for row in rows]
+        drawn, limits = [row.drawn + len(row.ids) for row in rows], [row.drawn + row.limit for row in rows]
         self.steps.seat(np.array([tokens, positions, drawn, limits, keys, [0] * len(rows)], dtype=np.int64))
         self.is_seated = True
 

@@ -1,1 +1,0 @@
-"""Instructions that can be checked: the constraints of IFEval."""
