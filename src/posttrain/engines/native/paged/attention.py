@@ -133,8 +133,8 @@ def is_right(
     view = PageView(pool, attention, table, positions)
     expected = written_out(q.float(), keys.float(), values.float(), view, head_dim**-0.5)
     try:
-        found = attention(q, keys, values, view, head_dim**-0.5).float()
+        computed = attention(q, keys, values, view, head_dim**-0.5).float()
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError):
         return False  # this device, this size of heads or of pages has none of it, or this torch knows no pages
     bound = (COARSE if dtype.itemsize < 4 else EXACT) * expected.abs().max()
-    return bool(((found - expected).abs().max() <= bound).item())
+    return bool(((computed - expected).abs().max() <= bound).item())
