@@ -151,11 +151,11 @@ class FollowingEngine(VllmEngine):
             except EngineMismatch:
                 raise
             except RunFailure as failure:
+                reason = f"the vLLM server failed: {failure}"
                 if self.own is not None and self.version >= 0 and self.world.size > 1:
-                    raise EngineLost(str(failure)) from None  # other processes have answers of it by now
+                    raise EngineLost(reason) from None  # other processes have answers of it by now
                 if self.own is None or self.process is None or self.version < 0:
                     raise  # not ours, or one that never worked
-                reason = f"the vLLM server failed: {failure}"
                 if self.restarts == self.own.restarts:
                     raise RunFailure(
                         f"{reason}. It was started again {self.restarts} times already (engine.restarts). "
