@@ -6,6 +6,7 @@ As in ``test_asynchrony`` most runs do in one process what a run does in two.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inline_sampling import Killed, sample_inline
@@ -23,12 +25,13 @@ from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.sampler import draw
 from posttrain.engines.rollout import RolloutRequest
-from posttrain.errors import RecipeError, RewardFailure
+from posttrain.errors import CheckpointError, RecipeError, RewardFailure
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
 from posttrain.randomness import uniforms
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
+from posttrain.store import checkpoint_files
 from posttrain.store.ledger import DIED, Ledger, count, standing
 from posttrain.train import loop
 from posttrain.train.build import Parts, prepare
@@ -327,6 +330,38 @@ def test_killed_far_behind_a_checkpoint_and_resumed_equals_undisturbed(
     check_equal(cut, whole, (12,))
     events = Ledger(cut / "ledger.jsonl").read()
     assert [e.step for e in events if e.event == "resumed"] == [0, 6, 10]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: {"batch": 1},
+        lambda rows: [row | {"batch": row["batch"] + 1} for row in rows],
+        lambda rows: [row | {"rows": row["rows"][1:]} for row in rows],
+        lambda rows: [row | {"sampled": [[{}]]} for row in rows],
+        *(
+            lambda rows, name=name, value=value: [
+                row | {"rows": [[said | {name: value} for said in group] for group in row["rows"]]} for row in rows
+            ]
+            for name, value in (("ids", "abc"), ("ids", [-1]), ("versions", []), ("logprobs", [None]), ("finish", 3))
+        ),
+    ],
+)
+def test_unfinished_answers_of_a_stranger_are_refused(tmp_path: Path, inline: None, change: Any) -> None:
+    """A checkpoint whose hashes fit, and whose answers on their way no run has written."""
+    recipe = partial_recipe(2, train=TRAIN | {"save_every": 2})
+    run(tmp_path / "run", recipe, stop_after=2)
+    path = tmp_path / "run" / "checkpoints" / "step-000002"
+    rows = json.loads(load_file(path / "rollout_buffer.safetensors")[HELD].numpy().tobytes())
+    assert all(len(row["rows"]) == ROLLOUT["prompts"] for row in rows)
+    content = torch.frombuffer(bytearray(json.dumps(change(rows)).encode()), dtype=torch.uint8)
+    save_file({HELD: content}, path / "rollout_buffer.safetensors")
+    whole = (path / "rollout_buffer.safetensors").read_bytes()
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    files["rollout_buffer.safetensors"] = {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    (path / "manifest.json").write_bytes(checkpoint_files._manifest_bytes(2, files))
+    with pytest.raises(CheckpointError, match=r"rollout_buffer\.safetensors does not hold the batches .* --run NAME"):
+        run(tmp_path / "run", recipe, resume=True)
 
 
 @pytest.mark.parametrize("fails_in_step", [5, 6])

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent
 from posttrain.train.process import Weights, weight_sums
@@ -29,6 +30,8 @@ from posttrain.train.sources.rollouts import Drawn, RolloutSource
 from posttrain.train.sources.sampling_process import SamplingProcess
 
 HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
+NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
+START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Ahead:
             if self.ledger is not None and self.ledger.path.exists():
                 self._note_resumed(step)
         self._give_away(cycle)
+        if cycle not in self._waiting:
+            raise CheckpointError(f"{NOT_OURS} (there is no batch {cycle}); {START_AGAIN}")
         started = time.perf_counter()
         ready = self._taken(cycle)
         waited = time.perf_counter() - started
@@ -124,12 +129,19 @@ class Ahead:
         return {HELD: torch.frombuffer(content, dtype=torch.uint8)} if rows else {}
 
     def restore(self, rollout_buffer: Mapping[str, Tensor]) -> None:
-        """Take back what ``held`` gave."""
+        """Take back what ``held`` gave.
+
+        Raises:
+            CheckpointError: it is not what ``held`` gives.
+        """
         if HELD not in rollout_buffer:
             return
-        for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
-            self._waiting[row["batch"]] = self._restored(row)
-        self._next = max(self._waiting) + 1
+        try:
+            for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
+                self._waiting[row["batch"]] = self._restored(row)
+            self._next = max(self._waiting) + 1
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{NOT_OURS} ({type(error).__name__}); {START_AGAIN}") from None
 
     def close(self) -> None:
         """End the process; what it is doing is lost."""

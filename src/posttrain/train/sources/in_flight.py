@@ -58,6 +58,26 @@ class InFlight:
         return {"batch": self.batch, **versions, "sampled": write_groups(self.sampled), "rows": rows}
 
 
+def check_carried(row: Mapping[str, Any], prompts: int, group: int) -> None:
+    """Refuse what ``InFlight.write`` does not write of a round of so many prompts; a checkpoint may be a stranger's.
+
+    Raises:
+        ValueError, TypeError, KeyError: as ``row`` is wrong.
+    """
+
+    def is_written(said: Mapping[str, Any]) -> bool:
+        ids, logprobs, versions = (said[name] for name in OF_A_ROW[:3])
+        whole = all(type(number) is int and number >= 0 for number in (*ids, *versions))
+        alike = len(ids) == len(logprobs) == len(versions) and all(type(x) is float for x in logprobs)
+        return whole and alike and said["finish"] in (None, "stop", "length")
+
+    whole = all(type(row[name]) is int and row[name] >= 0 for name in ("batch", "version", "began"))
+    if not whole or [len(rows) for rows in row["rows"]] != [group] * prompts:
+        raise ValueError("other rows")
+    if not all(is_written(said) for rows in row["rows"] for said in rows):
+        raise ValueError("other tokens")
+
+
 def write_version(
     source: RolloutSource, version: int, new: Sequence[int], carried: Sequence[Mapping[str, Any]], tell: Tell
 ) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from typing import Any
 from posttrain.store.ledger import DIED, LedgerEvent
 from posttrain.train.process import Weights
 from posttrain.train.sources.ahead import Ahead, Ready
-from posttrain.train.sources.messages import read_drawn
+from posttrain.train.sources.in_flight import check_carried
+from posttrain.train.sources.messages import read_drawn, read_groups
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.types import Completion
 
@@ -104,6 +105,8 @@ class PartialAhead(Ahead):
     def _restored(self, row: dict[str, Any]) -> Future[Ready]:
         if "rows" not in row:
             return super()._restored(row)
+        check_carried(row, self.source.options.prompts, self.source.options.group)
+        read_groups(row["sampled"], self.source)
         self._carried.append(row)
         return Future()
 
