@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 73820
+MAX_PACKAGE_LINES = 73990
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2450,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 7320,
     "evals": 2930,
     "reward_models": 1620,
-    "train": 7230,
+    "train": 7400,
     "interpret": 7450,
     "runs": 3400,
     "sweeps": 3250,
