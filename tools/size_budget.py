@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 73990
+MAX_PACKAGE_LINES = 74130
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2450,
+    "ground": 2460,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -31,10 +31,10 @@ ROOMS: dict[str, int] = {
     "store": 2590,
     "models": 4520,
     "engines": 7320,
-    "evals": 2930,
+    "evals": 2960,
     "reward_models": 1620,
     "train": 7400,
-    "interpret": 7450,
+    "interpret": 7550,
     "runs": 3400,
     "sweeps": 3250,
     "reports": 3120,

@@ -47,7 +47,7 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors, sync_file
-from posttrain.untrusted import harmless
+from posttrain.untrusted import first_fault
 from posttrain.world import ONE, World
 
 Rows = dict[str, tuple[int, int]]  # of a tensor that is cut along its first dimension: the first row, of how many
@@ -254,9 +254,7 @@ def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
     try:
         KeptState.model_validate_json(state)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"])) or "all of it"
-        raise Unverified("state.json", f"says what no run writes: {where}: {harmless(wrong['msg'])[:200]}") from None
+        raise Unverified("state.json", f"says what no run writes: {first_fault(error)}") from None
     return Checkpoint(
         path=path,
         step=step,
