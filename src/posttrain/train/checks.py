@@ -210,7 +210,7 @@ def _of_colocation(w: Words) -> Iterator[Rule]:
     samples = r.rollout is not None and bool(w.engine_options.get("colocate"))
     evaluates = evaluating is not None and bool(evaluating.options.get("colocate"))
     key = f"{'rollout' if samples else 'eval'}.engine.colocate"
-    many = f": an engine in the trainer's process is for one process, not {r.scale.processes}; a server answers them all"
+    many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
     yield (samples or evaluates) and r.scale.processes > 1, key, many
     apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
     yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"

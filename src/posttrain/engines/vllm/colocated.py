@@ -1,15 +1,16 @@
 """vLLM in the trainer's own process, on its device: weights are handed over by reference, and no server is started.
 
-A copy of the weights can be stale here as behind a server, so the same holds: both sides score a fixed batch after every
-hand-over. On a GPU vLLM sleeps while the trainer computes: weights and cache give their memory back, and weights come
-anew before the next batch. vLLM is made for a process of its own and sets seeds, variables and threads of the one it is
-in, so the trainer's are put back behind every call.
+A copy of the weights can be stale here as behind a server, so the same holds: both sides score a fixed batch after
+every hand-over. On a GPU vLLM sleeps while the trainer computes: weights and cache give their memory back, and weights
+come anew before the next batch. vLLM is made for a process of its own and sets seeds, variables and threads of the one
+that it is in, so the trainer's are put back behind every call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import random
@@ -24,10 +25,16 @@ import numpy as np
 import torch
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm.engine import vllm as engine_word
+from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.plugin.posttrain_vllm import pack_tied_heads
-from posttrain.engines.vllm.probe import TOP, default_tolerance, largest_difference, probe_bodies, probe_prompts
-from posttrain.engines.vllm.probe import read_scores as scores_of
+from posttrain.engines.vllm.probe import (
+    TOP,
+    default_tolerance,
+    largest_difference,
+    probe_bodies,
+    probe_prompts,
+    read_scores,
+)
 from posttrain.engines.vllm.protocol import (
     CompletionRequest,
     Interrupted,
@@ -53,8 +60,8 @@ PREEMPTIONS = "vllm:num_preemptions"
 _ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def colocated(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> ColocatedEngine:
-    """The engine for all ``options`` of ``vllm``, which its defaults fill up.
+def colocated(model: Any, tokenizer: Any, **options: Any) -> ColocatedEngine:
+    """The engine for all ``options`` of ``vllm``, those that nobody set included.
 
     Raises:
         UsageError: one of them is about a server; there is no model to follow; vLLM is not installed here.
@@ -64,11 +71,11 @@ def colocated(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Colocat
             "engine.colocate: vLLM in this process is given its weights by training; an evaluation asks a server "
             "(engine.url), or use --engine native"
         )
-    defaults: dict[str, Any] = engine_word.__kwdefaults__  # type: ignore[attr-defined]
-    for name, default in defaults.items():
-        if name not in OPTIONS | {"colocate"} and options[name] != default:
+    defaults = {name: option.default for name, option in inspect.signature(vllm).parameters.items()}
+    for name, value in options.items():
+        if name not in (*OPTIONS, "colocate") and value != defaults[name]:
             raise UsageError(
-                f"engine.{name}: {options[name]!r} is about a vLLM server, and with colocate: true there is none; "
+                f"engine.{name}: {value!r} is about a vLLM server, and with colocate: true there is none; "
                 f"leave one of the two out (beside colocate stand {', '.join(sorted(OPTIONS))})"
             )
     return ColocatedEngine(model, tokenizer, **{name: options[name] for name in OPTIONS})
@@ -124,19 +131,18 @@ class ColocatedEngine(Engine):
                 f"engine.colocate: {self.world.size} processes train, and vLLM in one of them would take their "
                 "connections for its own; leave it out (a server answers all of them), or train in one process"
             )
-        with self._inside():
-            if self._llm is None:
-                self._build()
-            elif not self._asleep:
-                self._ask(self._probes())  # what a cache keeps of the weights before will show below
-            self._hand_over()
-            difference = self.score()
+        if self._llm is None:
+            self._build()
+        elif not self._asleep:
+            self._ask(self._probes())  # what a cache keeps of the weights before will show below
+        self._hand_over()
+        difference = self.score()
         if difference > self.tolerance:
             raise EngineMismatch(
                 f"vLLM in this process: after {version} updates the weights were handed over, and it still computes "
                 f"something else: log-probabilities of a fixed batch differ by {difference:.2g} nats (at most "
-                f"{self.tolerance:g} is allowed). The last step is saved; if the model is trained in another precision, "
-                "give it as engine.dtype, or raise engine.tolerance"
+                f"{self.tolerance:g} is allowed). The last step is saved; if vLLM computes in another precision, give "
+                "its engine.dtype, or raise engine.tolerance"
             )
         self.version = version
 
@@ -144,8 +150,8 @@ class ColocatedEngine(Engine):
         """See ``Engine.rest``: on a GPU, weights and cache give their memory back."""
         if self._llm is None or self._asleep or not self.sleeps:
             return
+        self._ask(self._probes())  # as in ``sync``: nothing can be asked of a sleeper
         with self._inside():
-            self._ask(self._probes())  # as in ``sync``: nothing can be asked of a sleeper
             self._llm.sleep(level=2)
         self._asleep = True
 
@@ -163,8 +169,8 @@ class ColocatedEngine(Engine):
         check_temperature(sampling.temperature)
         if self.logprobs and "processed" not in exact_modes(sampling):
             raise UsageError(
-                f"engine.colocate: at top_k {sampling.top_k}, top_p {sampling.top_p:g} vLLM has no log-probabilities of "
-                "the whole distribution. An evaluation needs none: set engine.logprobs to false"
+                f"engine.colocate: at top_k {sampling.top_k}, top_p {sampling.top_p:g} vLLM has no log-probabilities "
+                "of the whole distribution. An evaluation needs none: set engine.logprobs to false"
             )
         context = sampling.within(self.context)
         check_prompts(prompts, context, self._vocab_size)
@@ -182,9 +188,8 @@ class ColocatedEngine(Engine):
             for prompt, row in zip(prompts, keys, strict=True)
             for key in row
         ]
-        with self._inside():
-            answers = self._ask([request.body() for request in requests])
-            self._count_preemptions()
+        answers = self._ask([request.body() for request in requests])
+        self._note_preemptions()
         done = iter([self._read(*pair) for pair in zip(answers, requests, strict=True)])
         return [[next(done) for _ in row] for row in keys]
 
@@ -193,7 +198,7 @@ class ColocatedEngine(Engine):
         bodies = self._probes()
         answers = zip(self._ask(bodies), bodies, strict=True)
         try:
-            scores = [scores_of(answer, body["prompt"], self._vocab_size) for answer, body in answers]
+            scores = [read_scores(answer, body["prompt"], self._vocab_size) for answer, body in answers]
         except Unreadable as error:
             raise RunFailure(f"vLLM in this process: an answer that cannot be used, to the probe: {error}") from None
         return largest_difference(self.model, scores)
@@ -235,34 +240,36 @@ class ColocatedEngine(Engine):
         logger.propagate = False  # the terminal is the run's
         _empty_cache()  # it looks at what is free
         self._preempted = 0
-        self._llm = self._vllm.LLM(
-            model=str(folder / "served"),
-            load_format="dummy",
-            dtype=self.dtype,
-            max_model_len=self.context,
-            enforce_eager=self.eager,
-            gpu_memory_utilization=self.gpu_memory,
-            enable_sleep_mode=self.sleeps,
-            # 0.32 turns back the seed of a prompt that is read in parts, which fails on a CPU
-            enable_chunked_prefill=None if self.sleeps else False,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            max_logprobs=TOP,
-            seed=0,
-            disable_log_stats=False,  # preemptions are counted by these
-        )
+        with self._inside():
+            self._llm = self._vllm.LLM(
+                model=str(folder / "served"),
+                load_format="dummy",
+                dtype=self.dtype,
+                max_model_len=self.context,
+                enforce_eager=self.eager,
+                gpu_memory_utilization=self.gpu_memory,
+                enable_sleep_mode=self.sleeps,
+                # 0.32 turns back the seed of a prompt that is read in parts, which fails on a CPU
+                enable_chunked_prefill=None if self.sleeps else False,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_logprobs=TOP,
+                seed=0,
+                disable_log_stats=False,  # preemptions are counted by these
+            )
 
     def _hand_over(self) -> None:
         """New weights, and nothing left that was computed by those before."""
-        if self._asleep:
-            _empty_cache()  # what the trainer keeps for later is needed now
-            self._llm.wake_up(tags=["weights"])  # before weights come: they would be written to where nobody reads
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.weights()})
-        self._llm.apply_model(pack_tied_heads)
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
-        self._reset_caches()
+        with self._inside():
+            if self._asleep:
+                _empty_cache()  # what the trainer keeps for later is needed now
+                self._llm.wake_up(tags=["weights"])  # before weights come: they would be written to where nobody reads
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.weights()})
+            self._llm.apply_model(pack_tied_heads)
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            self._reset_caches()
 
     def _reset_caches(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -279,11 +286,12 @@ class ColocatedEngine(Engine):
         prompts = [{"prompt_token_ids": list(body["prompt"])} for body in bodies]
         ours = ("model", "prompt", "return_token_ids", "return_tokens_as_token_ids")
         options = [{name: value for name, value in body.items() if name not in ours} for body in bodies]
-        wanted = [self._vllm.SamplingParams(detokenize=False, **each) for each in options]
-        outputs = self._llm.generate(prompts, wanted, use_tqdm=False)
-        if len(outputs) != len(bodies):
-            raise RuntimeError(f"{len(outputs)} answers to {len(bodies)} requests")
-        return [_as_answer(output) for output in outputs]
+        with self._inside():
+            wanted = [self._vllm.SamplingParams(detokenize=False, **each) for each in options]
+            outputs = self._llm.generate(prompts, wanted, use_tqdm=False)
+            if len(outputs) != len(bodies):
+                raise RuntimeError(f"{len(outputs)} answers to {len(bodies)} requests")
+            return [_as_answer(output) for output in outputs]
 
     def _read(self, answer: dict[str, Any], request: CompletionRequest) -> Completion:
         try:
@@ -293,7 +301,7 @@ class ColocatedEngine(Engine):
             raise RunFailure(f"vLLM in this process: a completion that cannot be used: {what}") from None
         return Completion(read.ids, read.logprobs, read.finish, version=self.version)
 
-    def _count_preemptions(self) -> None:
+    def _note_preemptions(self) -> None:
         """Say that answers were put back and begun over; they are the same ones, for each has its own seed."""
         count = sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == PREEMPTIONS)
         if count > self._preempted:

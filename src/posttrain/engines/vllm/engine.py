@@ -78,10 +78,8 @@ def vllm(
     variable POSTTRAIN_VLLM names: on ``port`` (0: a free one), ``gpus``, a share ``gpu_memory`` of these, in ``dtype``,
     for ``max_model_len`` tokens, ``eager`` to compile nothing. It is started again at most ``restarts`` times.
 
-    ``colocate: true`` builds vLLM in the trainer's own process, on its device, where both are installed: weights are
-    handed over by reference and compared in the same way; on a GPU it takes a share ``gpu_memory`` (0.3 by default) and
-    sleeps while the trainer computes. Beside it stand ``dtype``, ``max_model_len``, ``eager``, ``tolerance`` and
-    ``logprobs``; all other options are about a server.
+    ``colocate`` builds vLLM in the trainer's own process and on its device instead, with weights by reference; on a GPU
+    it sleeps while the trainer computes, and ``gpu_memory`` is 0.3 by default.
 
     ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt
     may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an evaluation top-k
@@ -90,11 +88,8 @@ def vllm(
     A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
     and a token may turn over with the rounding of what is computed beside it.
     """
-    options = dict(locals())
     if colocate:
-        from posttrain.engines.vllm.colocated import colocated
-
-        return colocated(model, tokenizer, options)
+        return _colocated(dict(locals()))
     wanted: tuple[str, ...] = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
     asking |= {"logprobs": logprobs, "tolerance": tolerance}
@@ -108,6 +103,12 @@ def vllm(
 
         wanted = served_names(checkpoint)
     return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, wanted=wanted, **asking)
+
+
+def _colocated(options: dict[str, Any]) -> Engine:
+    from posttrain.engines.vllm.colocated import colocated  # needs transformers, which a list of words does not
+
+    return colocated(**options)
 
 
 class VllmEngine(Engine):
