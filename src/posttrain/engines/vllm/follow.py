@@ -180,6 +180,7 @@ class FollowingEngine(VllmEngine):
             follows=True,
             empty=True,
             name=SERVED,
+            whole_prompts=not self.own.gpus and next(self.model.parameters()).device.type == "cpu",
         )
         process = OwnServer(server_command(str(model), options), self.url, folder / "vllm.log")
         try:
