@@ -75,6 +75,13 @@ class TestContract(EngineContract):
         return tiny_case(tiny.model, tiny.tokenizer, engine, num_draws=1000)
 
 
+def follow(engine: ColocatedEngine, versions: range) -> None:
+    """An update and a sync for each version."""
+    for version in versions:
+        update(engine.model, version)
+        engine.sync(version)
+
+
 def prompts_of(tiny: LoadedModel, count: int) -> list[list[int]]:
     return [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2 + 1}") for n in range(10, 10 + count)]
 
@@ -87,7 +94,8 @@ def test_greedy_answers_are_the_native_engines(engine: ColocatedEngine, tiny: Lo
     seconds = time.perf_counter() - started
     expected = NativeEngine(tiny.model).generate(prompts, keys, greedy)
     assert [g[0].ids for g in done] == [g[0].ids for g in expected]
-    apart = max(abs(a - b) for g, h in zip(done, expected, strict=True) for a, b in zip(g[0].logprobs, h[0].logprobs))
+    pairs = [zip(g[0].logprobs, h[0].logprobs, strict=True) for g, h in zip(done, expected, strict=True)]
+    apart = max(abs(a - b) for each in pairs for a, b in each)
     print(f"\n128 greedy answers of 24 tokens in {seconds:.2f} s; log-probabilities at most {apart:.1e} apart")
     assert apart < 1e-4
 
@@ -150,9 +158,7 @@ def test_a_sync_with_a_fault_is_caught(engine: ColocatedEngine, fault: Any, upda
     with pytest.MonkeyPatch.context() as patch:
         fault(engine, patch)
         with pytest.raises(EngineMismatch, match=r"log-probabilities of a fixed batch differ by") as caught:
-            for version in range(engine.version + 1, last + 1):
-                update(engine.model, version)
-                engine.sync(version)
+            follow(engine, range(engine.version + 1, last + 1))
     print(f"\n{fault.__name__}: {str(caught.value).partition('differ by ')[2].partition(' nats')[0]} nats")
     engine.sync(last + 1)
 
