@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +34,6 @@ pytestmark = [
 
 NUM_SYNCS = 200
 ENGINE = {"name": "vllm", "colocate": True, "eager": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -193,15 +186,11 @@ def test_answers_that_are_put_back_for_want_of_room_are_the_same(
 ) -> None:
     asked = (prompts_of(tiny, 16), keys_of([1] * 16), Sampling(600))
     engine.close()
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     answers = []
     for size in (256 << 20, 4 << 20):
+        monkeypatch.setattr(colocated, "CACHE_BYTES", size)
         other = ColocatedEngine(tiny.model, tiny.tokenizer, eager=True)
         other.folder = tmp_path
-        llm = functools.partial(other._vllm.LLM, kv_cache_memory_bytes=size)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(other._vllm, "LLM", llm)
-            other.sync(0)
         answers.append([group[0].ids for group in other.generate(*asked)])
         said = other.take_notices()
         other.close()
@@ -214,7 +203,8 @@ def test_vllm_leaves_the_process_as_it_was(engine: ColocatedEngine) -> None:
     def state() -> list[Any]:
         seeds = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
         settings = [torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype(), torch.is_grad_enabled()]
-        return [*seeds, dict(os.environ), *settings]
+        settings += [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return [*seeds, dict(os.environ), *settings, torch.get_float32_matmul_precision(), os.sched_getaffinity(0)]
 
     engine.close()
     before = state()

@@ -53,7 +53,8 @@ from posttrain.types import Completion
 NAME = "policy"
 # The options of ``vllm`` that say something here; all others are about a server.
 OPTIONS = frozenset({"logprobs", "tolerance", "gpu_memory", "dtype", "max_model_len", "eager"})
-GPU_MEMORY = 0.3  # the trainer needs most of it
+# What vLLM takes by default: a share of a GPU; of a CPU's memory bytes for its cache, as a share would be much there.
+GPU_MEMORY, CACHE_BYTES = 0.3, 1 << 30
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
 PREEMPTIONS = "vllm:num_preemptions"
 # What vLLM and a model's loader raise; nothing of ours is among them.
@@ -98,7 +99,7 @@ class ColocatedEngine(Engine):
     ) -> None:
         self.model, self.tokenizer, self.logprobs, self.dtype, self.eager = model, tokenizer, logprobs, dtype, eager
         self.tolerance = default_tolerance(model, dtype) if tolerance is None else tolerance
-        self.gpu_memory = GPU_MEMORY if gpu_memory is None else gpu_memory
+        self.gpu_memory = gpu_memory
         own = context_length(model.config)
         if max_model_len is not None and not 1 < max_model_len <= own:
             raise UsageError(f"engine.max_model_len: {max_model_len}; this model takes 2 to {own} tokens")
@@ -247,7 +248,8 @@ class ColocatedEngine(Engine):
                 dtype=self.dtype,
                 max_model_len=self.context,
                 enforce_eager=self.eager,
-                gpu_memory_utilization=self.gpu_memory,
+                gpu_memory_utilization=GPU_MEMORY if self.gpu_memory is None else self.gpu_memory,
+                kv_cache_memory_bytes=None if self.sleeps or self.gpu_memory is not None else CACHE_BYTES,
                 enable_sleep_mode=self.sleeps,
                 # 0.32 turns back the seed of a prompt that is read in parts, which fails on a CPU
                 enable_chunked_prefill=None if self.sleeps else False,
