@@ -204,23 +204,6 @@ def _of_engines(w: Words) -> Iterator[Rule]:
     yield partial and not unplayed, "rollout.partial", turns
 
 
-def _of_colocation(w: Words) -> Iterator[Rule]:
-    """An engine in the process that trains (``colocate``): that process alone has it, and one of them."""
-    r, evaluating = w.recipe, w.recipe.eval.engine
-    samples = r.rollout is not None and bool(w.engine_options.get("colocate"))
-    evaluates = evaluating is not None and bool(evaluating.options.get("colocate"))
-    key = f"{'rollout' if samples else 'eval'}.engine.colocate"
-    many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
-    yield (samples or evaluates) and r.scale.processes > 1, key, many
-    apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
-    yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"
-    answers = ": a process beside training has its model from a checkpoint; leave eval.engine.colocate out, or this"
-    yield evaluates and r.eval.beside, "eval.beside", answers
-    other = evaluating is not None and (evaluating.name, evaluating.options) != (w.engine.name, w.engine_options)
-    twice = ": one process has room for one vLLM; give it the options of rollout.engine, or leave it out"
-    yield samples and evaluates and other, "eval.engine", twice
-
-
 def _of_rollouts(w: Words) -> Iterator[Rule]:
     if w.recipe.rollout is None or w.selection is None:
         return
@@ -329,6 +312,23 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
     # names of parts are looked at before anything is loaded
     parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
     choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
+
+
+def _of_colocation(w: Words) -> Iterator[Rule]:
+    """An engine in the process that trains (``colocate``): that process alone has it, and one of them."""
+    r, evaluating = w.recipe, w.recipe.eval.engine
+    samples = r.rollout is not None and bool(w.engine_options.get("colocate"))
+    evaluates = evaluating is not None and bool(evaluating.options.get("colocate"))
+    key = f"{'rollout' if samples else 'eval'}.engine.colocate"
+    many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
+    yield (samples or evaluates) and r.scale.processes > 1, key, many
+    apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
+    yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"
+    answers = ": a process beside training has its model from a checkpoint; leave eval.engine.colocate out, or this"
+    yield evaluates and r.eval.beside, "eval.beside", answers
+    other = evaluating is not None and (evaluating.name, evaluating.options) != (w.engine.name, w.engine_options)
+    twice = ": one process has room for one vLLM; give it the options of rollout.engine, or leave it out"
+    yield samples and evaluates and other, "eval.engine", twice
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
