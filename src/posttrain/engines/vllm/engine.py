@@ -15,12 +15,11 @@ from posttrain.addresses import ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
     CompletionRequest,
     LogprobsMode,
     ServedModel,
     Unreadable,
+    check_temperature,
     choose_model,
     exact_modes,
     mode_request,
@@ -65,6 +64,7 @@ def vllm(
     eager: bool = False,
     collectives: Literal["auto", "gloo", "nccl"] = "auto",
     restarts: int = 2,
+    colocate: bool = False,
 ) -> Engine:
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
@@ -78,6 +78,9 @@ def vllm(
     variable POSTTRAIN_VLLM names: on ``port`` (0: a free one), ``gpus``, a share ``gpu_memory`` of these, in ``dtype``,
     for ``max_model_len`` tokens, ``eager`` to compile nothing. It is started again at most ``restarts`` times.
 
+    ``colocate`` builds vLLM in the trainer's own process and on its device instead, with weights by reference; on a GPU
+    it sleeps while the trainer computes, and ``gpu_memory`` is 0.3 by default.
+
     ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt
     may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an evaluation top-k
     and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
@@ -85,6 +88,8 @@ def vllm(
     A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
     and a token may turn over with the rounding of what is computed beside it.
     """
+    if colocate:
+        return _colocated(dict(locals()))
     wanted: tuple[str, ...] = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
     asking |= {"logprobs": logprobs, "tolerance": tolerance}
@@ -98,6 +103,12 @@ def vllm(
 
         wanted = served_names(checkpoint)
     return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, wanted=wanted, **asking)
+
+
+def _colocated(options: dict[str, Any]) -> Engine:
+    from posttrain.engines.vllm.colocated import colocated  # needs transformers, which a list of words does not
+
+    return colocated(**options)
 
 
 class VllmEngine(Engine):
@@ -155,7 +166,7 @@ class VllmEngine(Engine):
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         check_sampling(sampling)
-        _check_temperature(sampling.temperature)
+        check_temperature(sampling.temperature)
         with self._open() as server:
             served = self._connect(server)
             context = sampling.within(served.context or UNLIMITED_CONTEXT)
@@ -318,14 +329,6 @@ class VllmEngine(Engine):
             raise RunFailure(f"{self.url}: an answer that cannot be used, to {what}: {error}") from None
         except Refused as error:
             raise UsageError(f"{self.url}: {what} was refused: {_explain_refusal(error)}") from None
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(
-            f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
-            f"{MAX_TEMPERATURE:g}"
-        )
 
 
 def _explain_refusal(error: Refused) -> str:

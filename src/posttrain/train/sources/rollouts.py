@@ -209,6 +209,7 @@ class RolloutSource:
             self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
+        self.engine.rest()
         sampled, chosen = drawn.sampled, self._played(drawn.chosen)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
