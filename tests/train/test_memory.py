@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.train.build import Parts, prepare
-from posttrain.train.memory import Memory, counted, memory_of, stated_memory
+from posttrain.train.memory import Memory, Micro, _logits, counted, memory_of, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
@@ -389,3 +390,15 @@ def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:
     assert isinstance(said, Memory)
     tensors = [drawn.tokens, drawn.mask, drawn.mask.float(), *drawn.streams.values()]  # a weight for each token comes
     assert said.rollouts == pytest.approx(sum(t.numel() * t.element_size() for t in tensors), rel=0.15)
+
+
+def test_logits_of_a_large_vocabulary_worked_by_hand():
+    """Of 2,048 trained tokens 110 at a time at V = 151,936, and 883 whose probabilities a CPU keeps for a trained head."""
+    config, micro = SimpleNamespace(vocab_size=151_936, hidden_size=896), Micro(1, 1, 0, 2049, 2048)
+    frozen = 110 * 16 * 151_936
+    assert _logits(config, micro, 4, None, head_trained=False) == frozen
+    assert _logits(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
+    on_gpu = 1766 * 16 * 151_936
+    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * 896 * 151_936
+    few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
+    assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936

@@ -27,8 +27,9 @@ activations
     the activations of one layer with 3f · s · N (2f where 2f are kept) for the gradients inside of it.
 logits
     of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · 16 (18 in half precision) for logits,
-    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained. On a GPU it
-    is 2^28 in place of 2^24, or a 256th of its bytes where that is less.
+    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained, and on a CPU,
+    if R < M, 4 for each probability that is kept, 2^27 at most. On a GPU it is 2^28 in place of 2^24, or a 256th of its
+    bytes where that is less, and none is kept.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
@@ -58,7 +59,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.forward.forward import gpu_memory_of, max_logit_elements
+from posttrain.models.forward.forward import KEPT_ELEMENTS, gpu_memory_of, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, stated_config
@@ -396,10 +397,13 @@ def _mlp(config: Any) -> tuple[int, int, bool]:
 
 
 def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
-    rows = min(_rounded(micro.trained), max(1, max_logit_elements(gpu_memory) // config.vocab_size))
-    return rows * config.vocab_size * (16 if size == 4 else 18) + (
-        4 * config.hidden_size * config.vocab_size if head_trained else 0
-    )
+    trained = _rounded(micro.trained)
+    rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
+    numbers = rows * (16 if size == 4 else 18)
+    if head_trained:
+        kept = min(trained, KEPT_ELEMENTS // config.vocab_size) if gpu_memory is None and rows < trained else 0
+        numbers += 4 * (config.hidden_size + kept)
+    return numbers * config.vocab_size
 
 
 def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
