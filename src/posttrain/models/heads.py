@@ -97,8 +97,8 @@ def score_logits(
 
 
 class WithSlopes(torch.autograd.Function):
-    """What ``run`` gives of hidden states ``[M, d]``, as many tensors ``[M]``, each number of one state alone and by a
-    head that is not trained; with gradients by the states.
+    """What ``run(states, ids)`` gives of hidden states ``[M, d]``: tensors ``[M]``, each number of one state alone and
+    by a head that is not trained; with gradients by the states.
 
     The gradient of a token's log-probability by its state, ``u = W^T (e_y - p) / temperature``, is the same whatever
     the objective is. So it is formed in the forward pass, where the token's distribution is at hand, and the backward
@@ -107,10 +107,10 @@ class WithSlopes(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, states: Tensor, run: Callable[[Tensor, Any], tuple[Tensor, ...]], ids: Any) -> Any:
         with torch.enable_grad():
             states = states.detach().requires_grad_()
-            results = run(states)
+            results = run(states, ids)
             last = [x for x in results if x.requires_grad][-1]
             slopes = [_slopes(x, states, keep=x is not last) for x in results]
         outputs = tuple(x.detach() for x in results)
@@ -120,10 +120,10 @@ class WithSlopes(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         pairs = zip(gradients, ctx.saved_tensors, strict=True)
         parts = [(g[:, None] * slope).to(slope.dtype) for g, slope in pairs if slope is not None]
-        return sum(parts[1:], start=parts[0]), None
+        return sum(parts[1:], start=parts[0]), None, None
 
 
 def _slopes(numbers: Tensor, states: Tensor, *, keep: bool) -> Tensor | None:

@@ -8,7 +8,8 @@ a = heads · head_dim and k = kv_heads · head_dim, s bytes of a weight (2 for b
 
 weights
     s for each number, 4 for each number of an adapter; with ``load_bits`` 1 for each number of a linear layer and 4 for
-    each of its rows (8 bits), or 0.516 (4 bits and their scales).
+    each of its rows (8 bits), or 0.516 (4 bits and their scales). ``weights: copy`` of the sampler is all of it again,
+    ``merged`` s for each number of q, k, v, gate and up, and of what else in a block has an adapter.
 gradients, optimizer state
     4 for each trained number; AdamW keeps two more such numbers and a count for each tensor, Muon one for each matrix.
 reference
@@ -229,10 +230,12 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
     options = {} if recipe.rollout is None else recipe.rollout.engine.options
-    copied, is_paged = options.get("weights") == "copy", options.get("cache") == "paged"
+    own_weights, is_paged = options.get("weights"), options.get("cache") == "paged"
+    own = base + 4 * sum(w.numel for w in low_rank)
+    copies = {"copy": own, "merged": _merged_bytes(weights, size, adapter)}
     cache = _cache_bytes(recipe, config, size)
     return Memory(
-        weights=(base + 4 * sum(w.numel for w in low_rank)) * (2 if copied else 1),
+        weights=own + copies.get(str(own_weights), 0),
         gradients=4 * num_trained,
         optimizer=_optimizer_bytes(
             trained, recipe.optimizer.name, recipe.train.offload != "none" and gpu_memory is not None
@@ -305,6 +308,15 @@ def _cost(rows: int, group: int, prompt: int, answer: int) -> int:
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
+
+
+def _merged_bytes(weights: list[Weight], size: int, adapter: AdapterSection | None) -> int:
+    """What sampling with ``weights: merged`` has beside the model: all of a block's matrices but those behind attention
+    and MLP that have no adapter."""
+    adapted = {w.name for w in _targets(weights, adapter)} if adapter is not None else set()
+    behind = ("o_proj.weight", "down_proj.weight")
+    copied = (w for w in weights if w.linear and (w.name in adapted or not w.name.endswith(behind)))
+    return size * sum(w.numel for w in copied)
 
 
 def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -367,7 +366,7 @@ class Forward:
         for start in range(0, len(rows), chunk):
             part, own = rows[start : start + chunk], tuple(x[start : start + chunk] for x in ids)
             if with_slopes:
-                pieces.append(WithSlopes.apply(part, partial(run, ids=own)))
+                pieces.append(WithSlopes.apply(part, run, own))
             elif (start + len(part)) * vocabulary <= kept:
                 pieces.append(run(part, own))
             else:
