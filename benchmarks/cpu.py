@@ -69,15 +69,16 @@ def sft(rounds: int, steps: int) -> Row:
     return training_row("SFT step, 16 ragged rows", training.sft(rounds, steps, not has_peer("trl")))
 
 
-def half_billion_sft(rounds: int, _steps: int) -> Row:
+def half_billion_sft(rounds: int, _steps: int, lora_rank: int | None = None) -> Row:
     """Both sides hold model, gradients and Adam: 16 GB. One step of each a round, behind one to warm up."""
     model = engine.make_model(shape=engine.HALF_BILLION)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         load_tokenizer("tiny").save_pretrained(folder)
         del model
-        result = training.sft(rounds, 1, not has_peer("trl"), folder, rows=4, kernel=False)
-    return training_row("SFT step, 4 ragged rows, 494 million parameters", result)
+        result = training.sft(rounds, 1, not has_peer("trl"), folder, rows=4, kernel=False, lora_rank=lora_rank)
+    adapter = "" if lora_rank is None else f", LoRA of rank {lora_rank} on all layers"
+    return training_row(f"SFT step, 4 ragged rows, 494 million parameters{adapter}", result)
 
 
 def pairs(rounds: int, steps: int, part: str, work: str, precompute: bool = False) -> Row:
@@ -253,6 +254,7 @@ ROWS: dict[str, Callable[[int, int], Row]] = {
     "sampling-1024-tokens": partial(sampling, new_tokens=1024),
     "sampling-0.5b": partial(sampling, new_tokens=16, group=2, large=True),
     "sft-0.5b": half_billion_sft,
+    "sft-0.5b-lora": partial(half_billion_sft, lora_rank=16),
     "batchtopk": partial(dictionary, kind="batchtopk"),
     "l1": partial(dictionary, kind="l1"),
     "extraction": extract,

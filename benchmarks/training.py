@@ -191,11 +191,19 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
 
 
 def sft(
-    rounds: int, steps: int, ours_alone: bool = False, model: str = "tiny", rows: int = 16, kernel: bool = True
+    rounds: int,
+    steps: int,
+    ours_alone: bool = False,
+    model: str = "tiny",
+    rows: int = 16,
+    kernel: bool = True,
+    lora_rank: int | None = None,
 ) -> dict[str, Any]:
-    """One SFT step on ragged rows; ``kernel``: also with the native kernel, in a second copy of model and optimizer."""
+    """One SFT step on ragged rows; ``kernel``: also with the native kernel, in a second copy of model and optimizer.
+    ``lora_rank``: of an adapter on every linear layer, which alone is trained."""
+    adapter = {} if lora_rank is None else {"adapter": {"rank": lora_rank}}
     stated = {
-        "model": {"name": model},
+        "model": {"name": model} | adapter,
         "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "data": {"batch": rows, "train_on": "all"},
@@ -209,9 +217,12 @@ def sft(
     if ours_alone:
         return report("sft", our_steps(recipe, parts, 1, rounds * steps), [], facts)
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
+    lora = None if lora_rank is None else LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear")
     loaded = load_model(ModelSection(name=model), seed=0)
+    model_of_peer = loaded.model
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
     dataset = Dataset.from_dict({"input_ids": ids})
     ours: list[Seconds] = []
@@ -226,13 +237,15 @@ def sft(
         for round_index in range(rounds):
             clock = StepClock()
             trainer = SFTTrainer(
-                model=loaded.model,
+                model=model_of_peer,
                 args=config,
                 train_dataset=dataset,
                 processing_class=loaded.tokenizer,
                 callbacks=[clock],
+                peft_config=lora if round_index == 0 else None,  # afterwards the model has it
             )
             trainer.train()
+            model_of_peer = trainer.model
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)

@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74570
+MAX_PACKAGE_LINES = 74750
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2460,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 5690,
     "environments": 1730,
     "store": 2590,
-    "models": 4520,
-    "engines": 7750,
+    "models": 4580,
+    "engines": 7860,
     "evals": 2960,
     "reward_models": 1620,
-    "train": 7420,
+    "train": 7430,
     "interpret": 7550,
     "runs": 3400,
     "sweeps": 3250,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.native import schedule
+from posttrain.engines.native.cache import SlotCache
+from posttrain.engines.native.copied import MergedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
+from posttrain.engines.native.projection import Projection
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.models.lora import apply_adapter, reference_mode
 from posttrain.randomness import derive_key, uniforms
@@ -218,11 +223,13 @@ CHANGES = (step_with_optimizer, load_another_state, replace_data, replace_parame
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gpt2"])
-def test_the_weights_are_never_stale(tiny_random, architecture, change):
+@pytest.mark.parametrize(
+    ("architecture", "made"), [*product(("qwen3", "qwen2"), (NativeEngine, MergedEngine)), ("gpt2", NativeEngine)]
+)
+def test_the_weights_are_never_stale(tiny_random, architecture, change, made):
     model, prompts, keys = tiny_random(architecture), make_prompts(), make_keys(4, 2)
     sampling = Sampling(max_tokens=8)
-    engine = NativeEngine(model)
+    engine = made(model)
     before = engine.generate(prompts, keys, sampling)
     change(model)
     after = engine.generate(prompts, keys, sampling)
@@ -246,6 +253,95 @@ def test_a_trained_adapter_is_sampled_from_at_once_and_can_be_switched_off(tiny_
         reference = engine.generate(prompts, keys, sampling)
     assert worst_difference(plain, prompts, reference) <= 1e-5
     assert torch.equal(model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, weight)
+
+
+def operations(decoder) -> int:
+    """How many operations that are no views one decode step of three rows takes."""
+    count = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            nonlocal count
+            count += not function.is_view
+            return function(*arguments, **(options or {}))
+
+    cache = SlotCache(decoder.shapes, 3, 8, device=decoder.device, transposed=decoder.transposed)
+    cache.refresh(3)
+    with Counting():
+        decoder.decode(torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.long), cache)
+    return count
+
+
+@pytest.mark.parametrize("cache", [None, "paged"])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("architecture", LEAN)
+def test_merged_weights_follow_the_models(tiny_random, architecture, adapter, cache):
+    model, prompts, keys = tiny_random(architecture), make_prompts(), make_keys(4, 2)
+    plain = copy.deepcopy(model)
+    if adapter:
+        model = with_adapter(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    engine = registry.find("engine", "native").bind({"weights": "merged", "cache": cache})(model, None)
+    sampling, completions = Sampling(max_tokens=8), []
+    for version in range(2):
+        engine.sync(version)
+        for _ in range(2):  # the second time after an update that nobody told it of
+            completions.append(engine.generate(prompts, keys, sampling))
+            assert worst_difference(model, prompts, completions[-1]) <= 1e-5
+            step_with_optimizer(model)
+    assert worst_difference(model, prompts, completions[0]) > 1e-3, "the changes were too small to tell"
+    if adapter:
+        with reference_mode(model):
+            assert worst_difference(plain, prompts, engine.generate(prompts, keys, sampling)) <= 1e-5
+        frozen = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True) if not p.requires_grad]
+        assert all(frozen), "the base itself is as it was"
+    weights = [layer.qkv.weight.data_ptr() for layer in engine._bind(64).layers]
+    step_with_optimizer(model)
+    assert weights == [layer.qkv.weight.data_ptr() for layer in engine._bind(64).layers], "a CUDA graph reads there"
+    engine.close()
+    assert engine._merged == {}
+
+
+def test_merged_weights_take_fewer_operations(tiny_random):
+    model = tiny_random("qwen3")
+    bare = operations(LeanDecoder.bind(model, 64))
+    model, layers = with_adapter(model), len(model.model.layers)
+    adapted, merged = NativeEngine(model)._bind_lean(64), MergedEngine(model)._bind_lean(64)
+    assert operations(adapted) == bare + 2 * 7 * layers
+    assert operations(merged) == bare - 3 * layers
+
+
+def test_merged_weights_are_for_blocks_that_are_known(tiny_random):
+    engine = registry.find("engine", "native")
+    with pytest.raises(UsageError, match=r"engine.weights: 'merged' cannot serve this model: its blocks are not"):
+        engine.bind({"weights": "merged"})(tiny_random("gpt2"), None).sync(0)
+    with pytest.raises(UsageError, match=r"rollout.engine.path: modules have own products"):
+        engine.bind({"weights": "merged", "path": "modules"}, "rollout.engine")
+
+
+def test_merged_weights_in_half_precision_and_with_a_bias_in_part(tiny_random):
+    half = with_adapter(tiny_random("qwen2").bfloat16())
+    engine = MergedEngine(half)
+    engine.sync(0)
+    assert engine._bind(64).layers[0].qkv.weight.dtype == torch.bfloat16
+    x, bias = torch.randn(2, 4), torch.randn(3)
+    parts = [Projection(torch.randn(3, 4), bias, []), Projection(torch.randn(2, 4), None, [])]
+    merged = Projection.merged(parts, None)
+    assert torch.allclose(merged.apply(x), torch.cat([part.apply(x) for part in parts], 1), atol=1e-6)
+    assert merged.bias.tolist() == [*bias.tolist(), 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
+def test_a_merged_weight_that_is_left_old_is_caught(tiny_random, name):
+    model = with_adapter(tiny_random("qwen3"))
+    engine = MergedEngine(model)
+    engine.sync(0)
+    old, fresh = engine._merged[1, name][1], engine._product
+    engine._product = lambda index, part, *parts: old if (index, part) == (1, name) else fresh(index, part, *parts)
+    engine.sync(1)
+    step_with_optimizer(model)
+    with pytest.raises(EngineMismatch, match="is not the trained model after 2 updates"):
+        engine.sync(2)
 
 
 def test_an_adapter_put_on_after_the_first_generation_is_noticed(tiny_random):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from posttrain.models.forward.forward import (
     MAX_LOGIT_ELEMENTS,
+    Entropy,
     Forward,
     Precision,
     gpu_memory_of,
@@ -17,7 +18,7 @@ from posttrain.models.forward.forward import (
 )
 from posttrain.models.forward.packing import pack
 from posttrain.models.heads import ScalarHead, score_logits
-from posttrain.types import Batch, Sample, collate
+from posttrain.types import Batch, Outputs, Sample, collate
 
 
 def reference_logprobs(
@@ -144,8 +145,50 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     whole = gradient(model, batch)
     assert 97 * int(batch.mask.sum()) < MAX_LOGIT_ELEMENTS
     monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
-    chunked = gradient(model, batch)
-    assert float((whole - chunked).abs().max() / whole.abs().max()) < 1e-12
+    chunked = []
+    for kept in (0, 97 * 12, 97 * 10_000):  # recomputed in backward: all, some, none
+        monkeypatch.setattr("posttrain.models.forward.forward.KEPT_ELEMENTS", kept)
+        chunked.append(gradient(model, batch))
+    assert float((whole - chunked[0]).abs().max() / whole.abs().max()) < 1e-12
+    assert all(torch.equal(x, chunked[0]) for x in chunked)
+
+
+@pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
+    dtype: torch.dtype, tolerance: float, entropy: Entropy, monkeypatch: pytest.MonkeyPatch
+):
+    """Against autograd through whole logits, a sum in which every token has weights of its own."""
+    model, batch = random_model("gpt2", dtype), ragged_batch()
+    model.get_output_embeddings().requires_grad_(False)  # tied: neither are the embeddings
+    weights = torch.randn((2, *batch.mask.shape), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    asked: list[bool] = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda *_: asked.append(torch.is_grad_enabled()))
+
+    def learn(limit: int) -> tuple[Outputs, torch.Tensor]:
+        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", limit)
+        forward = Forward(model, temperature=0.7)
+        asked.clear()
+        model.zero_grad()
+        outputs = forward(batch, entropy)
+        loss = (outputs.logprobs * weights[0]).sum()
+        if entropy == "differentiable":
+            assert outputs.entropy is not None
+            loss = loss + (outputs.entropy * weights[1]).sum()
+        loss.backward()
+        return outputs, gradients(model)
+
+    whole, expected = learn(MAX_LOGIT_ELEMENTS)
+    assert len(asked) == 1
+    formed, found = learn(97 * 12)
+    assert len(asked) == -(-128 // 12), "no logits were computed twice"
+    assert relative_difference(found, expected) < tolerance
+    assert torch.allclose(formed.logprobs, whole.logprobs, rtol=0, atol=tolerance)
+    assert (formed.entropy is None) == (entropy == "none")
+    if formed.entropy is not None and whole.entropy is not None:
+        assert formed.entropy.requires_grad == (entropy == "differentiable")
+        assert torch.allclose(formed.entropy, whole.entropy, rtol=0, atol=tolerance)
 
 
 def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -325,6 +368,7 @@ def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPat
 
     record("softmax")
     record("log_softmax")
+    monkeypatch.setattr("posttrain.models.forward.forward.KEPT_ELEMENTS", 0)
     forward(batch, with_candidates=True).candidate_logprobs.sum().backward()
     forward.top_candidates(batch, 3)
     assert max(sizes) == 6

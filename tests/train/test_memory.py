@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Reply
 from posttrain.engines.native import engine as native_engine
 from posttrain.engines.native import turns
+from posttrain.engines.native.copied import MergedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.train.build import Parts, prepare
-from posttrain.train.memory import Memory, counted, memory_of, stated_memory
+from posttrain.train.memory import Memory, Micro, _logits, counted, memory_of, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 
@@ -380,6 +382,19 @@ def test_an_engine_with_a_copy_and_one_in_a_server(folders: dict[str, str]) -> N
     assert served == replace(own, kv_cache=0)
 
 
+@pytest.mark.parametrize("targets", [None, "all-linear", "[q_proj, down_proj]"])
+def test_an_engine_with_merged_weights(targets: str | None, folders: dict[str, str]) -> None:
+    asked = {} if targets is None else {"model__adapter__rank": "4", "model__adapter__targets": targets}
+    own = stated_memory(recipe_of("grpo", folders["qwen3"], **asked))
+    recipe = recipe_of("grpo", folders["qwen3"], rollout__engine__weights="merged", **asked)
+    assert isinstance(own, Memory)
+    engine = prepare(recipe).engine
+    assert isinstance(engine, MergedEngine)
+    engine.sync(0)
+    held = [product.weight for _, product in engine._merged.values()]
+    assert stated_memory(recipe) == replace(own, weights=own.weights + num_bytes(held))
+
+
 def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:
     recipe = recipe_of("grpo", folders["qwen3"])
     drawn = prepare(recipe).source(1).batch
@@ -389,3 +404,15 @@ def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:
     assert isinstance(said, Memory)
     tensors = [drawn.tokens, drawn.mask, drawn.mask.float(), *drawn.streams.values()]  # a weight for each token comes
     assert said.rollouts == pytest.approx(sum(t.numel() * t.element_size() for t in tensors), rel=0.15)
+
+
+def test_logits_of_a_large_vocabulary_worked_by_hand():
+    """Of 2,048 trained tokens 110 at a time at V = 151,936; a CPU keeps the probabilities of 883 for a trained head."""
+    config, micro = SimpleNamespace(vocab_size=151_936, hidden_size=896), Micro(1, 1, 0, 2049, 2048)
+    frozen = 110 * 16 * 151_936
+    assert _logits(config, micro, 4, None, head_trained=False) == frozen
+    assert _logits(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
+    on_gpu = 1766 * 16 * 151_936
+    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * 896 * 151_936
+    few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
+    assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936

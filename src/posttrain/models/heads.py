@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posttrain.models.forward.fused import TokenScores
@@ -92,3 +94,38 @@ def score_logits(
     entropies = -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
     of_candidates = None if candidates is None else table.gather(-1, candidates)
     return table.gather(-1, targets[:, None])[:, 0], entropies, of_candidates
+
+
+class WithSlopes(torch.autograd.Function):
+    """What ``run(states, ids)`` gives of hidden states ``[M, d]``: tensors ``[M]``, each number of one state alone and
+    by a head that is not trained; with gradients by the states.
+
+    The gradient of a token's log-probability by its state, ``u = W^T (e_y - p) / temperature``, is the same whatever
+    the objective is. So it is formed in the forward pass, where the token's distribution is at hand, and the backward
+    pass is ``g u``: two products with the vocabulary, where logits computed again cost a third, and only ``[M, d]`` is
+    kept. What needs no gradient (a detached entropy) stays without one; what does has a product of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, run: Callable[[Tensor, Any], tuple[Tensor, ...]], ids: Any) -> Any:
+        with torch.enable_grad():
+            states = states.detach().requires_grad_()
+            results = run(states, ids)
+            last = [x for x in results if x.requires_grad][-1]
+            slopes = [_slopes(x, states, keep=x is not last) for x in results]
+        outputs = tuple(x.detach() for x in results)
+        ctx.save_for_backward(*slopes)
+        ctx.mark_non_differentiable(*(x for x, slope in zip(outputs, slopes, strict=True) if slope is None))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        pairs = zip(gradients, ctx.saved_tensors, strict=True)
+        parts = [(g[:, None] * slope).to(slope.dtype) for g, slope in pairs if slope is not None]
+        return sum(parts[1:], start=parts[0]), None, None
+
+
+def _slopes(numbers: Tensor, states: Tensor, *, keep: bool) -> Tensor | None:
+    """The gradient of each of ``numbers [M]`` by its own row of ``states [M, d]``, or None of what has none."""
+    return torch.autograd.grad(numbers.sum(), states, retain_graph=keep)[0] if numbers.requires_grad else None

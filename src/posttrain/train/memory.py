@@ -8,7 +8,8 @@ a = heads · head_dim and k = kv_heads · head_dim, s bytes of a weight (2 for b
 
 weights
     s for each number, 4 for each number of an adapter; with ``load_bits`` 1 for each number of a linear layer and 4 for
-    each of its rows (8 bits), or 0.516 (4 bits and their scales).
+    each of its rows (8 bits), or 0.516 (4 bits and their scales). ``weights: copy`` of the sampler is all of it again,
+    ``merged`` s for each number of q, k, v, gate and up, and of what else in a block has an adapter.
 gradients, optimizer state
     4 for each trained number; AdamW keeps two more such numbers and a count for each tensor, Muon one for each matrix.
 reference
@@ -27,8 +28,9 @@ activations
     the activations of one layer with 3f · s · N (2f where 2f are kept) for the gradients inside of it.
 logits
     of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · 16 (18 in half precision) for logits,
-    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained. On a GPU it
-    is 2^28 in place of 2^24, or a 256th of its bytes where that is less.
+    probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained, and on a CPU,
+    if R < M, 4 for each probability that is kept, 2^27 at most. On a GPU it is 2^28 in place of 2^24, or a 256th of its
+    bytes where that is less, and none is kept.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
@@ -58,7 +60,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.forward.forward import gpu_memory_of, max_logit_elements
+from posttrain.models.forward.forward import KEPT_ELEMENTS, gpu_memory_of, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, stated_config
@@ -228,10 +230,12 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
     options = {} if recipe.rollout is None else recipe.rollout.engine.options
-    copied, is_paged = options.get("weights") == "copy", options.get("cache") == "paged"
+    own_weights, is_paged = options.get("weights"), options.get("cache") == "paged"
+    own = base + 4 * sum(w.numel for w in low_rank)
+    copies = {"copy": own, "merged": _merged_bytes(weights, size, adapter)}
     cache = _cache_bytes(recipe, config, size)
     return Memory(
-        weights=(base + 4 * sum(w.numel for w in low_rank)) * (2 if copied else 1),
+        weights=own + copies.get(str(own_weights), 0),
         gradients=4 * num_trained,
         optimizer=_optimizer_bytes(
             trained, recipe.optimizer.name, recipe.train.offload != "none" and gpu_memory is not None
@@ -304,6 +308,15 @@ def _cost(rows: int, group: int, prompt: int, answer: int) -> int:
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
+
+
+def _merged_bytes(weights: list[Weight], size: int, adapter: AdapterSection | None) -> int:
+    """What sampling with ``weights: merged`` has beside the model: all of a block's matrices but those behind attention
+    and MLP that have no adapter."""
+    adapted = {w.name for w in _targets(weights, adapter)} if adapter is not None else set()
+    behind = ("o_proj.weight", "down_proj.weight")
+    copied = (w for w in weights if w.linear and (w.name in adapted or not w.name.endswith(behind)))
+    return size * sum(w.numel for w in copied)
 
 
 def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
@@ -396,10 +409,13 @@ def _mlp(config: Any) -> tuple[int, int, bool]:
 
 
 def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
-    rows = min(_rounded(micro.trained), max(1, max_logit_elements(gpu_memory) // config.vocab_size))
-    return rows * config.vocab_size * (16 if size == 4 else 18) + (
-        4 * config.hidden_size * config.vocab_size if head_trained else 0
-    )
+    trained = _rounded(micro.trained)
+    rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
+    numbers = rows * (16 if size == 4 else 18)
+    if head_trained:
+        kept = min(trained, KEPT_ELEMENTS // config.vocab_size) if gpu_memory is None and rows < trained else 0
+        numbers += 4 * (config.hidden_size + kept)
+    return numbers * config.vocab_size
 
 
 def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:

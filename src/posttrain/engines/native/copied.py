@@ -1,4 +1,5 @@
-"""The native engine over a copy of the trained model: for weights that go on changing, or lie in pieces, elsewhere.
+"""The native engine over a copy of the trained model (for weights that go on changing, or lie in pieces, elsewhere), or
+of the matrices in its blocks alone (so that an adapter costs nothing, and a step takes fewer products).
 
 A copy can be stale, in part or whole, and nothing in it would say so. So every ``sync`` ends with a comparison: both
 sides score a fixed batch, and a difference ends the work before the next update.
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from posttrain.engines.native.engine import NativeEngine, sampling_mode
+from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.probe import probe
+from posttrain.engines.native.projection import Projection
 from posttrain.engines.weights import whole
 from posttrain.errors import EngineMismatch
 from posttrain.models.stated_sizes import context_length
@@ -40,14 +43,7 @@ class CopiedEngine(NativeEngine):
             return
         self.score()  # what a cache kept of the weights before would show below
         self.fill()
-        difference = self.score()
-        half = next(self.source.parameters()).dtype == torch.bfloat16
-        tolerance = HALF_TOLERANCE if half else TOLERANCE
-        if difference > tolerance:
-            raise EngineMismatch(
-                f"the engine's copy of the weights is not the trained model after {version} updates: log-probabilities "
-                f"of a fixed batch differ by {difference:.2g} nats (at most {tolerance:g} is allowed)"
-            )
+        _check(self.score(), self.source, version)
         self.version = version
 
     @torch.no_grad()
@@ -63,3 +59,63 @@ class CopiedEngine(NativeEngine):
         context = context_length(self.model.config)
         with sampling_mode(self.model), sampling_mode(self.source):
             return probe(self.source, self._bind(min(context, 64)), context, self._over_pages)[0]
+
+
+class MergedEngine(NativeEngine):
+    """See ``native``: products with matrices of its own, of the lean path alone.
+
+    They are filled again, in place, when what they are made of is elsewhere or was changed since (as torch counts it),
+    and at every ``sync``, which compares as ``CopiedEngine``'s does.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.needs_lean = ("weights", "merged")
+        self.version = -1
+        self._merged: dict[tuple[int, str], tuple[object, Projection]] = {}
+
+    def sync(self, version: int) -> None:
+        """See ``Engine.sync``."""
+        if version == self.version:
+            return
+        self.version = version
+        context = context_length(self.model.config)
+        with sampling_mode(self.model):
+            difference = probe(self.model, self._bind(min(context, 64)), context, self._over_pages)[0]
+        _check(difference, self.model, version)
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        super().close()
+        self._merged.clear()
+
+    def _bind_lean(self, reach: int) -> LeanDecoder | None:
+        decoder = super()._bind_lean(reach)
+        for index, layer in enumerate([] if decoder is None else decoder.layers):
+            layer.qkv = self._product(index, "qkv", layer.q, layer.k, layer.v)
+            layer.gate_up = self._product(index, "gate_up", layer.gate, layer.up)
+            layer.o = self._product(index, "o", layer.o) if layer.o.adapters else layer.o
+            layer.down = self._product(index, "down", layer.down) if layer.down.adapters else layer.down
+        return decoder
+
+    def _product(self, index: int, name: str, *parts: Projection) -> Projection:
+        made_of = (self.version, *(part.state() for part in parts))
+        before, kept = self._merged.get((index, name), (None, None))
+        if kept is not None and before == made_of:
+            return kept
+        own = parts[0].weight
+        if kept is not None and (kept.weight.dtype, kept.weight.device) != (own.dtype, own.device):
+            kept = None
+        product = Projection.merged(parts, kept)
+        self._merged[index, name] = made_of, product
+        return product
+
+
+def _check(difference: float, model: Any, version: int) -> None:
+    """Refuse a copy whose log-probabilities differ by more than rounding does."""
+    tolerance = HALF_TOLERANCE if next(model.parameters()).dtype == torch.bfloat16 else TOLERANCE
+    if difference > tolerance:
+        raise EngineMismatch(
+            f"the engine's copy of the weights is not the trained model after {version} updates: log-probabilities "
+            f"of a fixed batch differ by {difference:.2g} nats (at most {tolerance:g} is allowed)"
+        )

@@ -41,7 +41,7 @@ def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
         RecipeError: naming ``key``, under which they stand, and the option.
     """
     tokens, share, paged = options["cache_tokens"], options["gpu_memory"], options["cache"] == "paged"
-    slots, wait_steps = options["slots"], options["wait_steps"]
+    slots, wait_steps, merged = options["slots"], options["wait_steps"], options["weights"] == "merged"
     alone = ": only 'cache: paged' has pages; add it, or leave this out"
     rules = (
         ("slots", slots < 1, f": {slots} rows cannot sample; give 1 or more"),
@@ -51,6 +51,7 @@ def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
         ("eager", options["eager"] is not None and not paged, alone),
         ("cache_tokens", tokens is not None and tokens < 1, f": {tokens} tokens; give 1 or more"),
         ("gpu_memory", share is not None and not 0 < share <= 1, f": {share} is no share of a memory; give 1 or less"),
+        ("path", merged and options["path"] == "modules", ": modules have own products; leave it or 'merged' out"),
         ("path", paged and options["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
         ("wait_steps", paged and wait_steps, ": from pages each turn is read anew; leave it out"),
         ("native_kernel", paged and options["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
@@ -68,7 +69,7 @@ def native(
     *,
     slots: int = 64,
     path: Literal["auto", "lean", "modules"] = "auto",
-    weights: Literal["copy"] | None = None,
+    weights: Literal["copy", "merged"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
     cache: Literal["paged"] | None = None,
@@ -82,10 +83,12 @@ def native(
     log-probabilities in fp32. ``path``: ``lean`` is the fast path of the Qwen3, Qwen2 and Llama
     families, ``modules`` serves every architecture, ``auto`` takes the lean one where its
     log-probabilities equal the model's. ``weights: copy`` samples with a copy of the model, which takes as much
-    memory again; it is filled before every rollout batch and compared with the model. ``wait_steps``: of several turns,
-    how many tokens the other rows draw while a reply is made (by a slow tool, say), before one is waited for.
-    ``native_kernel``: on a CPU and in fp32 the lean path's attention is one compiled operation, where there is a
-    compiler for C++ (torch's operations otherwise). Numbers differ by rounding, so a run keeps what it began with.
+    memory again; it is filled before every rollout batch and compared with the model. ``weights: merged`` copies the
+    matrices of the blocks alone, adapters added to them: sampling with an adapter costs what it does without, and q, k
+    and v are one product then, as are gate and up. ``wait_steps``: of several turns, how many tokens the other rows
+    draw while a reply is made (by a slow tool, say), before one is waited for. ``native_kernel``: on a CPU and in fp32
+    the lean path's attention is one compiled operation, where there is a compiler for C++ (torch's operations
+    otherwise). Numbers differ by rounding, so a run keeps what it began with.
 
     ``cache: paged`` is meant for a GPU: keys and values lie in pages, taken once, of ``cache_tokens`` tokens or of a
     share ``gpu_memory`` (one half) of the GPU's memory that is free when it first samples. A row enters when there are
@@ -95,11 +98,15 @@ def native(
     """
     options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
     options |= {"cache": cache, "cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
-    check_native(options, "engine")
+    check_native(options | {"weights": weights}, "engine")
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
         return CopiedEngine(model, **options)
+    if weights == "merged":
+        from posttrain.engines.native.copied import MergedEngine
+
+        return MergedEngine(model, **options)
     return NativeEngine(model, **options)
 
 
@@ -125,11 +132,13 @@ class NativeEngine(Engine):
         self.wait_steps = wait_steps
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
         self.paging: Paging | None = None
         self._over_pages: Callable[..., Any] | None = None  # what the probe decodes by then
         if cache == "paged":
             from posttrain.engines.native.paged.paging import Paging, over_pages
 
+            self.needs_lean = ("cache", cache)
             self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=bool(eager)), over_pages
 
     @property
@@ -273,8 +282,9 @@ class NativeEngine(Engine):
                 if difference <= tolerance:
                     return "lean", lean.shapes
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"
-        if self.paging is not None:
-            raise UsageError(f"rollout.engine.cache: 'paged' cannot serve this model: {refused}; leave it out")
+        if self.needs_lean is not None:
+            name, value = self.needs_lean
+            raise UsageError(f"rollout.engine.{name}: {value!r} cannot serve this model: {refused}; leave it out")
         if self.wanted == "lean":
             raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
         modules = modules_decoder(self.model)

@@ -2,8 +2,9 @@
 
 At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path
 issues few operations a layer and reads a group's prompt once, over the very same parameters (nothing
-is copied, merged or fused, so nothing can be stale). Projections are separate products written side by side into one
-buffer: at 64 rows a fused weight saves 2 of 41 microseconds and would have to be kept in step.
+is copied, merged or fused, so nothing can be stale; ``weights: merged`` asks for that, ``copied.py``). Projections are
+separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of 41 microseconds and would
+have to be kept in step.
 
 The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
 
@@ -47,7 +48,10 @@ Attend = Callable[[int, "Layer", "Workspace"], Tensor]
 
 @dataclass(slots=True)
 class Layer:
-    """One block: its parameters by reference, and its head norms side by side."""
+    """One block: its parameters by reference, and its head norms side by side.
+
+    qkv, gate_up: one product in place of those of q, k and v, and of gate and up, where there is one.
+    """
 
     norm1: Tensor
     norm2: Tensor
@@ -61,6 +65,8 @@ class Layer:
     down: Projection
     head_norm: Tensor | None  # [query heads + key heads, head_dim]
     head_eps: float
+    qkv: Projection | None = None
+    gate_up: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +223,19 @@ class LeanDecoder:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
         x = rms_norm(hidden, layer.norm1, layer.eps)
-        layer.q.into(x, work.q)
-        layer.k.into(x, work.k)
-        layer.v.into(x, work.v)
+        if layer.qkv is None:
+            layer.q.into(x, work.q)
+            layer.k.into(x, work.k)
+            layer.v.into(x, work.v)
+        else:
+            layer.qkv.into(x, work.whole)
         hidden = layer.o.add_to(hidden, attend(index, layer, work))
         x = rms_norm(hidden, layer.norm2, layer.eps)
-        gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
+        if layer.gate_up is None:
+            gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
+        else:
+            gate, up = layer.gate_up.apply(x).chunk(2, dim=1)
+            gated = F.silu(gate).mul_(up)
         return layer.down.add_to(hidden, gated)
 
     def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
