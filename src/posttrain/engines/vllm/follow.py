@@ -101,15 +101,15 @@ class FollowingEngine(VllmEngine):
         """See ``Engine.generate``."""
         if self.version < 0:
             self.sync(0)
-        asked = super().generate
+        return self._alive(lambda: self.ask(prompts, keys, sampling))
 
-        def work() -> list[list[Completion]]:
-            self._check_label()
-            groups = asked(prompts, keys, sampling)
-            self._check_label()
-            return groups
-
-        groups = self._alive(work)
+    def ask(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """As ``generate``, of a server that has been given weights; nothing is done about one that fails."""
+        self._check_label()
+        groups = super().generate(prompts, keys, sampling)
+        self._check_label()
         return [[replace(completion, version=self.version) for completion in group] for group in groups]
 
     def take_notices(self) -> list[str]:
@@ -166,6 +166,16 @@ class FollowingEngine(VllmEngine):
                 self._end_server()
 
     def _start(self) -> None:
+        self._launch()
+        assert self.process is not None
+        try:
+            self.process.wait()
+        except BaseException:
+            self._end_server()
+            raise
+
+    def _launch(self) -> None:
+        """Start a server and do not wait until it is ready."""
         assert self.own is not None
         folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
         model = folder / "served"
@@ -185,12 +195,7 @@ class FollowingEngine(VllmEngine):
             name=SERVED,
         )
         process = OwnServer(server_command(str(model), options), self.url, folder / "vllm.log")
-        try:
-            process.start()
-            process.wait()
-        except BaseException:
-            process.stop()
-            raise
+        process.start()
         self.process = process
 
     def _transfer(self, version: int) -> None:
