@@ -30,7 +30,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.launch import launch
-from posttrain.world import World
+from posttrain.world import ONE, World
 from small_runs import Events, end_of, make_recipe, recorded, run, start, train_command, watched
 
 SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
@@ -221,7 +221,7 @@ class OwnStandIn:
         words = command.words
         card = {"id": "policy", "root": words[words.index("--model") + 1], "max_model_len": 512}
         self.number, self.environment = len(kind.all), command.environment
-        self.port = int(url.rpartition(":")[2])
+        self.url, self.port = url, int(url.rpartition(":")[2])
         self.log, self.about = log, {"cards": [card], "port": self.port, "trouble": self._trouble}
         kind.all.append(self)
 
@@ -271,7 +271,7 @@ def started(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[type
 def own_fleet(tiny: LoadedModel, folder: Path, servers: int = 3, **options: Any) -> FollowingFleet:
     engine = vllm(tiny.model, tiny.tokenizer, servers=servers, **(ASKING | {"concurrency": 1} | options))
     assert isinstance(engine, FollowingFleet)
-    engine.folder = folder
+    assert engine.settle(folder, ONE) is engine
     return engine
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from posttrain.addresses import LOOPBACK, server_address
@@ -23,13 +24,16 @@ from posttrain.engines.conversation import Conversation, Respondent, converse_by
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.follow import FollowingEngine, Own
 from posttrain.engines.vllm.http import HttpServer
+from posttrain.engines.vllm.placed import PlacedServer, loss_of
 from posttrain.engines.vllm.protocol import CompletionRequest
-from posttrain.engines.vllm.server import free_port
+from posttrain.engines.vllm.server import free_port, interpreter
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.types import Completion
+from posttrain.world import World
 
 Result = TypeVar("Result")
 Groups = list[list[Completion]]
+LOOK_SECONDS = 1.0
 
 
 class Lost(Exception):
@@ -71,16 +75,14 @@ def following_fleet(
         UsageError: GPUs that cannot be shared out, ports that are in use.
     """
     starts = urls[0] is None
-    shares = [own] * len(urls)
-    if starts:
-        shares = _shared_out(own, len(urls), next(model.parameters()).device.type == "cuda")
+    shares = _shared_out(own, len(urls)) if starts else [own] * len(urls)
     members = [
         Member(model, tokenizer, url, share, collectives, **asking) for url, share in zip(urls, shares, strict=True)
     ]
-    return FollowingFleet(members, own.restarts if starts else None)
+    return FollowingFleet(members, own if starts else None)
 
 
-def _shared_out(own: Own, servers: int, on_gpu: bool) -> list[Own]:
+def _shared_out(own: Own, servers: int) -> list[Own]:
     """How each of the run's own servers is started: its GPUs and its port."""
     each, left = divmod(len(own.gpus), servers)
     if left:
@@ -88,8 +90,6 @@ def _shared_out(own: Own, servers: int, on_gpu: bool) -> list[Own]:
             f"engine.gpus: {len(own.gpus)} GPUs cannot be shared out among {servers} servers; give {servers} or a "
             "multiple (engine.servers)"
         )
-    if on_gpu and not each:
-        raise UsageError(f"engine.servers: {servers} of them need GPUs of their own; name these in engine.gpus")
     if len(set(own.gpus)) < len(own.gpus):
         raise UsageError(f"engine.gpus: {list(own.gpus)} names one twice, and each of {servers} servers has its own")
     ports: list[int] = []
@@ -138,7 +138,8 @@ class AskedFleet(Engine):
                 asked = {pool.submit(self._asked_of(i), *what): i for i, what in work.items()}
                 waiting: set[Future[Groups]] = set(asked)
                 while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    done, waiting = wait(waiting, LOOK_SECONDS, FIRST_COMPLETED)
+                    self._look()
                     for future in sorted(done, key=asked.__getitem__):
                         if (error := future.exception()) is not None:
                             self._failed(asked[future], error)
@@ -151,13 +152,26 @@ class AskedFleet(Engine):
     def _asked_of(self, number: int) -> Callable[..., Groups]:
         return self.members[number].generate
 
+    def _look(self) -> None:
+        """Called every second while servers are asked."""
+
     def _failed(self, number: int, error: BaseException) -> None:
         raise error
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Of whom a server is ordered, under which number, and where it listens (0: at a port that is free)."""
+
+    world: World
+    number: int
+    port: int
 
 
 class Member(FollowingEngine):
     """One of several servers; see ``FollowingEngine``.
 
+    ``orders``: of whom it is ordered where this process does not start it; ``generation``: which one that is.
     ``answered`` is what it has answered of a batch, and keeps until all of it is there. ``is_current``: it has been
     given the weights of ``version``, and nothing is known against it.
     """
@@ -166,11 +180,15 @@ class Member(FollowingEngine):
         super().__init__(*arguments, **asking)
         self.answered: dict[CompletionRequest, Completion] = {}
         self.is_current = False
+        self.orders: Orders | None = None
+        self.generation = 0
 
     def give_weights(self, version: int) -> None:
         """Hand them over; a server that was just started is waited for."""
+        self.is_hung_up = False
         if self.process is not None and not self.is_current:
             self.process.wait()
+            self.url = self.process.url
         self.is_current = False
         self._transfer(version)
         self.version, self.is_current = version, True
@@ -188,11 +206,25 @@ class Member(FollowingEngine):
     @property
     def place(self) -> tuple[Any, ...]:
         """What the other processes have to know to ask it."""
-        return self.url, self._token, self.version, self._served
+        return self.url, self._token, self.version, self._served, self.generation
 
     @place.setter
     def place(self, told: tuple[Any, ...]) -> None:
-        self.url, self._token, self.version, self._served = told
+        self.url, self._token, self.version, self._served, self.generation = told
+
+    def loss(self) -> str | None:
+        """Why a server that was placed somewhere is gone, as who placed it says."""
+        return None if self.orders is None else loss_of(self.orders.world, f"{self.orders.number}/{self.generation}")
+
+    def _launch(self) -> None:
+        if self.orders is None:
+            return super()._launch()
+        model, options = self._to_be_served()
+        self.generation += 1
+        at = self.orders
+        process = PlacedServer(at.world, at.number, self.generation, str(model), replace(options, port=at.port))
+        process.start()
+        self.process = process
 
     def _check_label(self) -> None:
         """See ``FollowingEngine``; of a server that does not pass no answer is kept."""
@@ -210,16 +242,32 @@ class Member(FollowingEngine):
 
 
 class FollowingFleet(AskedFleet):
-    """Servers whose weights follow; ``restarts``: of all of them together, None for servers that the user started."""
+    """Servers whose weights follow; ``own``: how the run's own are started, None for servers that the user started."""
 
     members: Sequence[Member]
 
-    def __init__(self, members: Sequence[Member], restarts: int | None) -> None:
+    def __init__(self, members: Sequence[Member], own: Own | None) -> None:
         super().__init__(members)
-        self.most_restarts, self.restarts = restarts, 0
+        self.own, self.restarts = own, 0
         self.version = -1
         self._lost: dict[int, str] = {}
         self._notices: list[str] = []
+
+    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
+        """See ``Engine.settle``."""
+        if self.own is None:
+            return super().settle(folder, world)
+        for number, member in enumerate(self.members):
+            if folder is not None:
+                member.folder = folder / f"server-{number + 1}"
+            if is_placed:
+                member.orders = Orders(world, number + 1, self.own.port + number if self.own.port else 0)
+        if not is_placed:
+            interpreter()  # missed before anything is trained
+            if not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
+                size = len(self.members)
+                raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
+        return super().settle(folder, world)
 
     def sync(self, version: int) -> None:
         """See ``Engine.sync``. The first one starts the servers, where the run has its own.
@@ -271,6 +319,12 @@ class FollowingFleet(AskedFleet):
     def _asked_of(self, number: int) -> Callable[..., Groups]:
         return self.members[number].ask
 
+    def _look(self) -> None:
+        """Hang up on servers that are gone and whose connections do not show it, as when a machine is."""
+        for number, member in enumerate(self.members):
+            if number not in self._lost and not member.is_hung_up and member.loss() is not None:
+                member.hang_up()
+
     def _side_by_side(self, work: dict[int, tuple[Any, ...]]) -> dict[int, Groups]:
         said = super()._side_by_side(work)
         if self._lost:
@@ -279,11 +333,11 @@ class FollowingFleet(AskedFleet):
 
     def _failed(self, number: int, error: BaseException) -> None:
         """Note the loss of a server of the run's own, and start it again while the others go on; all else is raised."""
-        if self.most_restarts is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
+        if self.own is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
             raise error
-        self._lost[number] = str(error)
+        self._lost[number] = self.members[number].loss() or str(error)
         if self.world.is_main:
-            self._replace(number, str(error))
+            self._replace(number, self._lost[number])
 
     def _until_answered(self, work: Callable[[], Result]) -> Result:
         """``work``, again for as long as a process has lost a server on the way."""
@@ -293,7 +347,7 @@ class FollowingFleet(AskedFleet):
             self._lost, result = {}, list[Result]()
             with suppress(Lost):
                 result = [work()]
-            if self.most_restarts is None:
+            if self.own is None:
                 return result[0]
             lost = {k: why for theirs in self.world.gather([self._lost], "lost servers") for k, why in theirs.items()}
             if not lost:
@@ -309,8 +363,7 @@ class FollowingFleet(AskedFleet):
         """Give these servers the weights; those that do not run yet are started, side by side."""
         for number in numbers:
             member = self.members[number]
-            if self.folder is not None:
-                member.folder = self.folder / f"server-{number + 1}"
+            if member.folder is not None:
                 member.folder.mkdir(exist_ok=True, parents=True)
             if member.own is not None and member.process is None:
                 member.launch()
@@ -324,7 +377,7 @@ class FollowingFleet(AskedFleet):
             except EngineMismatch:
                 raise
             except RunFailure as failure:
-                if self.most_restarts is None or self.version < 0:
+                if self.own is None or self.version < 0:
                     raise  # not ours, or one that never worked
                 self._replace(number, str(failure))
 
@@ -335,7 +388,8 @@ class FollowingFleet(AskedFleet):
             RunFailure: that was done too often.
         """
         what = f"vLLM server {number + 1} of {len(self.members)} failed: {why}"
-        if self.restarts == self.most_restarts:
+        assert self.own is not None
+        if self.restarts == self.own.restarts:
             raise RunFailure(
                 f"{what}. Servers were started again {self.restarts} times already (engine.restarts). "
                 f"{self.members[number].tail()}"
