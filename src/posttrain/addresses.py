@@ -57,7 +57,7 @@ def key_for(url: str, where: str, variable: str) -> str | None:
     """
     key, host = os.environ.get(variable), server_address(url, where, variable)[1]
     allowed = f"{variable.removesuffix('_KEY')}_HOST"
-    if not key or host in LOOPBACK or host in os.environ.get(allowed, "").split(","):
+    if not key or host in LOOPBACK or host in map(str.strip, os.environ.get(allowed, "").split(",")):
         return key
     raise UsageError(
         f"{where}: {url}: {variable} holds a key, and a recipe alone sends it to no server; "

@@ -479,6 +479,77 @@ def test_of_two_processes_either_may_lose_one(
     assert (3, 22)[losing] in asked[2]
 
 
+class Elsewhere(World):
+    """Who started the processes, and starts servers for them: the stand-in, in this process."""
+
+    starts_servers = True
+
+    def __init__(self, model: Any, trouble: Callable[[str, dict[str, Any]], None], problem: str = "") -> None:
+        self.model, self.trouble, self.problem = model, trouble, problem
+        self.orders: list[dict[str, Any]] = []
+        self.fakes: dict[str, FakeFollower] = {}
+        self.said: dict[str, Any] = {}
+
+    def order(self, facts: Any) -> None:
+        self.orders.append(facts)
+        place = f"{facts['number']}/{facts['generation']}"
+        card = {"id": "policy", "root": facts["model"], "max_model_len": 512}
+
+        def trouble(count: int, body: dict[str, Any]) -> None:
+            if is_completion(body):
+                self.trouble(place, body)
+
+        self.fakes[place] = FakeFollower(self.model, cards=[card], trouble=trouble)
+        self.fakes[place].__enter__()
+        told = {"problem": self.problem} if self.problem else {"url": self.fakes[place].url}
+        self.said[f"server {place}"] = told
+
+    def delivered(self, key: str) -> Any:
+        return self.said.get(key)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_that_are_placed_elsewhere(
+    servers: int, tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hangs, as where a machine is gone; who placed it says so, and another is ordered in its place."""
+    monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
+    let_go = threading.Event()
+
+    def hang(place: str, body: dict[str, Any]) -> None:
+        if place == "1/1" and body["seed"] == 2:
+            world.said["lost 1/1"] = {"why": "node 10.0.0.7 is gone"}
+            let_go.wait(60)
+            raise Reset
+
+    world = Elsewhere(tiny.model, hang)
+    engine = vllm(tiny.model, tiny.tokenizer, servers=servers, port=7000, **(ASKING | {"concurrency": 1}))
+    engine = engine.settle(tmp_path, world, is_placed=True)
+    assert isinstance(engine, FollowingFleet)
+    engine.sync(2)
+    groups = engine.generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING)
+    let_go.set()
+    assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING))
+    assert [(order["number"], order["generation"]) for order in world.orders] == [
+        *((number + 1, 1) for number in range(servers)),
+        (1, 2),
+    ]
+    assert [order["options"]["port"] for order in world.orders] == [*range(7000, 7000 + servers), 7000]
+    assert Path(world.orders[0]["model"], "config.json").is_file()
+    assert asked_seeds(world.fakes["1/2"])[0] == 2
+    assert 1 not in asked_seeds(world.fakes["1/2"])
+    assert world.fakes["1/2"].label.endswith(":2")
+    (told,) = engine.take_notices()
+    assert told.startswith(f"vLLM server 1 of {servers} failed: node 10.0.0.7 is gone; it is started again")
+
+
+def test_what_a_node_lacks_is_for_the_user_to_mend(tiny: LoadedModel, tmp_path: Path) -> None:
+    world = Elsewhere(tiny.model, lambda place, body: None, problem="node 10.0.0.7: POSTTRAIN_VLLM is not set")
+    engine = vllm(tiny.model, tiny.tokenizer, servers=2, **ASKING)
+    with pytest.raises(UsageError, match=r"^node 10\.0\.0\.7: POSTTRAIN_VLLM is not set"):
+        engine.settle(tmp_path, world, is_placed=True).sync(0)
+
+
 # Whole runs.
 
 
@@ -536,6 +607,7 @@ URL = "http://127.0.0.1:9"
             {"url": [URL, "http://localhost:9/v1/"]},
             r"engine\.url: http://127\.0\.0\.1:9 and http://localhost:9/v1/ are one",
         ),
+        ({"servers": 1025}, r"engine\.servers: 1025; 1024 at most"),
         ({"url": []}, r"engine\.url: an empty list"),
         ({"url": [URL, "ftp://there"]}, r"engine\.url: 'ftp://there' is no server's URL"),
         ({"servers": 2, "gpus": [0, 1, 2]}, r"engine\.gpus: 3 GPUs cannot be shared out among 2 servers"),
@@ -599,7 +671,7 @@ def test_a_key_goes_to_the_hosts_that_are_named(monkeypatch: pytest.MonkeyPatch)
     from posttrain.addresses import key_for
 
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    monkeypatch.setenv("VLLM_API_HOST", "node-1,node-2")
+    monkeypatch.setenv("VLLM_API_HOST", "node-1, node-2")
     for host in ("node-1", "node-2", "127.0.0.1"):
         assert key_for(f"http://{host}:8000", "engine.url", "VLLM_API_KEY") == "secret"
     for host in ("node", "node-3", "node-1.evil"):

@@ -110,6 +110,18 @@ def test_it_gives_up_with_the_cause(three_nodes: Machines, tmp_path: Path, pytho
     assert "Traceback" not in error
 
 
+def test_no_server_outlives_the_command(three_nodes: Machines, tmp_path: Path, python: str) -> None:
+    note, run = tmp_path / "note", tmp_path / "runs" / "it"
+    recipe = asking(recipe_of("waits", processes=1, after=6, note=str(note)), 2)
+    process = three_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=python)
+    wait_until((tmp_path / "note-0").is_file, process=process)
+    pids = [pid_of(run, number) for number in (1, 2)]
+    assert all(map(is_alive, pids))
+    process.send_signal(signal.SIGKILL)
+    end_of(process)
+    wait_until(lambda: not any(map(is_alive, pids)), 60)
+
+
 @pytest.fixture
 def own_nodes() -> Iterator[Machines]:
     with machines(4) as made:

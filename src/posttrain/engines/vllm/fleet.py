@@ -34,6 +34,7 @@ from posttrain.world import World
 Result = TypeVar("Result")
 Groups = list[list[Completion]]
 LOOK_SECONDS = 1.0
+MOST_SERVERS = 1024
 
 
 class Lost(Exception):
@@ -52,6 +53,8 @@ def check_servers(urls: Sequence[str | None], servers: int, trains: bool) -> Non
     if servers > 1 and (stated or not trains):
         why = "engine.url names servers that run" if stated else "an evaluation starts none"
         raise UsageError(f"engine.servers: {servers} are started by a run, and {why}; give engine.url alone")
+    if max(servers, len(urls)) > MOST_SERVERS:
+        raise UsageError(f"engine.{'url' if stated else 'servers'}: {max(servers, len(urls))}; {MOST_SERVERS} at most")
     seen: dict[tuple[Any, ...], str] = {}
     for url in stated:
         scheme, host, port, prefix = server_address(url)
