@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74630
+MAX_PACKAGE_LINES = 74640
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2460,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4520,
-    "engines": 7880,
+    "engines": 7890,
     "evals": 2930,
     "reward_models": 1620,
     "train": 7240,

@@ -453,9 +453,22 @@ def test_of_two_processes_either_may_lose_one(
     """Rank 0 starts it again, for both; what rank 1 alone has lost is asked of the new one by rank 1 alone."""
     keys = [[[1, 2], [3, 4]], [[21, 22], [23, 24]]]
     # pieces go round by rank: rank 0's second is server 1's, rank 1's first is server 1's
-    started.trouble = staticmethod(dies_at(1, (3, 22)[losing]))  # type: ignore[method-assign,assignment]
+    dies, is_dead, too_early = dies_at(1, (3, 22)[losing]), threading.Event(), []
+
+    def trouble(server: OwnStandIn, body: dict[str, Any]) -> None:
+        if server.number == 2 and not server.fake.label.endswith(":1"):
+            too_early.append(body["seed"])
+        if losing == 0 and server.number == 1 and body["seed"] > 20:
+            is_dead.wait(20)  # then rank 1 tries again at that address
+        try:
+            dies(server, body)
+        except Reset:
+            is_dead.set()
+            raise
+
+    started.trouble = staticmethod(trouble)  # type: ignore[method-assign,assignment]
     ranks, said = Ranks(), [None, None]
-    engines = [own_fleet(tiny, tmp_path, servers=2, timeout_seconds=20.0) for _ in range(2)]
+    engines = [own_fleet(tiny, tmp_path, servers=2, timeout_seconds=20.0, retries=tries) for tries in (0, 8)]
 
     def work(rank: int) -> None:
         engines[rank].world = ranks.world(rank)
@@ -470,6 +483,7 @@ def test_of_two_processes_either_may_lose_one(
     for rank in range(2):
         assert said[rank] == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], keys[rank], SAMPLING))
     assert len(started.all) == 3, "rank 0 alone starts servers"
+    assert too_early == [], "nobody asks a server that has no weights yet"
     assert len(engines[0].take_notices()) == 1
     assert engines[1].take_notices() == []
     asked = [sorted(asked_seeds(server.fake)) for server in started.all]

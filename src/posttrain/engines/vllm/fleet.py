@@ -6,7 +6,7 @@ go to one server after the other, and each is compared with the model afterwards
 
 A server of the run's own that fails is started again, while the others go on; what it had answered is kept, and the
 rest is asked again with the same seeds. Of several processes that train, rank 0 starts the servers; behind every batch
-all tell which ones they have lost.
+all tell which ones they have lost, and then it starts these again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from posttrain.addresses import LOOPBACK, server_address
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.follow import FollowingEngine, Own
@@ -272,6 +272,12 @@ class FollowingFleet(AskedFleet):
                 raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
         return super().settle(folder, world)
 
+    @property
+    def context_tokens(self) -> int:
+        """As the servers said when they were given weights: one that is lost since is found when it is asked."""
+        known = [member._served for member in self.members if member._served is not None]
+        return min(served.context or UNLIMITED_CONTEXT for served in known) if known else super().context_tokens
+
     def sync(self, version: int) -> None:
         """See ``Engine.sync``. The first one starts the servers, where the run has its own.
 
@@ -335,11 +341,14 @@ class FollowingFleet(AskedFleet):
         return said
 
     def _failed(self, number: int, error: BaseException) -> None:
-        """Note the loss of a server of the run's own, and start it again while the others go on; all else is raised."""
+        """Note the loss of a server of the run's own, and start it again while the others go on; all else is raised.
+
+        Not while other processes may ask at that address: one without weights yet would answer them.
+        """
         if self.own is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
             raise error
         self._lost[number] = self.members[number].loss() or str(error)
-        if self.world.is_main:
+        if self.world.size == 1:
             self._replace(number, self._lost[number])
 
     def _until_answered(self, work: Callable[[], Result]) -> Result:
@@ -357,7 +366,7 @@ class FollowingFleet(AskedFleet):
                 return result[0]
             if self.world.is_main:
                 for number, why in sorted(lost.items()):
-                    if self.members[number].is_current:  # lost by another process
+                    if self.members[number].is_current:  # of several processes, none asks any more
                         self._replace(number, why)
                 self._hand_over(self.version, sorted(lost))
             self._tell()
