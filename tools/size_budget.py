@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74640
+MAX_PACKAGE_LINES = 75410
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2460,
+    "ground": 2470,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -30,11 +30,11 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4520,
-    "engines": 7890,
-    "evals": 2930,
+    "engines": 8320,
+    "evals": 2960,
     "reward_models": 1620,
-    "train": 7240,
-    "interpret": 7450,
+    "train": 7440,
+    "interpret": 7550,
     "runs": 3630,
     "sweeps": 3250,
     "reports": 3120,

@@ -14,7 +14,10 @@ import re
 import sys
 from collections.abc import Iterable
 from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # A joiner (U+200C, U+200D) belongs between letters of some scripts and in emoji; elsewhere it hides.
 _JOINED = "[^\x00-\u024f\\s\u200c\u200d]"
@@ -38,6 +41,12 @@ def harmless(text: str) -> str:
     tags), lone surrogates, and variation selectors in a row. Joiners within letters and emoji stay.
     """
     return _HIDDEN.sub(lambda match: match[1] or match[0].encode("unicode_escape").decode(), text)
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that is wrong with a document that was checked: where in it, and what."""
+    fault = error.errors()[0]
+    return harmless(f"{'.'.join(map(str, fault['loc'])) or 'all of it'}: {fault['msg']}")[:200]
 
 
 def harmless_json(content: str) -> str:

@@ -313,7 +313,7 @@ def test_what_a_folder_is(evaluate: Callable[..., int], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no evaluation was finished here"):
         read_finished(tmp_path)
     (tmp_path / "out" / "results.json").write_text('{"run": "x"}')
-    with pytest.raises(DataError, match=r"not the results of an evaluation \(KeyError: 'results'\)"):
+    with pytest.raises(DataError, match=r"not the results of an evaluation \(evaluation: Field required\)"):
         read_finished(tmp_path / "out")
 
 

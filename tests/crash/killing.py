@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +135,40 @@ def phases_to_meet(kind: str) -> set[str]:
     return {"checkpoint", "evaluation", "update"} | ({"rollout"} if kind != "sft" else set())
 
 
-class Starter:
+class Forking:
+    """A ``program`` of this folder that forks as it is told, one at a time: JSON lines in, numbers out."""
+
+    def __init__(self, program: str, variables: Mapping[str, str], folder: Path | None = None) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | variables,
+            cwd=folder,
+        )
+
+    def fork(self, about: Sequence[Any]) -> int:
+        """Returns the process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(about) + "\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code of what was forked, negative for a signal."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the starter ended; its error is above"
+        return int(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Starter(Forking):
     """A process that has imported everything and forks a run whenever it is asked to.
 
     A fresh interpreter would spend seconds on imports for every kill. The forked run is an ordinary
@@ -143,35 +176,14 @@ class Starter:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, str(_HERE / "start_runs.py")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_HERE
-        )
+        super().__init__("start_runs.py", {}, _HERE)
 
     def start(self, recipe: Path, folder: Path, moment: Sequence[str | int] | None = None) -> int:
         """Start or resume the run ``folder``; returns its process id.
 
         ``moment`` (module, function, "before" or "after", n): it kills itself at the n-th call.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(recipe), str(folder), moment]) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def wait(self) -> int:
-        """The exit code of the run, negative for a signal."""
-        return int(self._answer())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the starter ended; its error is above"
-        return line
+        return self.fork([str(recipe), str(folder), moment])
 
 
 class Interpreters:

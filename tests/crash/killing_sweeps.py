@@ -5,11 +5,9 @@ All processes that come of a command carry a mark in their environment, by which
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from uuid import uuid4
 
 import killing
 import yaml
+from killing import Forking
 
 _HERE = Path(__file__).parent
 _MARK = "POSTTRAIN_KILLED"
@@ -100,32 +99,17 @@ def _look(pid: int, mark: str) -> Process | None:
     return Process(int(fields[1]), fields[19], marked, line)
 
 
-class Starter:
+class Starter(Forking):
     """A process that has imported everything and forks commands and their parts: see ``start_sweeps``."""
 
     def __init__(self) -> None:
         self.mark = uuid4().hex
         self._seen: set[tuple[int, str]] = set()  # process id and time of birth
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {_MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(_HERE), *sys.path])}
-        self._process = subprocess.Popen(
-            [sys.executable, str(_HERE / "start_sweeps.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        super().__init__("start_sweeps.py", {_MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(_HERE), *sys.path])})
 
     def start(self, words: Sequence[str], folder: Path, output: Path) -> int:
         """Start ``posttrain`` with these words in ``folder``; returns its process id."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([list(words), str(folder), str(output)]) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def wait(self) -> int:
-        """Its exit code, negative for a signal."""
-        return int(self._answer())
+        return self.fork([list(words), str(folder), str(output)])
 
     def living(self) -> dict[int, str]:
         """The processes that have come of it and work: command lines by process id.
@@ -141,16 +125,6 @@ class Starter:
         self._seen |= set(born.items())
         ours = {pid for pid, process in processes.items() if (pid, process.born) in self._seen}
         return {pid: processes[pid].line for pid in ours if processes[pid].line and pid != self._process.pid}
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the starter ended; its error is above"
-        return line
 
 
 class Sweep:

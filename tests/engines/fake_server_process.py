@@ -15,6 +15,7 @@ from posttrain.recipes.sections import ModelSection
 arguments = dict(zip(sys.argv, sys.argv[1:], strict=False))
 assert arguments["-m"] == "vllm.entrypoints.openai.api_server"
 assert arguments["--load-format"] == "dummy"
+assert "--no-enable-chunked-prefill" in sys.argv, "the model is on a CPU"
 assert arguments["--weight-transfer-config"] == '{"backend": "posttrain"}'
 assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
 assert Path(arguments["--model"], "config.json").is_file()

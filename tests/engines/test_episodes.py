@@ -41,11 +41,6 @@ TEMPLATES = ["r1_zero", "chat", "dialogue", "plain", "boxed"]
 CALL, ANSWER = " <tool>calculator: 20 + 22</tool>", " </think> <answer> 42 </answer>"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
     Flaky.attempts.clear()

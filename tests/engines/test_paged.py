@@ -659,6 +659,7 @@ def test_a_path_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         ({"gpu_memory": 0.5}, r"rollout\.engine\.gpu_memory: only 'cache: paged'"),
         ({"eager": True}, r"rollout\.engine\.eager: only 'cache: paged'"),
         ({"cache": "paged", "cache_tokens": 0}, r"cache_tokens: 0 tokens; give 1 or more"),
+        ({"cache": "paged", "gpu_memory": 0.0}, r"gpu_memory: 0\.0 is no share"),
         ({"cache": "paged", "gpu_memory": 1.5}, r"gpu_memory: 1\.5 is no share"),
         ({"cache": "paged", "path": "modules"}, r"engine\.path: the modules of a model do not read pages"),
         ({"cache": "paged", "wait_steps": 3}, r"engine\.wait_steps: from pages each turn is read anew"),
@@ -667,7 +668,7 @@ def test_a_path_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
 )
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        registry.find("engine", "native").bind(options)(None, None)
+        registry.find("engine", "native").bind(options, "rollout.engine")
 
 
 def test_a_model_of_other_blocks_and_a_cache_for_less_than_a_row_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.consent import declare_code
@@ -11,16 +10,10 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import RewardFailure, UsageError
-from posttrain.models.sources import TINY
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Message
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def template(name: str = "r1_zero", **options) -> Template:

@@ -65,6 +65,7 @@ def test_every_option_is_said(folder):
         seed=7,
         interpreter="/opt/a b/bin/python",
         trust_remote_code=True,
+        whole_prompts=True,
     )
     command = server_command(str(folder), options)
     assert command.words[:5] == (
@@ -86,6 +87,7 @@ def test_every_option_is_said(folder):
         "--gpu-memory-utilization": "0.5",
         "--tensor-parallel-size": "2",
         "--trust-remote-code": None,
+        "--no-enable-chunked-prefill": None,
     }
     assert command.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert options_of(server_command(str(folder), ServerOptions()).words)["--max-model-len"] == "96"

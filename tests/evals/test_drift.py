@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from posttrain import registry
 from posttrain.consent import declare_code
@@ -28,11 +28,6 @@ from posttrain.tasks.base import Task
 from posttrain.types import Completion, Example, Message
 
 TEMPERATURE = 1.4
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,3 +142,27 @@ def test_other_kinds_of_results_are_named(tmp_path: Path) -> None:
         (tmp_path / "results.json").write_text(json.dumps(content))
         with pytest.raises(DataError, match=message):
             read_finished(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"evaluation": 7}, "evaluation"),
+        ({"results": "good"}, "results"),
+        ({"results": {"accuracy": "all"}}, r"results\.accuracy"),
+        ({"settings": "x"}, "settings"),
+        ({"settings": {"template": {}}}, r"settings\.template\._Template\.name"),
+        ({"settings": {"ks": -1}}, r"settings\.ks"),
+        ({"settings": {"samples": 0}}, r"settings\.samples"),
+        ({"settings": {"label": ["\x1b[31m"]}}, r"settings\.label"),
+        ({"kinds": []}, "kinds"),
+        ({"timing": {"seconds": "many"}}, r"timing\.seconds"),
+    ],
+)
+def test_results_that_no_evaluation_writes(changes: dict[str, Any], where: str, tmp_path: Path) -> None:
+    content = {"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"label": "a", "ks": [1]}}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert read_finished(tmp_path).label == "a"
+    (tmp_path / "results.json").write_text(json.dumps(content | changes))
+    with pytest.raises(DataError, match=rf"not the results of an evaluation \({where}: "):
+        read_finished(tmp_path)

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
@@ -15,7 +14,6 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.evals.statistics import wilson_interval
-from posttrain.models.sources import TINY
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.tasks.base import Task
@@ -30,11 +28,6 @@ def test_items_are_fixed_and_spread() -> None:
     assert max(chosen) > 800 > 200 > min(chosen)  # a sample, not the head of the file
     assert held_out_indices(7, 7) == held_out_indices(7, 100) == list(range(7))
     assert set(held_out_indices(1000, 20)) < set(chosen)  # more items add to the same sample
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")

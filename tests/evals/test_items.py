@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,8 +77,21 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"items\.jsonl: cannot be read"):
         read_items(path)
     write_items([make_item(0, "r")], path)
-    path.write_text(path.read_text() + '{"id": "x"}\n')
-    with pytest.raises(DataError, match=r"items\.jsonl:2: no item of an evaluation \(KeyError: 'samples'\)"):
+    good = path.read_text()
+    for changed, where in (
+        ({"id": 7}, "id"),
+        ({"id": []}, "id"),
+        ({"samples": 3}, "samples"),
+        ({"samples": [{"num_tokens": "many"}]}, r"samples\.0\.text"),
+        ({"meta": {"level": []}}, r"meta\.level\.str"),
+        ({"question": "\x1b[31m", "index": "\x1b[31m"}, "index"),
+    ):
+        path.write_text(good + json.dumps(json.loads(good) | changed) + "\n")
+        with pytest.raises(DataError, match=rf"items\.jsonl:2: no item of an evaluation \({where}: ") as refused:
+            read_items(path)
+        assert "\x1b" not in str(refused.value)
+    path.write_text(good + '{"id": "x"}\n' + "[" * 5000)
+    with pytest.raises(DataError, match=r"items\.jsonl:2: no item of an evaluation \(index: Field required\)"):
         read_items(path)
 
 

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from wide_models import DEVICE, LAUNCHES, VOCABULARY, WAITS, check_scores, needs_device, on_cuda, wide_model
 
 from looped_attention import looped
 from posttrain.engines.base import Sampling
@@ -31,44 +30,15 @@ from posttrain.train.memory import Memory, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Sample, collate
 
-DEVICE = torch.device(os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs CUDA"),
-]
-on_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="counts what a GPU does")
-VOCABULARY = 301
-# What a launch and a wait of the host are called in a profile of CUDA.
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.usefixtures("full_fp32", "a_kernel")]
 
 
-@pytest.fixture(autouse=True)
-def full_fp32_and_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No TF32; on a CPU the loop for a kernel."""
+@pytest.fixture
+def a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the loop for a kernel."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", looped)
         monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: varlen.varlen)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def wide_model(dtype: torch.dtype = torch.bfloat16, layers: int = 2, vocabulary: int = VOCABULARY) -> Any:
-    """Heads of 128 numbers, four for one head of keys, as the models have that people train."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=128, intermediate_size=512, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # the default init gives nearly uniform outputs, which would hide errors
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(2.0)
-    return model.to(DEVICE, dtype)
 
 
 def long_batch(longest: int = 900) -> Batch:
@@ -293,17 +263,6 @@ def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: 
     prompts, keys = work_for(4, 4)
     engine = NativeEngine(model, slots=10)
     completions = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset({3})))
-    samples, drawn = [], []
-    for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-        for c in group:
-            mask = [False] * len(prompt) + [True] * len(c.ids)
-            samples.append(Sample([*prompt, *c.ids], mask, group=i, prefix=len(prompt)))
-            drawn.append(torch.tensor(c.logprobs))
-    batch = collate(samples)
-    with torch.no_grad():
-        scored = Forward(model)(batch, "none").logprobs.cpu()
-    differences = (scored[batch.mask] - torch.cat(drawn)).abs()
-    assert int(batch.lengths.max()) > tokens
-    assert len({len(row) for row in drawn}) > 1
-    assert float(differences.mean()) < 0.02
-    assert float(differences.max()) < 0.5
+    lengths = check_scores(model, prompts, completions)
+    assert max(lengths) == tokens
+    assert len(set(lengths)) > 1

@@ -18,19 +18,11 @@ from posttrain.recipes.sections import AdapterSection
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.usefixtures("full_fp32"),
 ]
 
 LEAN = ("qwen3", "qwen2", "llama")
 STOPS = frozenset(range(8))
-
-
-@pytest.fixture(autouse=True)
-def full_fp32():
-    """No TF32: parity is asked for in fp32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def make_work(group=3):

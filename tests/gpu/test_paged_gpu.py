@@ -6,59 +6,24 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from wide_models import DEVICE, LAUNCHES, WAITS, check_scores, needs_device, on_cuda, wide_model
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.paged import attention
 from posttrain.engines.native.paged.attention import attention_for, gathered, is_right
 from posttrain.engines.native.paged.steps import Steps
-from posttrain.models.forward.forward import Forward
 from posttrain.randomness import derive_key
-from posttrain.types import Sample, collate
 
-DEVICE = torch.device(os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs CUDA"),
-]
-on_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="counts what a GPU does")
+pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.usefixtures("full_fp32")]
 STOPS = frozenset(range(4))
-# What a launch, a graph's launch and a wait of the host are called in a profile of CUDA.
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-
-@pytest.fixture(autouse=True)
-def full_fp32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def wide_model(dtype: torch.dtype = torch.bfloat16, layers: int = 4) -> Any:
-    """Heads of 128 numbers, four for one head of keys."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=301, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=128, intermediate_size=512, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(2.0)
-    return model.to(DEVICE, dtype)
 
 
 def work(lengths: tuple[int, ...] = (5, 1, 40, 17, 33), group: int = 4) -> tuple[list[list[int]], list[list[int]]]:
@@ -96,7 +61,7 @@ def test_tokens_are_those_of_the_cpu(tiny_random: Any, architecture: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_say_what_calls_say(dtype: torch.dtype) -> None:
     """The same kernels on the same numbers: not a bit differs, in several sizes of batch and after an update."""
-    model, (prompts, keys) = wide_model(dtype), work((5, 300, 40, 17, 33), 8)
+    model, (prompts, keys) = wide_model(dtype, layers=4), work((5, 300, 40, 17, 33), 8)
     sampling = Sampling(200, stop_ids=STOPS, top_p=0.95)
     graphs, calls = (NativeEngine(model, slots=32, cache="paged", eager=eager) for eager in (False, True))
     first = graphs.generate(prompts, keys, sampling)
@@ -147,28 +112,17 @@ def test_which_kernel_reads_pages(dtype: torch.dtype, head_dim: int) -> None:
 @pytest.mark.parametrize("tokens", [64, 1200])
 def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: int) -> None:
     """Beyond 512 tokens; and where pages run out, no further off than where they do not."""
-    model, (prompts, keys) = wide_model(), work((5, 8, 11, 300))
+    model, (prompts, keys) = wide_model(layers=4), work((5, 8, 11, 300))
     for cache_tokens in (None, 4096):
         engine = NativeEngine(model, slots=10, cache="paged", cache_tokens=cache_tokens)
         completions = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset({3})))
-        samples, drawn = [], []
-        for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-            for c in group:
-                mask = [False] * len(prompt) + [True] * len(c.ids)
-                samples.append(Sample([*prompt, *c.ids], mask, group=i, prefix=len(prompt)))
-                drawn.append(torch.tensor(c.logprobs))
-        batch = collate(samples)
-        with torch.no_grad():
-            scored = Forward(model)(batch, "none").logprobs.cpu()
-        differences = (scored[batch.mask] - torch.cat(drawn)).abs()
-        assert float(differences.mean()) < 0.02
-        assert float(differences.max()) < 0.5
+        check_scores(model, prompts, completions)
 
 
 @on_cuda
 def test_memory_is_a_share_of_what_is_free_and_does_not_grow() -> None:
     """A batch that would need 16 times the share is sampled from it."""
-    model, (prompts, keys) = wide_model(), work((300,) * 8, 8)
+    model, (prompts, keys) = wide_model(layers=4), work((300,) * 8, 8)
     per_token = 4 * 2 * 2 * 128 * 2  # layers, keys and values, heads, numbers, bytes
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
@@ -190,7 +144,7 @@ def test_graphs_are_made_for_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: Counter[tuple[int, int]] = Counter()
     step = Steps.step
     monkeypatch.setattr(Steps, "step", lambda self, *size: sizes.update([size]) or step(self, *size))
-    engine = NativeEngine(wide_model(), slots=256, cache="paged")
+    engine = NativeEngine(wide_model(layers=4), slots=256, cache="paged")
     engine.generate(*work(tuple(range(3, 35)), 8), Sampling(300, stop_ids=STOPS))
     assert {rows for rows, _ in sizes} <= {8, 16, 32, 64, 128, 256}
     assert set(sizes.values()) == {2}, "each is called once to prepare and once to record"

@@ -27,6 +27,7 @@ from posttrain.types import Batch, Sample, collate
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.usefixtures("full_fp32"),
 ]
 
 SHAPE = {
@@ -39,15 +40,6 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "llama": lambda: LlamaConfig(**SHAPE),
 }
-
-
-@pytest.fixture(autouse=True)
-def full_fp32():
-    """No TF32: parity is asked for in fp32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -83,6 +83,13 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"normalize_activations": "layer_norm"}, "normalize_activations: 'layer_norm'"),
         ({"d_in": 7}, r"W_enc has the shape \(1, 12, 40\), but cfg.json means \(1, 7, 40\)"),
         ({"d_in": None}, "says nothing of d_in"),
+        ({"d_in": -1}, "not the configuration of a dictionary .d_in: "),
+        ({"sources": "two"}, "not the configuration of a dictionary .sources: "),
+        ({"k": [4]}, "not the configuration of a dictionary .k: "),
+        ({"metadata": "x"}, "not the configuration of a dictionary .metadata: "),
+        ({"metadata": {"models": [1]}}, r"not the configuration of a dictionary .metadata\.models\.0: "),
+        ({"metadata": {"posttrain": {"options": "k"}}}, r"metadata\.posttrain\.options: "),
+        ({"metadata": {"posttrain": {"kind": "topk", "matryoshka": [-1]}}}, r"metadata\.posttrain\.matryoshka\.0: "),
     ):
         save_dictionary(trained("l1")[0], tmp_path)
         change(tmp_path, **changes)

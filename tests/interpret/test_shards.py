@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
@@ -140,6 +140,75 @@ def test_what_is_no_finished_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(DataError, match="no index of activations that can be read"):
         ActivationStore.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("widths",), "x", "widths: "),
+        (("widths",), {}, "widths: of no site"),
+        (("widths", "resid.2"), 0, "widths: of no site, or of nothing"),
+        (("widths", "resid.2"), 5, r"shard-00000\.safetensors: resid\.2@model has the shape \(3, 4\), but"),
+        (("sources",), [], "sources: none"),
+        (("sources", 0, "name"), 7, r"sources\.0\.name: "),
+        (("sources", 0, "weights_hash"), [1], r"sources\.0\.weights_hash: "),
+        (("dtype",), "int8", "dtype: not one of bf16, fp32"),
+        (("documents",), -1, "less than nothing"),
+        (("documents",), 2, r"documents\.safetensors: offsets has the shape \(4,\), but index.json means \(3,\)"),
+        (("rows",), 9, "rows: not those of the shards"),
+        (("rows",), "8", "rows: "),
+        (("norms",), {}, "norms: not those of the sites"),
+        (("settings",), "x", "settings: "),
+        (("settings",), {"weights": -1}, r"settings\.weights: no dtypes"),
+        (("shards", 0, "file"), "../s/shard-00000.safetensors", "shards: a file of another name"),
+        (("shards", 0, "rows"), 4, "rows: not those of the shards"),
+        (("seed",), "\x1b[31m", "seed: Input should be a valid integer"),
+    ],
+)
+def test_an_index_that_no_recording_writes(place: tuple, value: object, says: str, tmp_path: Path) -> None:
+    written(tmp_path / "s")
+    path = tmp_path / "s" / "index.json"
+    content = inner = json.loads(path.read_text())
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=says) as refused:
+        ActivationStore.open(tmp_path / "s")
+    assert "\x1b" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop("tokens"), "tokens has the shape nothing"),
+        (lambda tensors: tensors.update(position=tensors["position"][:1]), r"position has the shape \(1,\)"),
+        (lambda tensors: tensors.update(document=tensors["document"].double()), "holds no tensors .*KeyError"),
+        (lambda tensors: tensors.update(document=tensors["document"] + 3), "a row says that it is of another document"),
+    ],
+)
+def test_a_shard_that_no_recording_writes(change, says: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "s").folder / "shard-00000.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(DataError, match=says):
+        ActivationStore.open(tmp_path / "s").documents(torch.arange(8))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x08" + bytes(7) + b"not json", b"\x02" + bytes(7) + b"[]"])
+def test_a_shard_that_is_no_file_of_tensors(content: bytes, tmp_path: Path) -> None:
+    (written(tmp_path / "s").folder / "shard-00001.safetensors").write_bytes(content)
+    with pytest.raises(DataError, match=r"shard-00001\.safetensors: holds no tensors that can be read"):
+        ActivationStore.open(tmp_path / "s")
+
+
+def test_documents_that_do_not_follow_one_another(tmp_path: Path) -> None:
+    path = written(tmp_path / "s").folder / "documents.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"offsets": tensors["offsets"].flip(0)}, path)
+    with pytest.raises(DataError, match="its documents do not follow one another"):
+        ActivationStore.open(tmp_path / "s")
 
 
 def test_settings_that_changed_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,26 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from posttrain import registry
-from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.render.encoding import markers_of
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.types import Example, Message, Response
 
 QUESTION = (Message("user", "What is 2 plus 3?"),)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Template:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
 
 
 def example(*responses: Response, **fields: Any) -> Example:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from posttrain import registry
 from posttrain.engines.base import Sampling
@@ -23,16 +23,6 @@ from posttrain.reward_models.quantization import compare_policies, compare_score
 from posttrain.reward_models.scoring import RewardModel
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Any:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
 
 
 def tiny() -> Any:

@@ -260,6 +260,7 @@ def test_a_server_is_started_as_ordered_and_said_where_all_look() -> None:
         ({"servers": 3}, {}, Fleet(3, 0)),
         ({"servers": 2, "gpus": [0, 1, 2, 3]}, {}, Fleet(2, 2)),
         ({"url": "http://127.0.0.1:9"}, {}, NO_SERVERS),
+        ({"colocate": True}, {}, NO_SERVERS),
         ({"servers": 2}, {"staleness": 1}, NO_SERVERS),
     ],
 )

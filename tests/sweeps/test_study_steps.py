@@ -36,11 +36,6 @@ def test_a_step_is_good_as_long_as_the_working_is_the_given_one(steps, is_right:
 
 
 @pytest.fixture
-def template():
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
-
-
-@pytest.fixture
 def task() -> Task:
     question = (Message("user", "How many?"),)
     return Task("made", "train", [Example("made/0", question, "20", "".join(GIVEN)), Example("made/1", question, "7")])

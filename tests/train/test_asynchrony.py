@@ -33,7 +33,18 @@ from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.world import ONE, World
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
+from small_runs import (
+    Events,
+    fail_in_step,
+    make_recipe,
+    recorded,
+    run,
+    same_bits,
+    saved_tensors,
+    steps_of,
+    untimed,
+    watched,
+)
 
 STEPS = 16
 # DAPO's dropping and four updates per batch: groups are dropped and replaced
@@ -197,17 +208,8 @@ def test_a_run_that_fails_in_an_update_keeps_the_batch_that_it_had_taken(
     """Step 5 is the first update of batch 1, whose version is gone by then."""
     recipe = stale_recipe(1, train=TRAIN | {"save_every": 0})
     run(tmp_path / "whole", recipe)
-    num_calls, accumulate = 0, loop.accumulate
-
-    def failing(*args: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == fails_in_step:
-            raise RuntimeError("out of luck")
-        return accumulate(*args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "accumulate", failing)
+        fail_in_step(patch, fails_in_step)
         with pytest.raises(RuntimeError, match="out of luck"):
             run(tmp_path / "cut", recipe)
     events = Events()

@@ -64,7 +64,7 @@ def save(folder: Path, step: int, seed: int | None = None, **changes) -> Path:
         "model": make_model(step if seed is None else seed),
         "tokenizer": make_tokenizer(),
         "optimizer": {"exp_avg": torch.full((3,), step / 3), "step": torch.tensor(float(step))},
-        "state": {"best": {"accuracy": 0.1 + 0.2}, "step": step},
+        "state": {"best": {"accuracy": 0.1 + 0.2, "step": 1.0}, "step": step},
         "rollout_buffer": {"tokens": torch.arange(6).reshape(2, 3)},
     }
     return save_checkpoint(folder, step=step, **(given | changes))
@@ -107,7 +107,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert path == tmp_path / "step-000100"
     found = load(tmp_path)
     assert (found.path, found.step, found.skipped) == (path, 100, [])
-    assert found.state == {"best": {"accuracy": 0.30000000000000004}, "step": 100}
+    assert found.state == {"best": {"accuracy": 0.30000000000000004, "step": 1.0}, "step": 100}
     assert torch.equal(found.optimizer["m"].view(torch.int32), awkward.view(torch.int32))
     assert found.optimizer["half"].dtype == torch.bfloat16
     assert found.rollout_buffer is not None

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from small_sources import groups_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from posttrain import registry
 from posttrain.models.sources import TINY
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
@@ -19,16 +18,6 @@ from posttrain.types import Completion, Example, Message, Rollout
 from small_runs import BASE, make_recipe
 
 TEMPERATURE = BASE["grpo"]["rollout"]["temperature"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Template:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
 
 
 def group_of(tokenizer: Any, template: Template, question: str, answers: list[tuple[str, float]]) -> list[Rollout]:

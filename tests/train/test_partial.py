@@ -45,7 +45,7 @@ from posttrain.train.sources.partial import PartialAhead
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.types import Completion
 from posttrain.world import ONE, World
-from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
+from small_runs import fail_in_step, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
 # Two tokens of an answer by each version; two updates for each, and groups that are dropped and replaced.
 ROLLOUT = {"prompts": 4, "group": 2, "max_tokens": 7, "temperature": 1.3, "partial": True, "partial_tokens": 2}
@@ -374,17 +374,8 @@ def test_a_run_that_fails_in_an_update_writes_nothing_twice(
     """Step 5 is the first update of batch 2: version 2 has written on before the checkpoint of step 4 is saved."""
     recipe = partial_recipe(2, train=TRAIN | {"save_every": 0})
     run(tmp_path / "whole", recipe)
-    num_calls, accumulate = 0, loop.accumulate
-
-    def failing(*args: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == fails_in_step:
-            raise RuntimeError("out of luck")
-        return accumulate(*args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "accumulate", failing)
+        fail_in_step(patch, fails_in_step)
         with pytest.raises(RuntimeError, match="out of luck"):
             run(tmp_path / "cut", recipe)
     run(tmp_path / "cut", recipe, resume=True)

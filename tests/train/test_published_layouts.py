@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-from transformers import AutoTokenizer
-
 from posttrain import registry
-from posttrain.models.sources import TINY
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
@@ -27,11 +23,6 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 def task(name: str, **options: Any) -> Task:
     built: Task = registry.find("task", name).bind(options, "task")()
     return built
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def read(tokenizer: Any, given: Task, shape: Shape) -> SupervisedSource:

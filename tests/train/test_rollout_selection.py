@@ -21,13 +21,12 @@ from small_sources import (
     sums,
     uniform,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from posttrain import registry
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
-from posttrain.render import Template, encode_prompt
+from posttrain.render import encode_prompt
 from posttrain.train.build import prepare
 from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.types import Batch, Loss, Outputs, Rollout
@@ -50,16 +49,6 @@ def reads_all_of_a_row(outputs: Outputs, batch: Batch) -> Loss:
 
 PAIRS = "test_rollout_selection:reads_all_of_a_pair"
 ROWS = "test_rollout_selection:reads_all_of_a_row"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Template:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
 
 
 def ids_of(rollout: Rollout) -> tuple[int, ...]:

@@ -18,30 +18,16 @@ from small_sources import (
     sums,
     uniform,
 )
-from transformers import AutoTokenizer
 
-from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.sources import TINY
 from posttrain.randomness import draw_indices
-from posttrain.render import Template, encode_plain, encode_prompt, encode_response
+from posttrain.render import encode_plain, encode_prompt, encode_response
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
 from posttrain.train.checks import words_of
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 from small_runs import make_recipe
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Template:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
-
 
 # --- supervised ---
 

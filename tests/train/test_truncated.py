@@ -10,12 +10,10 @@ import pytest
 import torch
 from small_sources import groups_of, rows_of, same_batch, sampled, sums
 from test_turns import game_recipe
-from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
 from posttrain.rewards.format import truncated
 from posttrain.train.build import prepare
@@ -27,16 +25,6 @@ from small_runs import make_recipe, recorded, run, saved_tensors, steps_of
 # Answers of a group of four, whose reward is the last digit: of three tokens at most, so that the third is cut off.
 GROUP = ("7.", "3.", "9999", "11.")
 FOUR = {"prompts": 1, "group": 4, "max_tokens": 3, "mask_truncated": True}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def template() -> Any:
-    return registry.find("template", "r1_zero").bind({"preamble": ""})()
 
 
 def in_order(tokenizer: Any, *groups: tuple[str, ...]) -> ScriptedEngine:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import command
@@ -124,6 +125,15 @@ def test_answers_are_the_models(engine: FollowingEngine, tiny: LoadedModel) -> N
     expected = NativeEngine(tiny.model).generate(prompts, keys, greedy)
     assert [g[0].ids for g in found] == [g[0].ids for g in expected]
     assert {c.version for g in found for c in g} == {engine.version}
+
+
+def test_more_prompts_than_are_read_at_once(engine: FollowingEngine, tiny: LoadedModel) -> None:
+    """With seeds of their own: vLLM 0.32 on a CPU ends at a seeded prompt that it reads in parts."""
+    prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2}") * 24 for n in range(64)]
+    assert sum(map(len, prompts)) > 4 * 4096
+    groups = engine.generate(prompts, keys_of([2] * 64), Sampling(4))
+    assert [len(c.ids) for group in groups for c in group] == [4] * 128
+    assert engine.restarts == 0
 
 
 def one_tensor_scaled(engine: Any, patch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,9 @@ class Engine(ABC):
         """
         self.version = version
 
+    def rest(self) -> None:  # noqa: B027
+        """Nothing is sampled until the next ``sync``: give back the memory that the trainer needs meanwhile."""
+
     def take_notices(self) -> list[str]:
         """What the engine has to say to the user since it was last asked (a server was started again, say)."""
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,3 +35,10 @@ def checkpoint_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     with torch.no_grad():
         for name, tensor in named:
             yield name, whole(tensor.detach())
+
+
+def save_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Configuration and tokenizer alone, from which an engine elsewhere builds a model that is given weights later."""
+    whole = model.get_base_model() if has_adapter(model) else model
+    whole.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

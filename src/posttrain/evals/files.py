@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
+
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item, item_of, read_items, sample_of, write_items
@@ -21,7 +23,7 @@ from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
-from posttrain.untrusted import harmless
+from posttrain.untrusted import first_fault, harmless
 
 ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
 _SETTINGS, _MARK = "settings", "settings_mark"
@@ -55,6 +57,33 @@ class Finished:
     def items(self) -> list[Item]:
         """Its items (see ``read_items``)."""
         return read_items(self.folder / ITEMS)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Template(_Strict):
+    name: str
+
+
+class _Settings(_Strict):
+    label: str | None = None
+    model: str | None = None
+    template: _Template | str | None = None
+    samples: PositiveInt = 1
+    ks: list[PositiveInt] = []
+    dropped: dict[str, int] = {}
+
+
+class _Written(_Strict):
+    """What ``results.json`` says that is read again; a stranger's may say anything."""
+
+    evaluation: str
+    results: dict[str, FiniteFloat | None]
+    settings: _Settings
+    kinds: Kinds = {}
+    timing: dict[str, float] = {}
 
 
 class EvaluationStore:
@@ -164,28 +193,29 @@ def read_finished(folder: str | Path) -> Finished:
     """
     path = Path(folder) / RESULTS
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        written = path.read_bytes()
+        content = json.loads(written)
     except FileNotFoundError:
         what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
         raise DataError(path, what) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
-    if isinstance(content, dict) and "cells" in content:
-        folders = ", ".join(str(Path(folder) / cell["folder"]) for cell in content["cells"])
-        raise DataError(path, f"these are several evaluations; name one of them: {folders}")
     _refuse_other_kind(path, content)
     try:
-        results = {name: value for name, value in content["results"].items() if value is not None}
-        kinds, timing = content.get("kinds", {}), content.get("timing", {})
-        return Finished(Path(folder), content["evaluation"], results, content["settings"], kinds, timing)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(path, f"not the results of an evaluation ({type(error).__name__}: {error})") from None
+        checked = _Written.model_validate_json(written)
+    except ValidationError as error:
+        raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
+    results = {name: value for name, value in checked.results.items() if value is not None}
+    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
 
 
 def _refuse_other_kind(path: Path, content: Any) -> None:
     """Raises ``DataError`` for results that are not of answers to items: a reward model's, a contest's."""
     if not isinstance(content, dict):
         return
+    if isinstance(content.get("cells"), list):
+        folders = ", ".join(str(path.parent / str(dict(cell).get("folder"))) for cell in content["cells"] if cell)
+        raise DataError(path, f"these are several evaluations; name one of them: {folders}")
     if "measured" in content:
         what = f"these are the results of a reward model ({content['measured']}), which wrote no answers to compare"
         raise DataError(path, f"{what}; `posttrain evaluate RM_A RM_B` tests the difference of two reward models")

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from posttrain.errors import DataError
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import RecordedRollout, prompt_text
 from posttrain.types import Example, Rollout
+from posttrain.untrusted import first_fault
 
 Scalar = str | int | float | bool | None
 
@@ -147,16 +150,11 @@ def read_items(path: str | Path) -> list[Item]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
-    items = []
+    items, kind = [], TypeAdapter(Item)
     for number, line in enumerate(lines, 1):
         try:
-            items.append(_item_from(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            what = f"no item of an evaluation ({type(error).__name__}: {error}); evaluate again to replace the file"
+            items.append(kind.validate_json(line, strict=True))
+        except ValidationError as error:
+            what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None
     return items
-
-
-def _item_from(data: Mapping[str, Any]) -> Item:
-    samples = tuple(ItemSample(**sample) for sample in data["samples"])
-    return Item(**{**data, "samples": samples})

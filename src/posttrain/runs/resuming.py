@@ -104,7 +104,7 @@ def _changes(directory: RunDirectory, recipe: Recipe, step: int, state: Mapping[
     if isinstance(settings, Mapping):
         return directory.changed_keys(recipe, settings), []
     known = state.get("recipe")  # a checkpoint of an earlier posttrain has a hash alone
-    if known is None or known in _hashes(directory.read_recipe(), step):
+    if known is None or str(known) in _hashes(directory.read_recipe(), step):
         return directory.changed_keys(recipe), []
     differs = f"{directory.recipe_path.name}: changed since step {step} was saved (its fingerprint was {known})"
     return directory.changed_keys(recipe), [differs]

@@ -31,7 +31,7 @@ from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
-from posttrain.train.checks import OWN_TEACHER, Words, words_of
+from posttrain.train.checks import OWN_TEACHER, Words, one_process, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import build_optimizer
@@ -435,11 +435,8 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
     """
     if recipe.rollout is None or not recipe.rollout.staleness:
         return None
-    if world.size > 1:
-        raise UsageError(
-            f"rollout.staleness: {recipe.rollout.staleness} samples in a process beside training, and "
-            f"{world.size} processes train here; leave it out, or train in one process (scale.processes: 1)"
-        )
+    if world.size > 1:  # torchrun's, of which the recipe need not know
+        raise UsageError(f"rollout.staleness{one_process(recipe.rollout.staleness, world.size)}")
     from posttrain.store.ledger import Ledger
     from posttrain.train.sources.ahead import Ahead
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,6 +47,7 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import explain_storage, storage_errors, sync_file
+from posttrain.untrusted import first_fault
 from posttrain.world import ONE, World
 
 Rows = dict[str, tuple[int, int]]  # of a tensor that is cut along its first dimension: the first row, of how many
@@ -200,19 +202,75 @@ def restore_model(model: Any, path: str | Path) -> None:
     copy_tensors(stored, live, folder)
 
 
+class _Strict(BaseModel):
+    """Keys that nobody reads here may say what they like: settings, choices of the machine."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class KeptBest(_Strict):
+    """The step of the best evaluation, and what was measured then."""
+
+    step: FiniteFloat
+    __pydantic_extra__: dict[str, float]
+
+
+class KeptOrder(_Strict):
+    """See ``MixedOrder.state``."""
+
+    batch: NonNegativeInt
+    weights: list[FiniteFloat]
+    turns: list[NonNegativeInt]
+    given: list[NonNegativeInt]
+    passed: list[NonNegativeInt]
+    batches: dict[str, list[tuple[FiniteFloat, PositiveInt]]]
+    prompts: dict[NonNegativeInt, tuple[NonNegativeInt, FiniteFloat]]
+
+
+class KeptSource(_Strict):
+    """See ``RolloutSource.state``."""
+
+    kl_weight: FiniteFloat = 0.0
+    order: KeptOrder | None = None
+
+
+class KeptState(_Strict):
+    """What ``state.json`` says that a resumed run reads; a stranger's checkpoint may say anything."""
+
+    best: KeptBest | None = None
+    evaluations: dict[str, dict[str, float]] | None = None
+    model: str | None = None
+    owed_evaluations: list[NonNegativeInt] = []
+    processes: PositiveInt = 1
+    rewards: dict[str, str] = {}
+    source: KeptSource = KeptSource()
+    steps: NonNegativeInt | None = None
+    teacher: str | None = None
+
+
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
     files = verify(path, step)
-    rollout_buffer = load_file(path / "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
-    heads = load_file(path / "heads.safetensors") if "heads.safetensors" in files else {}
+    state = (path / "state.json").read_bytes() if "state.json" in files else b"{}"
+    try:
+        KeptState.model_validate_json(state)
+    except ValidationError as error:
+        raise Unverified("state.json", f"says what no run writes: {first_fault(error)}") from None
     return Checkpoint(
         path=path,
         step=step,
-        state=json.loads((path / "state.json").read_text(encoding="utf-8")),
+        state=json.loads(state),
         optimizer=_read_optimizer(path, files),
-        rollout_buffer=rollout_buffer,
-        heads=heads,
+        rollout_buffer=_tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None,
+        heads=_tensors(path, "heads.safetensors") if "heads.safetensors" in files else {},
         skipped=list(skipped),
     )
+
+
+def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path / name)
+    except SafetensorError as error:
+        raise Unverified(name, f"holds no tensors ({error})") from None
 
 
 class JoinedRows(Mapping[str, Tensor]):
@@ -254,7 +312,10 @@ class JoinedRows(Mapping[str, Tensor]):
 
 def _read_optimizer(path: Path, files: Mapping[str, Any]) -> Mapping[str, Tensor]:
     parts = sorted(name for name in files if name.startswith("optimizer-") and name.endswith(".safetensors"))
-    return JoinedRows([path / name for name in parts]) if parts else load_file(path / "optimizer.safetensors")
+    try:
+        return JoinedRows([path / name for name in parts]) if parts else load_file(path / "optimizer.safetensors")
+    except SafetensorError as error:
+        raise Unverified("optimizer.safetensors", f"holds no tensors ({error})") from None
 
 
 def _part_name(stem: str, rank: int, size: int) -> str:

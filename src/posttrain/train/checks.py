@@ -118,8 +118,8 @@ def words_of(recipe: Recipe) -> Words:
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
         curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
-    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups, _of_scale, _of_curriculum)
-    for broken, key, says in chain(*(table(words) for table in tables)):
+    tables = (_of_objective, _of_engines, _of_colocation, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
+    for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale))):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
@@ -320,7 +320,35 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
     choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
 
 
+def one_process(staleness: int, num_processes: int) -> str:
+    """Why several processes do not sample ahead."""
+    return (
+        f": {staleness} samples in a process beside training, and {num_processes} processes train here; leave it out, "
+        "or train in one process (scale.processes: 1)"
+    )
+
+
+def _of_colocation(w: Words) -> Iterator[Rule]:
+    """An engine in the process that trains (``colocate``): that process alone has it, and one of them."""
+    r, evaluating = w.recipe, w.recipe.eval.engine
+    samples = r.rollout is not None and bool(w.engine_options.get("colocate"))
+    evaluates = evaluating is not None and bool(evaluating.options.get("colocate"))
+    key = f"{'rollout' if samples else 'eval'}.engine.colocate"
+    many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
+    yield (samples or evaluates) and r.scale.processes > 1, key, many
+    apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
+    yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"
+    answers = ": a process beside training has its model from a checkpoint; leave eval.engine.colocate out, or this"
+    yield evaluates and r.eval.beside, "eval.beside", answers
+    other = evaluating is not None and (evaluating.name, evaluating.options) != (w.engine.name, w.engine_options)
+    twice = ": one process has room for one vLLM; give it the options of rollout.engine, or leave it out"
+    yield samples and evaluates and other, "eval.engine", twice
+
+
 def _of_scale(w: Words) -> Iterator[Rule]:
+    processes, rollout = w.recipe.scale.processes, w.recipe.rollout
+    staleness = rollout.staleness if rollout is not None else 0
+    yield staleness and processes > 1, "rollout.staleness", one_process(staleness, processes)
     if w.recipe.scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
         yield w.recipe.scale.checkpoint == "sharded", "scale.checkpoint", alike

@@ -95,7 +95,8 @@ class Loop:
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
                 self.parts.shards.scatter()
-            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}))
+            vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
+            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
             self.step = checkpoint.step
             self.best = checkpoint.state.get("best")
             self.evaluations = checkpoint.state.get("evaluations")

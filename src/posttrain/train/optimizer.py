@@ -323,9 +323,10 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
     ``tensors`` are taken one after the other, the same in all processes.
 
     Raises:
-        CheckpointError: an entry for a parameter that the model does not train, or of another shape.
+        CheckpointError: an entry for a parameter that the model does not train, of another shape or type; or one
+            that an optimizer of ours keeps is missing.
     """
-    by_name = _by_name(optimizer, names)
+    by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon | Offloaded)
     restored: dict[Any, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
@@ -337,11 +338,22 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
             raise CheckpointError(
                 f"optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             )
+        kind, counts = torch.float32 if scalar else parameter.dtype, not scalar or (value.numel() == 1 and value >= 1)
+        if is_ours and not (value.dtype == kind and counts):
+            raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
         fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
         is_there = (fused or not scalar) and not isinstance(optimizer, Offloaded)
         device = parameter.device if is_there else torch.device("cpu")
         whole = value.detach().to(device)
         restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
+    for group in optimizer.param_groups if is_ours else ():
+        kept = {"momentum"} if group.get("orthogonal") else {"step", "exp_avg", "exp_avg_sq"}
+        for parameter in group["params"]:
+            if parameter in restored and restored[parameter].keys() != kept:
+                there = ", ".join(sorted(restored[parameter]))
+                raise CheckpointError(
+                    f"optimizer state: {there} of a parameter, and its optimizer keeps {sorted(kept)}"
+                )
     optimizer.state.clear()
     optimizer.state.update(restored)
 

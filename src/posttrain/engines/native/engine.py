@@ -22,7 +22,7 @@ from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe
 from posttrain.engines.native.schedule import Schedule, check_finite
-from posttrain.errors import EngineMismatch, UsageError
+from posttrain.errors import EngineMismatch, RecipeError, UsageError
 from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
 from posttrain.types import Completion
@@ -34,7 +34,34 @@ Path = Literal["lean", "modules"]
 Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
 
-@register("engine", guarantee="L2", goes_on=True)
+def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
+    """The options as they are, if they are in range and none does nothing beside the others.
+
+    Raises:
+        RecipeError: naming ``key``, under which they stand, and the option.
+    """
+    tokens, share, paged = options["cache_tokens"], options["gpu_memory"], options["cache"] == "paged"
+    slots, wait_steps = options["slots"], options["wait_steps"]
+    alone = ": only 'cache: paged' has pages; add it, or leave this out"
+    rules = (
+        ("slots", slots < 1, f": {slots} rows cannot sample; give 1 or more"),
+        ("wait_steps", wait_steps < 0, f": {wait_steps} steps; give 0 (wait at once) or more"),
+        ("cache_tokens", tokens is not None and not paged, alone),
+        ("gpu_memory", share is not None and not paged, alone),
+        ("eager", options["eager"] is not None and not paged, alone),
+        ("cache_tokens", tokens is not None and tokens < 1, f": {tokens} tokens; give 1 or more"),
+        ("gpu_memory", share is not None and not 0 < share <= 1, f": {share} is no share of a memory; give 1 or less"),
+        ("path", paged and options["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
+        ("wait_steps", paged and wait_steps, ": from pages each turn is read anew; leave it out"),
+        ("native_kernel", paged and options["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
+    )
+    for name, broken, says in rules:
+        if broken:
+            raise RecipeError(f"{key}.{name}{says}")
+    return options
+
+
+@register("engine", guarantee="L2", goes_on=True, complete=check_native)
 def native(
     model: Any,
     tokenizer: Any,
@@ -66,38 +93,14 @@ def native(
     fixed shapes, and on a GPU each is one CUDA graph (``eager``: none). It serves the blocks of Qwen3, Qwen2 and Llama;
     of several turns each is read anew.
     """
-    if slots < 1:
-        raise UsageError(f"rollout.engine.slots: {slots} rows cannot sample; give 1 or more")
-    if wait_steps < 0:
-        raise UsageError(f"rollout.engine.wait_steps: {wait_steps} steps; give 0 (wait at once) or more")
     options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
     options |= {"cache": cache, "cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
-    _check_cache(**options)
+    check_native(options, "engine")
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
         return CopiedEngine(model, **options)
     return NativeEngine(model, **options)
-
-
-def _check_cache(
-    cache: str | None, cache_tokens: int | None, gpu_memory: float | None, eager: bool | None, **others: Any
-) -> None:
-    """Refuse options out of range, and those that do nothing beside the others."""
-    paged, alone = cache == "paged", ": only 'cache: paged' has pages; add it, or leave this out"
-    rules = (
-        ("cache_tokens", cache_tokens is not None and not paged, alone),
-        ("gpu_memory", gpu_memory is not None and not paged, alone),
-        ("eager", eager is not None and not paged, alone),
-        ("cache_tokens", cache_tokens is not None and cache_tokens < 1, f": {cache_tokens} tokens; give 1 or more"),
-        ("gpu_memory", not 0 < (gpu_memory or 1) <= 1, f": {gpu_memory} is no share of a memory; give 1 or less"),
-        ("path", paged and others["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
-        ("wait_steps", paged and others["wait_steps"], ": from pages each turn is read anew; leave it out"),
-        ("native_kernel", paged and others["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
-    )
-    for name, broken, says in rules:
-        if broken:
-            raise UsageError(f"rollout.engine.{name}{says}")
 
 
 class NativeEngine(Engine):

@@ -38,7 +38,8 @@ class ServerOptions:
     ``vllm serve``, a command that CPU builds lack. ``gpus``: numbers of the GPUs that it may use.
     ``gpu_memory`` is the share (0 to 1) of their memory that it takes. ``eager``: nothing is compiled, which starts
     sooner and samples slower. ``follows``: its weights are replaced by those of a model in training; ``empty``: it
-    starts with none that mean anything. ``name``: what the model is called there.
+    starts with none that mean anything. ``name``: what the model is called there. ``whole_prompts``: none is read in
+    parts, for which 0.32 turns the answer's seed back and ends where that cannot be done, on a CPU.
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +56,7 @@ class ServerOptions:
     follows: bool = False
     empty: bool = False
     name: str | None = None
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def server_command(model: str, options: ServerOptions) -> ServerCommand:
     flags += [("--enforce-eager",)] if options.eager else []
     flags += [("--weight-transfer-config", TRANSFER)] if options.follows else []
     flags += [("--load-format", "dummy")] if options.empty else []
+    flags += [("--no-enable-chunked-prefill",)] if options.whole_prompts else []
     start: Sequence[str] = ("vllm", "serve", base or source)
     if options.interpreter is not None:
         start = (options.interpreter, "-m", MODULE, "--model", base or source)

@@ -15,12 +15,11 @@ from posttrain.addresses import ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
     CompletionRequest,
     LogprobsMode,
     ServedModel,
     Unreadable,
+    check_temperature,
     choose_model,
     exact_modes,
     mode_request,
@@ -67,6 +66,7 @@ def vllm(
     eager: bool = False,
     collectives: Literal["auto", "gloo", "nccl"] = "auto",
     restarts: int = 2,
+    colocate: bool = False,
 ) -> Engine:
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
@@ -83,6 +83,9 @@ def vllm(
     Several servers divide a batch: those of a list of urls, or ``servers`` of the run's own, which share ``gpus`` out
     and listen on ``port`` and those behind it. Each has every version of the weights before it answers.
 
+    ``colocate`` builds vLLM in the trainer's own process and on its device instead, with weights by reference; on a GPU
+    it sleeps while the trainer computes, and ``gpu_memory`` is 0.3 by default.
+
     ``concurrency`` requests are under way at a time, at each server; one that fails is repeated up to ``retries``
     times, an attempt may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an
     evaluation top-k and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
@@ -90,19 +93,30 @@ def vllm(
     A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
     and a token may turn over with the rounding of what is computed beside it.
     """
+    if colocate:
+        return _colocated(dict(locals()))
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
     asking |= {"logprobs": logprobs, "tolerance": tolerance, "wanted": () if served_name is None else (served_name,)}
     urls = _checked_urls(url, servers, model is not None)
     if model is None:
         return _of_a_model_on_disk(urls, tokenizer, checkpoint, asking)
-    from posttrain.engines.vllm.follow import FollowingEngine, Own
+    from posttrain.engines.vllm.follow import Own
 
     own = Own(port, tuple(gpus or ()), gpu_memory, dtype, max_model_len, eager, restarts)
-    if servers == len(urls) == 1:
+    return _following(model, tokenizer, urls if servers == 1 else [None] * servers, own, collectives, asking)
+
+
+def _following(
+    model: Any, tokenizer: Any, urls: Sequence[str | None], own: Any, collectives: Any, asking: dict[str, Any]
+) -> Engine:
+    """What asks servers whose weights follow; None instead of a url: one of the run's own."""
+    if len(urls) == 1:
+        from posttrain.engines.vllm.follow import FollowingEngine
+
         return FollowingEngine(model, tokenizer, urls[0], own, collectives, **asking)
     from posttrain.engines.vllm.fleet import following_fleet
 
-    return following_fleet(model, tokenizer, urls if servers == 1 else [None] * servers, own, collectives, **asking)
+    return following_fleet(model, tokenizer, urls, own, collectives, **asking)
 
 
 def _checked_urls(url: str | list[str] | None, servers: int, trains: bool) -> Sequence[str | None]:
@@ -130,6 +144,12 @@ def _of_a_model_on_disk(
     from posttrain.engines.vllm.fleet import AskedFleet
 
     return AskedFleet(engines)
+
+
+def _colocated(options: dict[str, Any]) -> Engine:
+    from posttrain.engines.vllm.colocated import colocated  # needs transformers, which a list of words does not
+
+    return colocated(**options)
 
 
 class VllmEngine(Engine):
@@ -195,7 +215,7 @@ class VllmEngine(Engine):
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         check_sampling(sampling)
-        _check_temperature(sampling.temperature)
+        check_temperature(sampling.temperature)
         with self._open() as server:
             served = self._connect(server)
             context = sampling.within(served.context or UNLIMITED_CONTEXT)
@@ -361,14 +381,6 @@ class VllmEngine(Engine):
             raise RunFailure(f"{self.url}: an answer that cannot be used, to {what}: {error}") from None
         except Refused as error:
             raise UsageError(f"{self.url}: {what} was refused: {_explain_refusal(error)}") from None
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(
-            f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
-            f"{MAX_TEMPERATURE:g}"
-        )
 
 
 def _explain_refusal(error: Refused) -> str:

@@ -26,9 +26,8 @@ from posttrain.engines.vllm.probe import default_tolerance
 from posttrain.engines.vllm.protocol import ServedModel
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
-from posttrain.engines.weights import checkpoint_weights
+from posttrain.engines.weights import checkpoint_weights, save_without_weights
 from posttrain.errors import EngineLost, EngineMismatch, RunFailure, UsageError
-from posttrain.models.lora import has_adapter
 from posttrain.types import Completion
 from posttrain.world import World
 
@@ -205,9 +204,7 @@ class FollowingEngine(VllmEngine):
         assert self.own is not None
         folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
         model = folder / "served"
-        whole = self.model.get_base_model() if has_adapter(self.model) else self.model
-        whole.config.save_pretrained(model)
-        self.tokenizer.save_pretrained(model)
+        save_without_weights(self.model, self.tokenizer, model)
         return model, ServerOptions(
             port=self._port,
             dtype=self.own.dtype,
@@ -218,6 +215,7 @@ class FollowingEngine(VllmEngine):
             follows=True,
             empty=True,
             name=SERVED,
+            whole_prompts=not self.own.gpus and next(self.model.parameters()).device.type == "cpu",
         )
 
     def _transfer(self, version: int) -> None:

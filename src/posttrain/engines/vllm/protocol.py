@@ -201,6 +201,19 @@ def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tupl
     return tuple(min(float(value), 0.0) for value in values)
 
 
+def check_temperature(temperature: float) -> None:
+    """Refuse temperatures that vLLM would change or refuse.
+
+    Raises:
+        UsageError: the message says which it takes.
+    """
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise UsageError(
+            f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
+
+
 def exact_modes(sampling: Sampling) -> frozenset[LogprobsMode]:
     """The server's ``--logprobs-mode`` in which log-probabilities are those that ``Sampling`` promises.
 

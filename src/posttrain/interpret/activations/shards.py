@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import first_fault
 
 INDEX, DOCUMENTS = "index.json", "documents.safetensors"
+SHARD_FILE = re.compile(r"shard-\d{5,9}\.safetensors")
 FORMAT = 1
 LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
@@ -139,20 +143,36 @@ def read_index(folder: Path) -> StoreIndex:
     if not path.is_file():
         raise DataError(folder, f"no recorded activations here (no {INDEX}); `posttrain activations` makes them")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return _from_json(data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(path, f"this is no index of activations that can be read ({error})") from error
+        content = path.read_bytes()
+        kind = json.loads(content).get("format", FORMAT)
+        if kind != FORMAT:
+            raise ValueError(f"format {kind}; this posttrain reads {FORMAT}")
+        index = TypeAdapter(StoreIndex).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise DataError(path, f"{_NO_INDEX} ({first_fault(error)})") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(path, f"{_NO_INDEX} ({error})") from None
+    if problem := next((what for broken, what in _contradictions(index) if broken), None):
+        raise DataError(path, f"{_NO_INDEX} ({problem})")
+    return index
 
 
-def _from_json(data: Mapping[str, Any]) -> StoreIndex:
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']}; this posttrain reads {FORMAT}")
-    fields = dict(data)
-    fields["sources"] = [Source(**source) for source in data["sources"]]
-    fields["shards"] = [ShardEntry(**shard) for shard in data["shards"]]
-    fields["norms"] = {name: Norms(**norms) for name, norms in data["norms"].items()}
-    return StoreIndex(**fields)
+_NO_INDEX = "this is no index of activations that can be read"
+
+
+def _contradictions(index: StoreIndex) -> Iterator[tuple[Any, str]]:
+    """What no recording says; the index may be a stranger's."""
+    yield not index.widths or min(index.widths.values()) < 1, "widths: of no site, or of nothing"
+    names = index.source_names
+    yield not names or len(set(names)) < len(names), "sources: none, or one twice"
+    yield index.dtype not in DTYPES, f"dtype: not one of {', '.join(DTYPES)}"
+    yield index.documents < 0 or any(shard.rows < 0 for shard in index.shards), "less than nothing"
+    yield index.finished and index.rows != sum(shard.rows for shard in index.shards), "rows: not those of the shards"
+    yield index.finished and set(index.norms) != set(index.columns), "norms: not those of the sites"
+    yield any(not SHARD_FILE.fullmatch(shard.file) for shard in index.shards), "shards: a file of another name"
+    weights = index.settings.get("weights", ["float32"])
+    known = isinstance(weights, list) and weights and all(name in ("float32", "bfloat16") for name in weights)
+    yield not known, "settings.weights: no dtypes of models"
 
 
 def check_files(folder: Path, index: StoreIndex, *, contents: bool = True) -> None:
@@ -187,6 +207,23 @@ class ActivationStore:
         rows = [shard.rows for shard in index.shards]
         self._starts = torch.tensor([0, *np.cumsum(rows).tolist()], dtype=torch.long)
         self._documents = _map_tensors(folder / DOCUMENTS)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse tensors of other shapes than the index means.
+
+        Raises:
+            DataError: with the file.
+        """
+        widths = {name: self.index.widths[name.partition("@")[0]] for name in self.index.columns}
+        for entry, tensors in zip(self.index.shards, self._shards, strict=True):
+            wanted = dict.fromkeys((*ROW_FACTS, *(f"norm.{name}" for name in widths)), (entry.rows,))
+            _check_shapes(self.folder / entry.file, tensors, wanted | {n: (entry.rows, w) for n, w in widths.items()})
+        offsets = {"offsets": (self.num_documents + 1,), "prompt_lengths": (self.num_documents,)}
+        _check_shapes(self.folder / DOCUMENTS, self._documents, offsets)
+        starts = self._documents["offsets"]
+        if int(starts[0]) or (starts.diff() < 0).any() or int(starts[-1]) != len(self._documents.get("ids", ())):
+            raise DataError(self.folder / DOCUMENTS, "its documents do not follow one another; record again")
 
     @classmethod
     def open(cls, folder: str | Path, verify: bool = False) -> Self:
@@ -244,8 +281,15 @@ class ActivationStore:
         return self._pick(rows, "tokens").long()
 
     def documents(self, rows: Tensor) -> Tensor:
-        """Which document each row is of, ``int64 [n]``."""
-        return self._pick(rows, "document").long()
+        """Which document each row is of, ``int64 [n]``.
+
+        Raises:
+            DataError: one that there is not.
+        """
+        documents = self._pick(rows, "document").long()
+        if len(documents) and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
+            raise DataError(self.folder, f"a row says that it is of another document than the {self.num_documents}")
+        return documents
 
     def positions(self, rows: Tensor) -> Tensor:
         """Where in its document each row is, ``int64 [n]``, from 0."""
@@ -484,11 +528,29 @@ def pack_documents(
     return bytes(save(tensors))
 
 
+def _check_shapes(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        there = tuple(tensors[name].shape) if name in tensors else "nothing"
+        if there != shape:
+            raise DataError(path, f"{name} has the shape {there}, but {INDEX} means {shape}; record again")
+
+
 def _map_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, memory-mapped copy-on-write: pages are read when they are needed.
 
     No file stays open for it, so that there may be thousands of shards.
+
+    Raises:
+        DataError: it is no such file, or holds numbers of another kind.
     """
+    try:
+        return _mapped(path)
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+        what = str(error).partition("\n")[0][:200]
+        raise DataError(path, f"holds no tensors that can be read ({type(error).__name__}: {what})") from None
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
     raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     size = int.from_bytes(bytes(raw[:8].tolist()), "little")
     header = json.loads(bytes(raw[8 : 8 + size].numpy()))

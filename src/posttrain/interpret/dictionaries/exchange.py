@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -30,6 +31,7 @@ from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows
 from posttrain.models.sources import refuse_out_of_reach
 from posttrain.option_types import shorten
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import first_fault
 
 # Dictionaries that others published: fetched by a name on the hub, and the site that their files mean.
 
@@ -220,22 +222,57 @@ def load_dictionary(folder: str | Path) -> Dictionary:
     return dictionary.requires_grad_(False)
 
 
+class _Own(BaseModel):
+    """What of ``metadata`` only this package writes."""
+
+    kind: str | None = None
+    options: dict[str, float] = {}
+    matryoshka: list[PositiveInt] | None = None
+
+
+class _Metadata(BaseModel):
+    models: list[dict[str, Any]] | None = None
+    model_name: str | None = None
+    hook_name: str | None = None
+    hook_name_out: str | None = None
+    site: str | None = None
+    target: str | None = None
+    source: str | None = None
+    posttrain: _Own | None = None
+
+
+class _Configuration(BaseModel):
+    """What ``cfg.json`` says that is read here; ours, SAELens's or a stranger's."""
+
+    d_in: PositiveInt
+    d_sae: PositiveInt
+    sources: PositiveInt = 1
+    k: PositiveInt | None = None
+    hook_point: str | None = None
+    metadata: _Metadata | None = None
+
+
 def _read_configuration(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise DataError(path, "not the configuration of a dictionary")
-    if content.get("architecture", "standard") == "standard" and content.get("activation_fn_str") == "topk":
-        # SAELens before version 6; a k that is missing is refused as the function
-        k = dict(content.get("activation_fn_kwargs") or {}).get("k")
-        content |= {"architecture": "topk", "k": k, "activation_fn_str": None if isinstance(k, int) else "topk"}
     missing = [key for key in ("d_in", "d_sae") if not isinstance(content.get(key), int)]
     if missing:
         raise DataError(path, f"says nothing of {', '.join(missing)}")
+    try:
+        _Configuration.model_validate(content, strict=True)
+    except ValidationError as error:
+        raise DataError(path, f"not the configuration of a dictionary ({first_fault(error)})") from None
+    if content.get("architecture", "standard") == "standard" and content.get("activation_fn_str") == "topk":
+        # SAELens before version 6; a k that is missing is refused as the function
+        chosen = content.get("activation_fn_kwargs")
+        k = chosen.get("k") if isinstance(chosen, dict) else None
+        content |= {"architecture": "topk", "k": k, "activation_fn_str": None if isinstance(k, int) else "topk"}
     return content
 
 
@@ -299,8 +336,8 @@ def _own_words(configuration: Mapping[str, Any], architecture: str) -> tuple[str
     """The kind with its options and prefixes: as written by us, else what the architecture amounts to."""
     own = dict(configuration.get("metadata") or {}).get("posttrain")
     if isinstance(own, Mapping) and "kind" in own:
-        return str(own["kind"]), dict(own.get("options") or {}), list(own.get("matryoshka") or [])
-    options = {"k": int(configuration.get("k", 100))} if architecture == "topk" else {}
+        return str(own["kind"]), dict(own.get("options", {})), list(own.get("matryoshka") or [])
+    options = {"k": int(configuration.get("k") or 100)} if architecture == "topk" else {}
     return _KINDS[architecture], options, []
 
 

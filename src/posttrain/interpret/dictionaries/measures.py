@@ -214,7 +214,7 @@ def recovered_by(
     held_out = store.documents(torch.arange(first, store.num_rows)).unique().tolist()
     documents = [store.document_tokens(number) for number in held_out[-wanted:]]
     source = next(source for source in store.index.sources if source.name == rows.source)
-    dtype = (store.index.settings.get("weights") or ["float32"])[0]
+    dtype = store.index.settings.get("weights", ["float32"])[0]
     section = recipe.activations.model or ModelSection(name=source.model, dtype=dtype)
     if source.name == "post":
         section = section.model_copy(update={"name": source.model})

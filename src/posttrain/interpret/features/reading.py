@@ -164,7 +164,7 @@ def _load(
     if name is None:
         return None, None
     path = resolve(name)
-    dtype = (store.index.settings.get("weights") or ["float32"])[-1]
+    dtype = store.index.settings.get("weights", ["float32"])[-1]
     try:
         if with_lens:
             lens, tokenizer = load_lens(ModelSection(name=path, dtype=dtype))

@@ -46,7 +46,7 @@ def fleet_of(recipe: Recipe) -> Fleet:
     if rollout is None or rollout.engine.name != "vllm" or rollout.staleness:
         return NO_SERVERS
     options = registry.find("engine", "vllm", WHERE).options(rollout.engine.options, WHERE)
-    if options["url"] is not None:
+    if options["url"] is not None or options["colocate"]:
         return NO_SERVERS
     size, gpus = options["servers"], len(options["gpus"] or ())
     if gpus % size:

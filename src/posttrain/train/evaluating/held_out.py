@@ -226,7 +226,9 @@ class Evaluator:
     def __call__(self, step: int) -> list[Evaluation]:
         """Of the weights as they are, after ``step`` updates; one for each task."""
         self.sampler.engine.sync(step)
-        return [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
+        done = [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
+        self.sampler.engine.rest()
+        return done
 
     def sampling(self, temperature: float) -> Sampling:
         """How answers are drawn."""

@@ -25,13 +25,12 @@ from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent
 from posttrain.train.process import Weights, weight_sums
-from posttrain.train.sources.messages import read_drawn, write_drawn
-from posttrain.train.sources.rollouts import Drawn, RolloutSource
+from posttrain.train.sources.messages import check_written, read_drawn, write_drawn
+from posttrain.train.sources.rollouts import START_AGAIN, Drawn, RolloutSource
 from posttrain.train.sources.sampling_process import SamplingProcess
 
 HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
 NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
-START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +127,8 @@ class Ahead:
         content = bytearray(json.dumps(rows).encode())
         return {HELD: torch.frombuffer(content, dtype=torch.uint8)} if rows else {}
 
-    def restore(self, rollout_buffer: Mapping[str, Tensor]) -> None:
-        """Take back what ``held`` gave.
+    def restore(self, rollout_buffer: Mapping[str, Tensor], vocabulary: int) -> None:
+        """Take back what ``held`` gave; ``vocabulary``: how many tokens the model knows.
 
         Raises:
             CheckpointError: it is not what ``held`` gives.
@@ -138,7 +137,7 @@ class Ahead:
             return
         try:
             for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
-                self._waiting[row["batch"]] = self._restored(row)
+                self._waiting[row["batch"]] = self._restored(row, vocabulary)
             self._next = max(self._waiting) + 1
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{NOT_OURS} ({type(error).__name__}); {START_AGAIN}") from None
@@ -154,10 +153,11 @@ class Ahead:
         kept = [b for b in sorted(self._waiting) if b * self.source.updates >= step and b not in without]
         return [{"batch": b, **_untimed(write_drawn(self._waiting[b].result().drawn))} for b in kept]
 
-    def _restored(self, row: dict[str, Any]) -> Future[Ready]:
+    def _restored(self, row: dict[str, Any], vocabulary: int) -> Future[Ready]:
         """The batch of a row of ``_rows``."""
         ready: Future[Ready] = Future()
         untimed = {"generate_seconds": 0.0, "score_seconds": 0.0}
+        check_written(row, self.source, vocabulary)
         ready.set_result(Ready(read_drawn({**row, "timing": untimed}, self.source), None))
         return ready
 

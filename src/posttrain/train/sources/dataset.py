@@ -114,10 +114,8 @@ class SupervisedSource:
         """Nothing beside the step."""
         return {}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-        assert rollout_buffer is None
-        assert not state
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+        """Nothing to restore: what a stranger's checkpoint says here is not read."""
 
     def close(self) -> None:
         """Nothing runs beside it."""

@@ -5,14 +5,24 @@ Numbers come back bit for bit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, create_model
+from torch import Tensor
 
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.train.sources.rollouts import Drawn, Groups, RolloutSource
-from posttrain.types import Completion, Message, Rollout
+from posttrain.types import Batch, Completion, Message, Rollout
 
+_OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
+_STREAM = "stream."
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+_COUNTS = TypeAdapter(list[_Count])
 # Known where it is read, or made there; of an episode the prompt is what its environment opened it with.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
 
@@ -34,6 +44,82 @@ def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
     sampled = read_groups(stated["sampled"], source)
     chosen = [sampled[place] for place in stated["chosen"]]
     return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
+
+
+def check_written(stated: Mapping[str, Any], source: RolloutSource, vocabulary: int) -> None:
+    """Refuse what ``write_drawn`` does not write of a batch of the ``source``; a checkpoint may be a stranger's.
+
+    Args:
+        stated: with ``batch`` (its number), ``sampled``, ``version`` and what else there is of it.
+        vocabulary: how many tokens the model knows.
+
+    Raises:
+        ValueError: something in it is of another kind, length or range. KeyError: something is missing.
+    """
+    _groups_type().validate_json(json.dumps(stated["sampled"]), strict=True)
+    _COUNTS.validate_python([stated["batch"], stated["version"]], strict=True)
+    parts = {name for name, _, _ in source.grader.rewards}
+    if type(stated.get("accepted", 0.0)) is not float:
+        raise ValueError("no share that fits")
+    if any(len(rollouts) != source.options.group for rollouts in stated["sampled"]):
+        raise ValueError("other groups")
+    for rollout in (rollout for rollouts in stated["sampled"] for rollout in rollouts):
+        completion = rollout["completion"]
+        ids, version, own = completion["ids"], completion["version"], completion["own"]
+        versions = ids if isinstance(version, int) else version
+        _COUNTS.validate_python([version] if isinstance(version, int) else version, strict=True)
+        per_token = (completion["logprobs"], versions, ids if own is None else own)
+        if {len(numbers) for numbers in per_token} != {len(ids)} or set(rollout["parts"]) != parts:
+            raise ValueError("other lengths or rewards")
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ValueError("other tokens")
+
+
+@cache
+def _groups_type() -> TypeAdapter[Any]:
+    """The type of what ``write_groups`` writes."""
+    strict, types = ConfigDict(strict=True, extra="forbid"), get_type_hints(Rollout)
+    names = [f.name for f in fields(Rollout) if f.name not in _OF_THE_TASK]
+    plain: dict[str, Any] = {name: (_Count if types[name] is int else types[name], ...) for name in names}
+    kinds = {"messages": list[tuple[str, str]], "prompt_ids": list[int], "turns": list[Any], "failures": list[str]}
+    said: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
+    episode: Any = create_model("Episode", __config__=strict, **said)
+    rollout: Any = create_model(
+        "Rollout", __config__=strict, completion=(Completion, ...), episode=(episode | None, None), **plain
+    )
+    return TypeAdapter(list[list[rollout]])
+
+
+def write_batch(batch: Batch) -> dict[str, Tensor]:
+    """A batch as tensors to save."""
+    return {name: getattr(batch, name) for name in _OF_A_BATCH} | {
+        f"{_STREAM}{name}": numbers for name, numbers in batch.streams.items()
+    }
+
+
+def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: int) -> Batch:
+    """What ``write_batch`` wrote; a checkpoint may be a stranger's.
+
+    Raises:
+        ValueError, KeyError: something in it is of another kind, shape or range.
+    """
+    tokens, lengths, mask, group, prefix = (tensors[name] for name in _OF_A_BATCH)
+    streams = {name.removeprefix(_STREAM): x for name, x in tensors.items() if name.startswith(_STREAM)}
+    kinds = (tokens.dtype, lengths.dtype, group.dtype, prefix.dtype, mask.dtype)
+    if kinds != (torch.long,) * 4 + (torch.bool,) or tokens.ndim != 2 or not tokens.numel():
+        raise ValueError("other kinds")
+    rows, width = tokens.shape
+    if mask.shape != tokens.shape or any(x.shape != (rows,) for x in (lengths, group, prefix)) or rows % rows_per_unit:
+        raise ValueError("other shapes")
+    if any(x.shape[:2] not in ((rows,), (rows, width)) for x in streams.values()):
+        raise ValueError("other streams")
+    places = torch.arange(width)
+    outside = (mask & ((places >= lengths[:, None]) | (places == 0))).any() or (prefix < 0).any()
+    if outside or int(lengths.min()) < 1 or int(lengths.max()) > width or (prefix > lengths).any():
+        raise ValueError("other lengths")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        raise ValueError("other tokens")
+    return Batch(tokens, lengths, mask, group, prefix, streams, rows_per_unit=rows_per_unit)
 
 
 def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:

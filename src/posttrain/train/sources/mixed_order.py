@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.algorithms.curricula import History, Mix, Tried, choose_mix
-from posttrain.errors import UsageError
+from posttrain.errors import CheckpointError, UsageError
 from posttrain.randomness import permutation
 from posttrain.tasks.base import TaskPart
 from posttrain.tasks.mixture import next_turn
@@ -153,6 +153,10 @@ class MixedOrder:
         if not state:
             return
         weights, turns, given, passed = (tuple(state[name]) for name in _KEPT)
+        numbers = {len(weights), len(turns), len(given), len(passed)}
+        if numbers != {len(self.names)} or not set(state["batches"]) <= set(self.names):
+            parts = ", ".join(self.names)
+            raise CheckpointError(f"state.json: source.order is not one of the parts {parts}; restore it from a copy")
         self._first, self._start = state["batch"], Standing(weights, turns, given, passed)
         batches = {name: [(total, number) for total, number in rows] for name, rows in state["batches"].items()}
         prompts = {int(place): Tried(*tried) for place, tried in state["prompts"].items()}

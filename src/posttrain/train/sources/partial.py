@@ -16,7 +16,7 @@ from posttrain.store.ledger import DIED, LedgerEvent
 from posttrain.train.process import Weights
 from posttrain.train.sources.ahead import Ahead, Ready
 from posttrain.train.sources.in_flight import check_carried
-from posttrain.train.sources.messages import read_drawn, read_groups
+from posttrain.train.sources.messages import check_written, read_drawn, read_groups
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.types import Completion
 
@@ -102,10 +102,11 @@ class PartialAhead(Ahead):
             self._writing.result()
         return [*super()._rows(step, frozenset(row["batch"] for row in self._carried)), *self._carried]
 
-    def _restored(self, row: dict[str, Any]) -> Future[Ready]:
+    def _restored(self, row: dict[str, Any], vocabulary: int) -> Future[Ready]:
         if "rows" not in row:
-            return super()._restored(row)
+            return super()._restored(row, vocabulary)
         check_carried(row, self.source.options.prompts, self.source.options.group)
+        check_written(row, self.source, vocabulary)
         read_groups(row["sampled"], self.source)
         self._carried.append(row)
         return Future()

@@ -8,6 +8,7 @@ data say, reference log-probabilities included, is then computed once.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 from posttrain.algorithms.selection import Units, choose_units
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
-from posttrain.errors import RunFailure, UsageError
+from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
+START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # of a mixture: what is told of each part
 
 
@@ -156,33 +158,36 @@ class RolloutSource:
         held = {} if self.ahead is None else self.ahead.held(step)
         if step % self.updates == 0 or self._batch is None:
             return held or None
-        b = self._batch
-        fixed = {"tokens": b.tokens, "lengths": b.lengths, "mask": b.mask, "group": b.group, "prefix": b.prefix}
-        return held | fixed | {f"stream.{name}": x for name, x in b.streams.items()}
+        from posttrain.train.sources.messages import write_batch
+
+        return held | write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the step, as plain data."""
         recorded = self.order.state()
         return {"kl_weight": self.credit.kl_weight, **({"order": recorded} if recorded else {})}
 
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any]) -> None:
-        """Take back what ``rollout_buffer`` and ``state`` gave."""
+    def restore(
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+    ) -> None:
+        """Take back what ``rollout_buffer`` and ``state`` gave; ``vocabulary``: how many tokens the model knows.
+
+        Raises:
+            CheckpointError: it is not what they give.
+        """
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
         self.order.restore(state.get("order", {}))
         if self.ahead is not None:
-            self.ahead.restore(rollout_buffer or {})
+            self.ahead.restore(rollout_buffer or {}, vocabulary)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
             return
-        streams = {name.removeprefix("stream."): x for name, x in rollout_buffer.items() if name.startswith("stream.")}
-        self._batch = Batch(
-            tokens=rollout_buffer["tokens"],
-            lengths=rollout_buffer["lengths"],
-            mask=rollout_buffer["mask"],
-            group=rollout_buffer["group"],
-            prefix=rollout_buffer["prefix"],
-            streams=streams,
-            rows_per_unit=self.rows_per_unit,
-        )
+        from posttrain.train.sources.messages import read_batch
+
+        try:
+            self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
+        except (ValueError, KeyError) as error:
+            what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
+            raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def close(self) -> None:
         """End the process that samples, where there is one."""
@@ -204,6 +209,7 @@ class RolloutSource:
             self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
+        self.engine.rest()
         sampled, chosen = drawn.sampled, self._played(drawn.chosen)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
