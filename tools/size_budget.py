@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 74750
+MAX_PACKAGE_LINES = 75590
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2460,
+    "ground": 2470,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -30,12 +30,12 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4580,
-    "engines": 7860,
+    "engines": 8430,
     "evals": 2960,
     "reward_models": 1620,
-    "train": 7430,
+    "train": 7460,
     "interpret": 7550,
-    "runs": 3400,
+    "runs": 3630,
     "sweeps": 3250,
     "reports": 3120,
     "commands": 8830,

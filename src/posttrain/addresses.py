@@ -50,14 +50,14 @@ def key_for(url: str, where: str, variable: str) -> str | None:
     """The key in the environment ``variable``, if the server at ``url`` may have it: it is on this machine, or named.
 
     A recipe may be a stranger's, and names its own server: that alone sends no key there. The environment says where
-    one may go, beside it: ``JUDGE_API_HOST`` for ``JUDGE_API_KEY``.
+    one may go, beside it: ``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, a host or several with commas between them.
 
     Raises:
         UsageError: there is a key, and it is not said that it may go there.
     """
     key, host = os.environ.get(variable), server_address(url, where, variable)[1]
     allowed = f"{variable.removesuffix('_KEY')}_HOST"
-    if not key or host in LOOPBACK or os.environ.get(allowed) == host:
+    if not key or host in LOOPBACK or host in map(str.strip, os.environ.get(allowed, "").split(",")):
         return key
     raise UsageError(
         f"{where}: {url}: {variable} holds a key, and a recipe alone sends it to no server; "

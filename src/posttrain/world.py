@@ -9,7 +9,7 @@ imports nothing, so that any room can be told of one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ class World:
 
     rank = 0
     size = 1
+    starts_servers = False  # whether who started the processes starts servers for them, too
 
     @property
     def is_main(self) -> bool:
@@ -47,6 +48,14 @@ class World:
     def agree(self, flag: bool, what: str) -> bool:
         """True for all where it is True for any."""
         return flag
+
+    def order(self, facts: Mapping[str, Any]) -> None:
+        """Rank 0: ask who started the processes for a server; what is to be known of it is ``delivered``."""
+        raise NotImplementedError
+
+    def delivered(self, key: str) -> Any:
+        """What was said under a key by who started the processes; None: nothing yet."""
+        return None
 
 
 ONE = World()

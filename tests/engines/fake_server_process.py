@@ -21,6 +21,7 @@ assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
 assert Path(arguments["--model"], "config.json").is_file()
 loaded = load_model(ModelSection(), seed=0)
 card = {"id": arguments["--served-model-name"], "root": arguments["--model"], "max_model_len": 512}
-with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], port=int(arguments["--port"])):
+place = {"host": arguments["--host"], "port": int(arguments["--port"])}
+with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], **place):
     Path("pid").write_text(str(os.getpid()))
     threading.Event().wait()

@@ -43,7 +43,7 @@ class QuietServer(ThreadingHTTPServer):
 
 
 class FakeVllm:
-    """Serves on a free port of 127.0.0.1 while the context is open.
+    """Serves on a free port of ``host`` while the context is open.
 
     Args:
         answer: the completion for the body of a request.
@@ -68,6 +68,7 @@ class FakeVllm:
         tokenizer: Any = None,
         key: str | None = None,
         port: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.answer, self.trouble, self.change, self.tokenizer, self.key = answer, trouble, change, tokenizer, key
         self.cards = list(cards or [{"id": "small", "root": "/models/small", "max_model_len": context}])
@@ -77,8 +78,8 @@ class FakeVllm:
         self.posts: Routes = {"/v1/completions": self.complete, "/tokenize": self.tokenize}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._server = QuietServer(("127.0.0.1", port), _handler_for(self))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = QuietServer((host, port), _handler_for(self))
+        self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> FakeVllm:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

@@ -82,3 +82,13 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def node_of(made: Machines, process: int) -> Any:
+    """The node of the cluster that a rank is on: its raylet is one of its ancestors."""
+    ancestors = set()
+    while process > 1:
+        ancestors.add(process)
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    raylets = {info.process.pid: node for node in made.nodes for info in node.all_processes["raylet"]}
+    return next(node for pid, node in raylets.items() if pid in ancestors)

@@ -6,16 +6,14 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import TESTS, Machines, end_of, is_alive, machines, recipe_of, wait_until
+from clusters import Machines, end_of, is_alive, machines, node_of, recipe_of, wait_until
 
-from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
@@ -151,16 +149,6 @@ def test_no_rank_outlives_the_command(number: signal.Signals, two_nodes: Machine
     wait_until(lambda: not any(map(is_alive, ranks)), 60)
 
 
-def node_of(made: Machines, process: int) -> Any:
-    """The node of the cluster that a rank is on: its raylet is one of its ancestors."""
-    ancestors = set()
-    while process > 1:
-        ancestors.add(process)
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    raylets = {info.process.pid: node for node in made.nodes for info in node.all_processes["raylet"]}
-    return next(node for pid, node in raylets.items() if pid in ancestors)
-
-
 @pytest.fixture
 def own_nodes(request: pytest.FixtureRequest) -> Iterator[Machines]:
     with machines(request.param) as made:
@@ -213,32 +201,6 @@ def test_a_process_that_hangs_is_started_again(
     seconds = seconds_until_recovered(run, error, stopped)
     print(f"\nrank 1 stopped: the next step was trained {seconds:.1f} s later, 5 of them the time-out")
     assert seconds < 65
-
-
-def test_a_server_that_is_killed_is_started_again(two_nodes: Machines, tmp_path: Path) -> None:
-    """The stand-in of the engine's tests in vLLM's place, which rank 0 starts for both; they go on with another one."""
-    program = TESTS / "engines" / "fake_server_process.py"
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} {program} "$@"\n')
-    python.chmod(0o755)
-    note, run = tmp_path / "note", tmp_path / "runs" / "it"
-    recipe = recipe_of("waits", after=6, note=str(note))
-    engine = {"name": "vllm", "retries": 0, "timeout_seconds": 120}
-    recipe.rollout.engine = Word(**engine)
-    process = two_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=str(python))
-    wait_until((tmp_path / "note-1").is_file, process=process)
-    first = int((run / "pid").read_text())
-    os.kill(first, signal.SIGKILL)
-    (tmp_path / "note-go").touch()
-    code, error = end_of(process)
-    assert code == 0, error
-    assert "the vLLM server" in error
-    assert re.search(r"All processes start again from the checkpoint of step [12] \(1 of 3 times\)", error), error
-    rollouts = RolloutStore(run / "rollouts.db", read_only=True).count_training()
-    assert rollouts == dict.fromkeys(range(1, STEPS + 1), 8)
-    last = int((run / "pid").read_text())
-    assert last != first
-    wait_until(lambda: not is_alive(last), 30)
 
 
 def test_one_process(two_nodes: Machines, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from posttrain.errors import MissingExtra, PeerFailure, UsageError
+from posttrain.errors import MissingExtra, PeerFailure, RecipeError, UsageError
 from posttrain.runs.children import End
 from posttrain.runs.cluster import launcher
 from posttrain.runs.cluster.launcher import train_on_cluster
 from posttrain.runs.cluster.reports import Reading, reporting
+from posttrain.runs.cluster.servers import NO_SERVERS, Fleet, Servers, fleet_of
 from posttrain.runs.launch import launch
 from posttrain.store.headline import ACCURACY
 from posttrain.train.distributed import LOOPBACK, Meeting
@@ -56,7 +57,8 @@ def test_restarts_are_rays() -> None:
 def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
     recipe, events, here = make_recipe("sft", scale=RAY), Events(), Meeting.open(2)
     report = reporting(Meeting(0, 2, here.store))
-    reading = Reading(here, recipe, events)
+    ordered: list[Any] = []
+    reading = Reading(here, recipe, events, ordered.append)
     told: list[tuple[str, dict[str, Any]]] = [
         ("start", {"recipe": recipe, "steps": 3, "dropped": {"too long": 2}, "resumed_from": None}),
         ("evaluation", {"step": 0, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.25}}),
@@ -123,6 +125,9 @@ class FakeRanks:
     def failed(self) -> bool:
         return any(end.code != 0 for end in self.ended.values())
 
+    def place(self, number: int, order: Any) -> Any:
+        raise AssertionError("no server was ordered")
+
     def start(self, folder: Path, port: int) -> None:
         meeting = Meeting(0, 2, dist.TCPStore(LOOPBACK, port, 2, is_master=False))
         self.tasks.append(meeting.take())
@@ -144,8 +149,9 @@ class FakeCluster:
         self.attempts, self.tasks = list(attempts), list[dict[str, Any]]()
 
     @contextmanager
-    def placed(self, size: int, device: str, should_stop: Callable[[], bool]) -> Iterator[FakeRanks]:
+    def placed(self, size: int, device: str, should_stop: Callable[[], bool], fleet: Fleet) -> Iterator[FakeRanks]:
         assert size == 2
+        assert fleet == NO_SERVERS
         yield FakeRanks(self.attempts.pop(0), self.tasks)
 
 
@@ -203,3 +209,64 @@ def test_what_is_lost_starts_again_so_often_and_an_error_of_its_own_never(
     often = f"It was started again {restarts} time{'s' * (restarts != 1)} (scale.restarts)"
     assert (often in str(failure.value)) == is_loss
     assert [line[-len("(1 of 2 times)") :] for line in lines] == [f"({n} of 2 times)" for n in range(1, attempts)]
+
+
+class FakePlaced:
+    """A server of which ``told`` is known, one thing a look."""
+
+    def __init__(self, *told: dict[str, Any] | None) -> None:
+        self.told, self.has_ended = list(told), False
+
+    def look(self) -> dict[str, Any] | None:
+        return self.told.pop(0) if self.told else None
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+def test_a_server_is_started_as_ordered_and_said_where_all_look() -> None:
+    """The second order ends the first server, whose end nobody is told of any more."""
+    meeting = Meeting.open(1)
+    first, second = FakePlaced(None, {"url": "http://a:1"}), FakePlaced({"url": "http://b:2"}, None, {"why": "gone"})
+    placed, ordered = [first, second], []
+
+    def place(number: int, order: Any) -> Any:
+        ordered.append((number, order["generation"]))
+        return placed.pop(0)
+
+    servers = Servers(meeting, place)
+    servers.order({"number": 3, "generation": 1})
+    servers.look()
+    assert meeting.said("server 3/1") is None
+    servers.look()
+    assert meeting.said("server 3/1") == {"url": "http://a:1"}
+    servers.order({"number": 3, "generation": 2})
+    assert first.has_ended
+    for _ in range(3):
+        assert meeting.said("lost 3/2") is None
+        servers.look()
+    assert meeting.said("server 3/2") == {"url": "http://b:2"}
+    assert meeting.said("lost 3/2") == {"why": "gone"}
+    assert meeting.said("lost 3/1") is None
+    assert second.has_ended
+    servers.look()
+    assert ordered == [(3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "rollout", "expected"),
+    [
+        ({}, {}, Fleet(1, 0)),
+        ({"servers": 3}, {}, Fleet(3, 0)),
+        ({"servers": 2, "gpus": [0, 1, 2, 3]}, {}, Fleet(2, 2)),
+        ({"url": "http://127.0.0.1:9"}, {}, NO_SERVERS),
+        ({"colocate": True}, {}, NO_SERVERS),
+        ({"servers": 2}, {"staleness": 1}, NO_SERVERS),
+    ],
+)
+def test_the_servers_that_are_placed(options: dict[str, Any], rollout: dict[str, Any], expected: Fleet) -> None:
+    recipe = make_recipe("grpo", rollout={"engine": {"name": "vllm", **options}, **rollout})
+    assert fleet_of(recipe) == expected
+    assert fleet_of(make_recipe("grpo")) == fleet_of(make_recipe("sft")) == NO_SERVERS
+    with pytest.raises(RecipeError, match=r"rollout\.engine\.gpus: 1 GPUs cannot be shared out among 2 servers"):
+        fleet_of(make_recipe("grpo", rollout={"engine": {"name": "vllm", "servers": 2, "gpus": [1]}}))

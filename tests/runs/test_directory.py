@@ -247,6 +247,8 @@ def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
 def test_discarding_takes_our_files_and_leaves_others(tmp_path: Path) -> None:
     for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "checkpoints").mkdir(parents=True)
+        (folder / "server-1" / "served").mkdir(parents=True)
+        (folder / "server-1" / "vllm.log").touch()
         directory = RunDirectory(folder)
         directory.write_status(RunStatus("running", 0, 1, 1, "here", 1.0))
         directory.log("started")

@@ -51,6 +51,15 @@ class Engine(ABC):
     folder: Path | None = None
     world: World = ONE
 
+    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
+        """The engine where it is to work; ``is_placed``: its servers are ordered of who started the processes.
+
+        Raises:
+            UsageError: what it needs is not there.
+        """
+        self.folder, self.world = folder, world
+        return self
+
     @property
     def context_tokens(self) -> int:
         """Of a prompt and its completion together, as many as the model takes."""

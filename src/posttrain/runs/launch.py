@@ -253,6 +253,7 @@ def follow() -> int:
         recipe = validate_recipe(task["recipe"], is_own=False).resolve()
         from posttrain.train.loop import train
 
+        world.starts_servers = task.get("servers", False)
         shared: dict[str, Any] = {"resume": task["resume"], "should_stop": should_stop, "world": world}
         reports = world.is_main and task.get("reports", False)
         if reports:

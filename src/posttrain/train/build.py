@@ -186,8 +186,7 @@ class EngineSite:
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""
         built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        built.folder, built.world = self.folder, self.world
-        return built
+        return built.settle(self.folder, self.world, self.world.starts_servers and where == "rollout.engine")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ stand with that section (``recipes/sections``), those about a loaded model in ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -190,8 +190,9 @@ def _of_engines(w: Words) -> Iterator[Rule]:
     yield unclear, "eval.engine", own
     ahead = w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
     apart = bool(w.recipe.eval.every) and (ahead or w.recipe.eval.beside)
-    url = w.engine_options.get("url")
-    same = evaluating is None or (evaluating.name == w.engine.name and url and evaluating.options.get("url") == url)
+    same = evaluating is None or (
+        evaluating.name == w.engine.name and bool(_urls(w.engine_options) & _urls(evaluating.options))
+    )
     theirs = (
         f": the server of rollout.engine {w.engine.name!r} is given weights by the process that samples, and an "
         "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
@@ -202,6 +203,11 @@ def _of_engines(w: Words) -> Iterator[Rule]:
     yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
     turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
     yield partial and not unplayed, "rollout.partial", turns
+
+
+def _urls(options: Mapping[str, Any]) -> set[str]:
+    url = options.get("url") or []
+    return set(url if isinstance(url, list) else [url])
 
 
 def _of_rollouts(w: Words) -> Iterator[Rule]:

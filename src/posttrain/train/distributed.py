@@ -119,6 +119,17 @@ class Meeting:
             self.num_reports += 1
             yield event, facts
 
+    def say(self, key: str, value: Any) -> None:
+        """That process: leave something for all."""
+        self.store.set(f"said {key}", json.dumps(value))
+
+    def said(self, key: str) -> Any:
+        """What that process has left under a key; None: nothing yet."""
+        with suppress(dist.DistError, RuntimeError):  # it may be gone, and then all end
+            if self.store.check([f"said {key}"]):
+                return json.loads(self.store.get(f"said {key}"))
+        return None
+
     def fail(self, rank: int, message: str, exit_code: int, is_loss: bool = False) -> None:
         """Leave why a rank failed (``PeerFailure``); what was left first stays."""
         with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
@@ -269,6 +280,14 @@ class Processes(World):
     def agree(self, flag: bool, what: str) -> bool:
         """See ``World.agree``."""
         return any(self.gather([flag], what))
+
+    def order(self, facts: Mapping[str, Any]) -> None:
+        """See ``World.order``."""
+        self._meeting.report("order", facts)
+
+    def delivered(self, key: str) -> Any:
+        """See ``World.delivered``."""
+        return self._meeting.said(key)
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:

@@ -29,6 +29,7 @@ from posttrain.engines.vllm.protocol import (
     seed_of,
 )
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.option_types import Few
 from posttrain.registry import register
 from posttrain.types import Completion
 
@@ -48,7 +49,8 @@ def vllm(
     model: Any,
     tokenizer: Any,
     *,
-    url: ServerUrl | None = None,
+    url: ServerUrl | list[ServerUrl] | None = None,
+    servers: Few = 1,
     checkpoint: str | None = None,
     served_name: str | None = None,
     timeout_seconds: float = 900.0,
@@ -78,31 +80,70 @@ def vllm(
     variable POSTTRAIN_VLLM names: on ``port`` (0: a free one), ``gpus``, a share ``gpu_memory`` of these, in ``dtype``,
     for ``max_model_len`` tokens, ``eager`` to compile nothing. It is started again at most ``restarts`` times.
 
+    Several servers divide a batch: those of a list of urls, or ``servers`` of the run's own, which share ``gpus`` out
+    and listen on ``port`` and those behind it. Each has every version of the weights before it answers.
+
     ``colocate`` builds vLLM in the trainer's own process and on its device instead, with weights by reference; on a GPU
     it sleeps while the trainer computes, and ``gpu_memory`` is 0.3 by default.
 
-    ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt
-    may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an evaluation top-k
-    and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
+    ``concurrency`` requests are under way at a time, at each server; one that fails is repeated up to ``retries``
+    times, an attempt may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an
+    evaluation top-k and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
 
     A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
     and a token may turn over with the rounding of what is computed beside it.
     """
     if colocate:
         return _colocated(dict(locals()))
-    wanted: tuple[str, ...] = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
-    asking |= {"logprobs": logprobs, "tolerance": tolerance}
-    if model is not None:
-        from posttrain.engines.vllm.follow import FollowingEngine, Own
+    asking |= {"logprobs": logprobs, "tolerance": tolerance, "wanted": () if served_name is None else (served_name,)}
+    urls = _checked_urls(url, servers, model is not None)
+    if model is None:
+        return _of_a_model_on_disk(urls, tokenizer, checkpoint, asking)
+    from posttrain.engines.vllm.follow import Own
 
-        own = Own(port, tuple(gpus or ()), gpu_memory, dtype, max_model_len, eager, restarts)
-        return FollowingEngine(model, tokenizer, url, own, collectives, wanted=wanted, **asking)
-    if checkpoint is not None and served_name is None:
+    own = Own(port, tuple(gpus or ()), gpu_memory, dtype, max_model_len, eager, restarts)
+    return _following(model, tokenizer, urls if servers == 1 else [None] * servers, own, collectives, asking)
+
+
+def _following(
+    model: Any, tokenizer: Any, urls: Sequence[str | None], own: Any, collectives: Any, asking: dict[str, Any]
+) -> Engine:
+    """What asks servers whose weights follow; None instead of a url: one of the run's own."""
+    if len(urls) == 1:
+        from posttrain.engines.vllm.follow import FollowingEngine
+
+        return FollowingEngine(model, tokenizer, urls[0], own, collectives, **asking)
+    from posttrain.engines.vllm.fleet import following_fleet
+
+    return following_fleet(model, tokenizer, urls, own, collectives, **asking)
+
+
+def _checked_urls(url: str | list[str] | None, servers: int, trains: bool) -> Sequence[str | None]:
+    """Of the servers that run; None alone: the run has its own, or the usual place is meant."""
+    if servers == 1 and not isinstance(url, list):
+        return [url]
+    from posttrain.engines.vllm.fleet import check_servers
+
+    urls: Sequence[str | None] = url if isinstance(url, list) else [url]
+    check_servers(urls, servers, trains)
+    return urls
+
+
+def _of_a_model_on_disk(
+    urls: Sequence[str | None], tokenizer: Any, checkpoint: str | None, asking: dict[str, Any]
+) -> Engine:
+    """What asks servers that were started with their weights; ``asking``: as of ``VllmEngine``."""
+    if checkpoint is not None and not asking["wanted"]:
         from posttrain.engines.vllm.command import served_names  # needs transformers, which a list of words does not
 
-        wanted = served_names(checkpoint)
-    return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, wanted=wanted, **asking)
+        asking = asking | {"wanted": served_names(checkpoint)}
+    engines = [VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, **asking) for url in urls]
+    if len(engines) == 1:
+        return engines[0]
+    from posttrain.engines.vllm.fleet import AskedFleet
+
+    return AskedFleet(engines)
 
 
 def _colocated(options: dict[str, Any]) -> Engine:
@@ -142,6 +183,14 @@ class VllmEngine(Engine):
         self.logprobs, self.tolerance = logprobs, tolerance
         self._served: ServedModel | None = None
         self._mode: LogprobsMode | None = None
+        self._server: HttpServer | None = None
+        self.is_hung_up = False
+
+    def hang_up(self) -> None:
+        """From another thread: what this one asks fails now, and until ``is_hung_up`` is taken back."""
+        self.is_hung_up = True
+        if self._server is not None:
+            self._server.close()
 
     @property
     def context_tokens(self) -> int:
@@ -183,12 +232,15 @@ class VllmEngine(Engine):
         return [[next(completions) for _ in row] for row in keys]
 
     def _open(self) -> HttpServer:
-        return HttpServer(
+        self._server = HttpServer(
             self.url,
             timeout_seconds=self.timeout_seconds,
             retries=self.retries,
             token=key_for(self.url, "engine.url", KEY_VARIABLE),
         )
+        if self.is_hung_up:
+            self._server.close()
+        return self._server
 
     def _connect(self, server: HttpServer) -> ServedModel:
         """The model that is asked; found at first, and found unchanged afterwards."""

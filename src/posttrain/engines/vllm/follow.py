@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.vllm.command import ServerOptions, server_command
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.http import HttpServer
@@ -29,6 +29,10 @@ from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
 from posttrain.engines.weights import checkpoint_weights, save_without_weights
 from posttrain.errors import EngineLost, EngineMismatch, RunFailure, UsageError
 from posttrain.types import Completion
+from posttrain.world import World
+
+if TYPE_CHECKING:
+    from posttrain.engines.vllm.placed import PlacedServer
 
 Result = TypeVar("Result")
 SERVED = "policy"
@@ -67,19 +71,33 @@ class FollowingEngine(VllmEngine):
         if own.restarts < 0:
             raise UsageError(f"engine.restarts: {own.restarts}; give 0 or more")
         self.own = own if url is None else None
-        self._python = None if url is not None else interpreter()  # missed before anything is trained
         port = free_port(own.port) if url is None else 0
         names = (SERVED,) if url is None else wanted
         super().__init__(url or f"http://127.0.0.1:{port}", model=model, tokenizer=tokenizer, wanted=names, **asking)
         self.dtype: torch.dtype = getattr(torch, own.dtype)
         on_gpu = next(model.parameters()).device.type == "cuda"
         self.collectives: Collectives = ("nccl" if on_gpu else "gloo") if collectives == "auto" else collectives
-        self.process: OwnServer | None = None
+        self.process: OwnServer | PlacedServer | None = None
         self.version = -1  # the server has been given nothing yet
         self.restarts = 0
         self._port, self._token = port, secrets.token_hex(4)
         self._sender: WeightSender | None = None
         self._notices: list[str] = []
+
+    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
+        """See ``Engine.settle``; one server that is placed elsewhere is a fleet of one."""
+        super().settle(folder, world)
+        if self.own is None:
+            return self
+        if not is_placed:
+            interpreter()  # missed before anything is trained
+            return self
+        from posttrain.engines.vllm.fleet import following_fleet
+
+        asking = {name: getattr(self, name) for name in ("timeout_seconds", "concurrency", "retries")}
+        asking |= {"logprobs": self.logprobs, "tolerance": self.tolerance}
+        fleet = following_fleet(self.model, self.tokenizer, [None], self.own, self.collectives, **asking)
+        return fleet.settle(folder, world, is_placed)
 
     def sync(self, version: int) -> None:
         """See ``Engine.sync``. The first one starts the server, where the run has one of its own.
@@ -100,15 +118,15 @@ class FollowingEngine(VllmEngine):
         """See ``Engine.generate``."""
         if self.version < 0:
             self.sync(0)
-        asked = super().generate
+        return self._alive(lambda: self.ask(prompts, keys, sampling))
 
-        def work() -> list[list[Completion]]:
-            self._check_label()
-            groups = asked(prompts, keys, sampling)
-            self._check_label()
-            return groups
-
-        groups = self._alive(work)
+    def ask(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """As ``generate``, of a server that has been given weights; nothing is done about one that fails."""
+        self._check_label()
+        groups = super().generate(prompts, keys, sampling)
+        self._check_label()
         return [[replace(completion, version=self.version) for completion in group] for group in groups]
 
     def take_notices(self) -> list[str]:
@@ -165,31 +183,40 @@ class FollowingEngine(VllmEngine):
                 self._end_server()
 
     def _start(self) -> None:
+        self._launch()
+        assert self.process is not None
+        try:
+            self.process.wait()
+        except BaseException:
+            self._end_server()
+            raise
+
+    def _launch(self) -> None:
+        """Start a server and do not wait until it is ready."""
+        model, options = self._to_be_served()
+        command = server_command(str(model), replace(options, interpreter=interpreter()))
+        process = OwnServer(command, self.url, model.parent / "vllm.log")
+        process.start()
+        self.process = process
+
+    def _to_be_served(self) -> tuple[Path, ServerOptions]:
+        """A folder with what a server needs to know of the model, and how it is started."""
         assert self.own is not None
         folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
         model = folder / "served"
         save_without_weights(self.model, self.tokenizer, model)
-        options = ServerOptions(
+        return model, ServerOptions(
             port=self._port,
             dtype=self.own.dtype,
             max_model_len=self.own.max_model_len,
             gpu_memory=self.own.gpu_memory,
             gpus=self.own.gpus,
             eager=self.own.eager,
-            interpreter=self._python,
             follows=True,
             empty=True,
             name=SERVED,
             whole_prompts=not self.own.gpus and next(self.model.parameters()).device.type == "cpu",
         )
-        process = OwnServer(server_command(str(model), options), self.url, folder / "vllm.log")
-        try:
-            process.start()
-            process.wait()
-        except BaseException:
-            process.stop()
-            raise
-        self.process = process
 
     def _transfer(self, version: int) -> None:
         with self._open() as server:

@@ -23,6 +23,7 @@ PYTHON_VARIABLE = "POSTTRAIN_VLLM"
 START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
 LOOK_SECONDS = 0.2
 END_SECONDS = keeper.GRACE_SECONDS + 10.0
+MAX_PORT = 65535
 TAIL_BYTES, TAIL_LINES = 8192, 12
 # What a launcher of many processes tells each of them about its place, and a server would take for its own.
 _PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,14 +48,17 @@ def interpreter() -> str:
     return str(Path(path).absolute())  # not resolved: a virtual environment's python is a link out of it
 
 
-def free_port(wanted: int) -> int:
-    """``wanted``, or one that is free (0).
+def free_port(wanted: int, address: str = "127.0.0.1") -> int:
+    """``wanted``, or one that is free (0), of an address of this machine.
 
     Raises:
-        UsageError: something else listens there.
+        UsageError: something else listens there, or there is no such port.
     """
+    if not 0 <= wanted <= MAX_PORT:
+        raise UsageError(f"engine.port: {wanted} is no port; give 1 to {MAX_PORT}, or 0 for any that is free")
     try:
-        with socket.create_server(("127.0.0.1", wanted)) as free:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, wanted), family=family) as free:
             return int(free.getsockname()[1])
     except OSError as error:
         raise UsageError(

@@ -17,6 +17,7 @@ from posttrain.errors import PeerFailure, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import End
 from posttrain.runs.cluster.reports import Reading
+from posttrain.runs.cluster.servers import Servers, fleet_of
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.train.distributed import Meeting
 from posttrain.train.files import Observer
@@ -66,14 +67,17 @@ def _attempt(
     cluster: Cluster, task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
     size, folder = recipe.scale.processes, Path(task["folder"])
-    with cluster.placed(size, recipe.model.device, should_stop) as ranks:
+    fleet = fleet_of(recipe)
+    with cluster.placed(size, recipe.model.device, should_stop, fleet) as ranks:
         meeting = Meeting.open(size, cluster.host)
-        meeting.give(task)
+        meeting.give({**task, "servers": fleet.size > 0})
         ranks.start(folder, meeting.port)
-        reading = Reading(meeting, recipe, observer)
+        servers = Servers(meeting, ranks.place)
+        reading = Reading(meeting, recipe, observer, servers.order)
         while ranks.working and not ranks.failed and reading.result is None:
             ranks.look(LOOK_SECONDS, should_stop())
             reading.read()
+            servers.look()
         _settle(ranks, meeting, reading)
         if reading.result is not None:  # a process that ends badly behind its work takes nothing back
             return TrainResult(**reading.result)

@@ -1,8 +1,8 @@
-"""The one door to Ray: a cluster is joined, processes of a run are placed on its nodes, started, watched and ended.
+"""The one door to Ray: a cluster is joined, a run's processes and servers are placed on its nodes, watched and ended.
 
 A Ray actor per process starts it on its node as the launcher ``local`` does on this machine (``runs/children.py``), so
 that it ends with the actor, and the actor with this process. What goes through Ray is numbers and text: which node,
-which command, which exit code.
+which command, which exit code. A server has an actor, too, which starts it through its keeper (``engines/vllm/``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain import __version__
-from posttrain.errors import PeerFailure, StorageError, UsageError
+from posttrain.engines.vllm.command import ServerOptions, server_command
+from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
+from posttrain.errors import PeerFailure, RunFailure, StorageError, UsageError
 from posttrain.runs.children import FOLLOW, Child, End, end_at_once, how_it_ended, start_child
+from posttrain.runs.cluster.servers import NO_SERVERS, PROOF, Fleet
 from posttrain.store.durable import ASIDE, storage_errors
 from posttrain.world import local_size
 
@@ -102,6 +105,96 @@ class Actor:
             end_at_once(self.child)
 
 
+class ServerActor:
+    """On a node, in a process of Ray's: starts a vLLM server there, which ends with it, and watches it."""
+
+    server: OwnServer | None = None
+    url = ""
+
+    def serve(self, order: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        """Start it and wait until it is well: its ``url``; or a ``problem`` that the user has to mend, or ``why`` not.
+
+        Args:
+            order: of ``PlacedServer``. variables: of the environment, where this node does not have its own.
+        """
+        if __version__ != order["version"]:
+            return {"problem": f"{self._node()} has posttrain {__version__}, and the head {order['version']}"}
+        if not _is_shared(str(Path(order["model"]) / PROOF), order["proof"]):
+            return {"problem": f"{self._node()} does not see {order['model']}, which all nodes share"}
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.pop(name, None)  # Ray's own
+        os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        try:
+            self._start(order)
+            assert self.server is not None
+            self.server.wait()
+        except UsageError as error:
+            return {"problem": f"{self._node()}: {error}"}
+        except (RunFailure, OSError) as error:
+            return {"why": f"{self._node()}: {error}"}
+        return {"url": self.url}
+
+    def _start(self, order: Mapping[str, Any]) -> None:
+        address = ray.util.get_node_ip_address()
+        gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+        options = ServerOptions(**order["options"])
+        port = free_port(options.port, address)
+        options = replace(options, host=address, port=port, gpus=gpus, interpreter=interpreter())
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        log = Path(order["model"]).parent / "vllm.log"
+        self.server = OwnServer(server_command(order["model"], options), self.url, log)
+        self.server.start()
+
+    def look(self, seconds: float) -> dict[str, Any]:
+        """``why`` it has ended, if it does within ``seconds``."""
+        assert self.server is not None
+        deadline = time.monotonic() + seconds
+        while self.server.pid is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = f"{self._node()}: the vLLM server at {self.url} has ended. {self.server.tail()}"
+        return {} if self.server.pid is not None else {"why": ended}
+
+    def end(self) -> None:
+        """End it, with what it has started."""
+        if self.server is not None:
+            self.server.stop()
+
+    def _node(self) -> str:
+        return f"node {ray.util.get_node_ip_address()} of the cluster"
+
+
+class Placed:
+    """A server that an actor has, or is about to start."""
+
+    def __init__(self, actor: Any, order: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        self.actor, self._is_there, self._url = actor, False, ""
+        self._deadline = time.monotonic() + PLACE_SECONDS + START_SECONDS
+        self._here = actor.end.remote()  # answers as soon as there is an actor
+        self._asked = actor.serve.remote(order, variables)
+
+    def look(self) -> dict[str, Any] | None:
+        """What is new: its ``url``, the ``problem`` that it cannot be started for, or ``why`` it is gone."""
+        if not self._is_there:
+            self._is_there = bool(ray.wait([self._here], timeout=0)[0])
+            if not self._is_there and time.monotonic() > self._deadline:
+                return {"why": f"in {PLACE_SECONDS + START_SECONDS:g} s no node of the cluster had room for it"}
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return None
+        try:
+            told: dict[str, Any] = ray.get(self._asked)
+        except RayError as error:
+            return {"why": f"the node of the server {self._url}, or Ray's worker there, is gone: {_reason(error)}"}
+        self._url = told.get("url", self._url)
+        self._asked = self.actor.look.remote(LOOK_SECONDS)
+        return told or None
+
+    def end(self) -> None:
+        """End it, and the actor."""
+        ray.wait([self.actor.end.remote()], timeout=END_SECONDS)
+        ray.kill(self.actor)
+
+
 def _is_shared(file: str, content: str) -> bool:
     deadline = time.monotonic() + SHARED_SECONDS
     while True:
@@ -125,16 +218,22 @@ class Cluster:
     cause: str = ""
 
     @contextmanager
-    def placed(self, size: int, device: str, should_stop: Callable[[], bool]) -> Iterator[Ranks]:
+    def placed(
+        self, size: int, device: str, should_stop: Callable[[], bool], fleet: Fleet = NO_SERVERS
+    ) -> Iterator[Ranks]:
         """Room for ``size`` processes inside the block, one GPU or CPU each; those of one node have ranks in a row.
+
+        And for the servers of a ``fleet``, each with its GPUs on one node, or with a CPU.
 
         Raises:
             UsageError: the cluster has no room, or none that is free. PeerFailure: the same, where ``cause`` is given.
         """
         kind = "GPU" if device.startswith("cuda") or (device == "auto" and self._count("GPU")) else "CPU"
-        if self._count(kind) < size and not self.cause:
-            raise self._refusal(size, kind, "")
-        group = placement_group([{kind: 1}] * size, strategy="PACK")
+        per_server = {"GPU": fleet.gpus or 1} if fleet.gpus or kind == "GPU" else {"CPU": 1}
+        bundles = [{kind: 1}] * size + [per_server] * fleet.size
+        if not self.cause and any(self._count(what) < number for what, number in _sum(bundles).items()):
+            raise self._refusal(size, bundles, "")
+        group = placement_group(bundles, strategy="PACK")
         actors: list[Any] = []
         try:
             deadline = time.monotonic() + PLACE_SECONDS
@@ -142,18 +241,17 @@ class Cluster:
                 if should_stop():
                     raise KeyboardInterrupt
                 if time.monotonic() > deadline:
-                    raise self._refusal(size, kind, f" In {PLACE_SECONDS:g} s they did not become free.")
-            for index in range(size):
-                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-                resources = {"num_cpus": int(kind == "CPU"), "num_gpus": int(kind == "GPU")}
-                actors.append(ray.remote(Actor).options(scheduling_strategy=place, **resources).remote())
-            yield self._ordered(actors)
+                    raise self._refusal(size, bundles, f" In {PLACE_SECONDS:g} s they did not become free.")
+            actors += [_actor(Actor, group, index, bundles[index]) for index in range(size)]
+            ranks = self._ordered(actors)
+            ranks.start_server = lambda number: _actor(ServerActor, group, size + number - 1, per_server)
+            yield ranks
         finally:
             if actors:
                 ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
             for actor in actors:
                 ray.kill(actor)
-            remove_placement_group(group)
+            remove_placement_group(group)  # with the actors of servers, and these end with theirs
 
     def _ordered(self, actors: list[Any]) -> Ranks:
         try:
@@ -172,14 +270,18 @@ class Cluster:
     def _count(self, kind: str) -> int:
         return int(ray.cluster_resources().get(kind, 0))
 
-    def _refusal(self, size: int, kind: str, waited: str) -> UsageError | PeerFailure:
+    def _refusal(self, size: int, bundles: Sequence[dict[str, int]], waited: str) -> UsageError | PeerFailure:
+        needs, servers = _sum(bundles), len(bundles) - size
+        kind = next((kind for kind in needs if self._count(kind) < needs[kind]), next(iter(needs)))
+        what = f"{size} of them" + (f" and {servers} server{'s' * (servers > 1)} (rollout.engine)" if servers else "")
+        has = f"{self._count(kind)}{f' {kind}s' if len(needs) > 1 else ''}"
         alive = [node for node in ray.nodes() if node["Alive"]]
         rows = [f"{node['NodeManagerAddress']} {node['Resources'].get(kind, 0):g}" for node in alive]
         free = ray.available_resources().get(kind, 0)
         return self.problem(
-            f"scale.processes: {size} of them need {size} {kind}s, and the cluster at {self.address} has "
-            f"{self._count(kind)} ({free:g} free; by node: {', '.join(rows)}).{waited} Give fewer "
-            f"processes, or add nodes with `ray start --address {self.address}`"
+            f"scale.processes: {what} need {' and '.join(f'{n} {k}s' for k, n in needs.items())}, and the cluster at "
+            f"{self.address} has {has} ({free:g} free; by node: {', '.join(rows)}).{waited} Give fewer "
+            f"processes{' or servers' if servers else ''}, or add nodes with `ray start --address {self.address}`"
         )
 
     def problem(self, text: str, is_loss: bool = False) -> UsageError | PeerFailure:
@@ -195,6 +297,14 @@ class Ranks:
         self.actors, self.places = actors, places
         self.working, self.ended = set(range(len(actors))), dict[int, End]()
         self._cluster, self._asked = cluster, dict[Any, int]()
+        self.start_server: Callable[[int], Any]
+
+    def place(self, number: int, order: Mapping[str, Any]) -> Placed:
+        """Start the server of a number, as the ``order`` of rank 0 says, wherever there is room for it."""
+        proof = Path(order["model"]) / PROOF
+        with storage_errors("run", proof):
+            told = {**order, "proof": proof.read_text(encoding="utf-8"), "version": __version__}
+        return Placed(self.start_server(number), told, _passed_on())
 
     @property
     def failed(self) -> bool:
@@ -229,7 +339,6 @@ class Ranks:
 
     def _variables(self, port: int) -> Iterator[dict[str, str]]:
         """What each process is told of its place, as torchrun tells it."""
-        passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
         shared = {"MASTER_ADDR": self._cluster.host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(self.actors))}
         shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 finds the store there, too, and opens none
         sizes, before = Counter(place["node"] for place in self.places), Counter[str]()
@@ -239,7 +348,7 @@ class Ranks:
             gpus = [gpu for other in self.places if other["node"] == node for gpu in other["gpus"]]
             before[node] += 1
             seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}  # all of its node's; LOCAL_RANK says which
-            yield passed | shared | {name: str(value) for name, value in own.items()} | seen
+            yield _passed_on() | shared | {name: str(value) for name, value in own.items()} | seen
 
     def look(self, seconds: float, stop: bool) -> None:
         """See who has ended, for ``seconds`` at most. ``stop``: rank 0 is to save and end, and the others with it."""
@@ -257,6 +366,25 @@ class Ranks:
             if answer is not None:
                 self.ended[rank] = End(*answer)
                 self.working.discard(rank)
+
+
+def _actor(kind: type, group: Any, index: int, resources: Mapping[str, int]) -> Any:
+    """One that has a bundle of a placement group for itself."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    needs = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
+    return ray.remote(kind).options(scheduling_strategy=place, **needs).remote()
+
+
+def _sum(bundles: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for bundle in bundles:
+        total.update(bundle)
+    return dict(total)
+
+
+def _passed_on() -> dict[str, str]:
+    """What of this process's environment the others get."""
+    return {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
 
 
 @contextmanager

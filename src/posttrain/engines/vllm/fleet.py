@@ -1,0 +1,420 @@
+"""Several vLLM servers as one engine: a batch is divided among them, and each has the weights before it answers.
+
+The division is by place in the batch alone, in pieces of a row, so that most answers to one prompt come from one server
+and its cache of prompts; a completion's seed belongs to its key, so which server draws it changes no seed. The weights
+go to one server after the other, and each is compared with the model afterwards (``follow.py``).
+
+A server of the run's own that fails is started again, while the others go on; what it had answered is kept, and the
+rest is asked again with the same seeds. Of several processes that train, rank 0 starts the servers; behind every batch
+all tell which ones they have lost, and then it starts these again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from posttrain.addresses import LOOPBACK, server_address
+from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
+from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.follow import FollowingEngine, Own
+from posttrain.engines.vllm.http import HttpServer
+from posttrain.engines.vllm.placed import PlacedServer, loss_of
+from posttrain.engines.vllm.protocol import CompletionRequest
+from posttrain.engines.vllm.server import free_port, interpreter
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.types import Completion
+from posttrain.world import World
+
+Result = TypeVar("Result")
+Groups = list[list[Completion]]
+LOOK_SECONDS = 1.0
+MOST_SERVERS = 1024
+
+
+class Lost(Exception):
+    """A batch is not complete, because servers of the run's own have failed."""
+
+
+def check_servers(urls: Sequence[str | None], servers: int, trains: bool) -> None:
+    """Refuse a fleet that cannot be one. ``urls``: of servers that run, or None alone for the run's own.
+
+    Raises:
+        UsageError: no url or one twice, a number of servers beside urls, or of servers that nobody starts.
+    """
+    stated = [url for url in urls if url is not None]
+    if not urls:
+        raise UsageError("engine.url: an empty list; give the servers that run, or leave it out")
+    if servers > 1 and (stated or not trains):
+        why = "engine.url names servers that run" if stated else "an evaluation starts none"
+        raise UsageError(f"engine.servers: {servers} are started by a run, and {why}; give engine.url alone")
+    if max(servers, len(urls)) > MOST_SERVERS:
+        raise UsageError(f"engine.{'url' if stated else 'servers'}: {max(servers, len(urls))}; {MOST_SERVERS} at most")
+    seen: dict[tuple[Any, ...], str] = {}
+    for url in stated:
+        scheme, host, port, prefix = server_address(url)
+        place = (LOOPBACK[0] if host in LOOPBACK else host, port or {"http": 80, "https": 443}[scheme], prefix)
+        if place in seen:
+            raise UsageError(f"engine.url: {seen[place]} and {url} are one server; name each of them once")
+        seen[place] = url
+
+
+def following_fleet(
+    model: Any,
+    tokenizer: Any,
+    urls: Sequence[str | None],
+    own: Own,
+    collectives: Literal["auto", "gloo", "nccl"],
+    **asking: Any,
+) -> FollowingFleet:
+    """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None.
+
+    Raises:
+        UsageError: GPUs that cannot be shared out, ports that are in use.
+    """
+    starts = urls[0] is None
+    shares = _shared_out(own, len(urls)) if starts else [own] * len(urls)
+    members = [
+        Member(model, tokenizer, url, share, collectives, **asking) for url, share in zip(urls, shares, strict=True)
+    ]
+    return FollowingFleet(members, own if starts else None)
+
+
+def _shared_out(own: Own, servers: int) -> list[Own]:
+    """How each of the run's own servers is started: its GPUs and its port."""
+    each, left = divmod(len(own.gpus), servers)
+    if left:
+        raise UsageError(
+            f"engine.gpus: {len(own.gpus)} GPUs cannot be shared out among {servers} servers; give {servers} or a "
+            "multiple (engine.servers)"
+        )
+    if len(set(own.gpus)) < len(own.gpus):
+        raise UsageError(f"engine.gpus: {list(own.gpus)} names one twice, and each of {servers} servers has its own")
+    ports: list[int] = []
+    while len(ports) < servers:
+        port = free_port(own.port + len(ports) if own.port else 0)
+        ports += [port] if port not in ports else []
+    return [replace(own, port=port, gpus=own.gpus[i * each : (i + 1) * each]) for i, port in enumerate(ports)]
+
+
+class AskedFleet(Engine):
+    """Servers of one model, which share a batch out."""
+
+    def __init__(self, members: Sequence[VllmEngine]) -> None:
+        self.members = members
+
+    @property
+    def context_tokens(self) -> int:
+        """What the server with the least room takes."""
+        return min(member.context_tokens for member in self.members)
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """See ``Engine.generate``."""
+        return self.ask(prompts, keys, sampling)
+
+    def ask(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """A batch, of all servers; each is told all prompts, so that a message names them by their number."""
+        total, size = sum(map(len, keys)), len(self.members)
+        shares: list[list[list[int]]] = [[[] for _ in keys] for _ in range(size)]
+        n = 0
+        for i, row in enumerate(keys):
+            for key in row:
+                shares[n * size // total][i].append(key)
+                n += 1
+        work = {
+            (piece + self.world.rank) % size: share for piece, share in enumerate(shares) if any(share) or not total
+        }
+        said = self._side_by_side({i: (prompts, share, sampling) for i, share in work.items()})
+        return [[one for i in work for one in said[i][n]] for n in range(len(keys))]
+
+    def _side_by_side(self, work: dict[int, tuple[Any, ...]]) -> dict[int, Groups]:
+        """What each member says to its work; the first failure that ends the batch ends all of it."""
+        for member in self.members:
+            member.is_hung_up = False
+        with ThreadPoolExecutor(max(1, len(work)), "servers") as pool:
+            try:
+                asked = {pool.submit(self._asked_of(i), *what): i for i, what in work.items()}
+                waiting: set[Future[Groups]] = set(asked)
+                while waiting:
+                    done, waiting = wait(waiting, LOOK_SECONDS, FIRST_COMPLETED)
+                    self._look()
+                    for future in sorted(done, key=asked.__getitem__):
+                        if (error := future.exception()) is not None:
+                            self._failed(asked[future], error)
+            except BaseException:
+                for member in self.members:
+                    member.hang_up()
+                raise
+        return {i: future.result() for future, i in asked.items() if future.exception() is None}
+
+    def _asked_of(self, number: int) -> Callable[..., Groups]:
+        return self.members[number].generate
+
+    def _look(self) -> None:
+        """Called every second while servers are asked."""
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        raise error
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Of whom a server is ordered, under which number, and where it listens (0: at a port that is free)."""
+
+    world: World
+    number: int
+    port: int
+
+
+class Member(FollowingEngine):
+    """One of several servers; see ``FollowingEngine``.
+
+    ``orders``: of whom it is ordered where this process does not start it; ``generation``: which one that is.
+    ``answered`` is what it has answered of a batch, and keeps until all of it is there. ``is_current``: it has been
+    given the weights of ``version``, and nothing is known against it.
+    """
+
+    def __init__(self, *arguments: Any, **asking: Any) -> None:
+        super().__init__(*arguments, **asking)
+        self.answered: dict[CompletionRequest, Completion] = {}
+        self.is_current = False
+        self.orders: Orders | None = None
+        self.generation = 0
+
+    def give_weights(self, version: int) -> None:
+        """Hand them over; a server that was just started is waited for."""
+        self.is_hung_up = False
+        if self.process is not None and not self.is_current:
+            self.process.wait()
+            self.url = self.process.url
+        self.is_current = False
+        self._transfer(version)
+        self.version, self.is_current = version, True
+
+    def launch(self) -> None:
+        """Start a server of the run's own in the place of the one before; it is not waited for."""
+        self._end_server()
+        self.is_current = False
+        self._launch()
+
+    def tail(self) -> str:
+        """The end of what its server said."""
+        return "" if self.process is None else self.process.tail()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What the other processes have to know to ask it."""
+        return self.url, self._token, self.version, self._served, self.generation
+
+    @place.setter
+    def place(self, told: tuple[Any, ...]) -> None:
+        self.url, self._token, self.version, self._served, self.generation = told
+
+    def loss(self) -> str | None:
+        """Why a server that was placed somewhere is gone, as who placed it says."""
+        return None if self.orders is None else loss_of(self.orders.world, f"{self.orders.number}/{self.generation}")
+
+    def _launch(self) -> None:
+        if self.orders is None:
+            return super()._launch()
+        model, options = self._to_be_served()
+        self.generation += 1
+        at = self.orders
+        process = PlacedServer(at.world, at.number, self.generation, str(model), replace(options, port=at.port))
+        process.start()
+        self.process = process
+
+    def _check_label(self) -> None:
+        """See ``FollowingEngine``; of a server that does not pass no answer is kept."""
+        try:
+            super()._check_label()
+        except RunFailure:
+            self.answered.clear()
+            raise
+
+    def _complete(self, server: HttpServer, numbered: tuple[int, CompletionRequest]) -> Completion:
+        request = numbered[1]
+        if request not in self.answered:
+            self.answered[request] = super()._complete(server, numbered)
+        return self.answered[request]
+
+
+class FollowingFleet(AskedFleet):
+    """Servers whose weights follow; ``own``: how the run's own are started, None for servers that the user started."""
+
+    members: Sequence[Member]
+
+    def __init__(self, members: Sequence[Member], own: Own | None) -> None:
+        super().__init__(members)
+        self.own, self.restarts = own, 0
+        self.version = -1
+        self._lost: dict[int, str] = {}
+        self._notices: list[str] = []
+
+    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
+        """See ``Engine.settle``."""
+        if self.own is None:
+            return super().settle(folder, world)
+        for number, member in enumerate(self.members):
+            if folder is not None:
+                member.folder = folder / f"server-{number + 1}"
+            if is_placed:
+                member.orders = Orders(world, number + 1, self.own.port + number if self.own.port else 0)
+        if not is_placed:
+            interpreter()  # missed before anything is trained
+            if not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
+                size = len(self.members)
+                raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
+        return super().settle(folder, world)
+
+    @property
+    def context_tokens(self) -> int:
+        """As the servers said when they were given weights: one that is lost since is found when it is asked."""
+        known = [member._served for member in self.members if member._served is not None]
+        return min(served.context or UNLIMITED_CONTEXT for served in known) if known else super().context_tokens
+
+    def sync(self, version: int) -> None:
+        """See ``Engine.sync``. The first one starts the servers, where the run has its own.
+
+        Raises:
+            UsageError: no server at an address, or one of another model or tokenizer, or that takes no weights.
+        """
+        if version == self.version:
+            return
+        if self.world.is_main:
+            self._hand_over(version, range(len(self.members)))
+        self._tell()
+        self.version = version
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """See ``Engine.generate``."""
+        if self.version < 0:
+            self.sync(0)
+        return self._until_answered(lambda: self.ask(prompts, keys, sampling))
+
+    def take_notices(self) -> list[str]:
+        """See ``Engine.take_notices``."""
+        said, self._notices = self._notices, []
+        return said
+
+    def close(self) -> None:
+        """End the servers, where they are the run's own."""
+        for member in self.members:
+            member.close()
+        self.version = -1
+
+    def _converse(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        respondent: Respondent,
+    ) -> int | tuple[int, ...]:
+        """See ``Engine._converse``; behind a loss the rows go on with the turn that they were at."""
+
+        def go_on() -> int:
+            converse_by_generating(self.ask, prompts, [r for r in rows if r.finish is None], sampling, respondent)
+            return self.version
+
+        if self.version < 0:
+            self.sync(0)
+        return self._until_answered(go_on)
+
+    def _asked_of(self, number: int) -> Callable[..., Groups]:
+        return self.members[number].ask
+
+    def _look(self) -> None:
+        """Hang up on servers that are gone and whose connections do not show it, as when a machine is."""
+        for number, member in enumerate(self.members):
+            if number not in self._lost and not member.is_hung_up and member.loss() is not None:
+                member.hang_up()
+
+    def _side_by_side(self, work: dict[int, tuple[Any, ...]]) -> dict[int, Groups]:
+        said = super()._side_by_side(work)
+        if self._lost:
+            raise Lost
+        return said
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        """Note the loss of a server of the run's own, and start it again while the others go on; all else is raised.
+
+        Not while other processes may ask at that address: one without weights yet would answer them.
+        """
+        if self.own is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
+            raise error
+        self._lost[number] = self.members[number].loss() or str(error)
+        if self.world.size == 1:
+            self._replace(number, self._lost[number])
+
+    def _until_answered(self, work: Callable[[], Result]) -> Result:
+        """``work``, again for as long as a process has lost a server on the way."""
+        for member in self.members:
+            member.answered.clear()
+        while True:
+            self._lost, result = {}, list[Result]()
+            with suppress(Lost):
+                result = [work()]
+            if self.own is None:
+                return result[0]
+            lost = {k: why for theirs in self.world.gather([self._lost], "lost servers") for k, why in theirs.items()}
+            if not lost:
+                return result[0]
+            if self.world.is_main:
+                for number, why in sorted(lost.items()):
+                    if self.members[number].is_current:  # of several processes, none asks any more
+                        self._replace(number, why)
+                self._hand_over(self.version, sorted(lost))
+            self._tell()
+
+    def _hand_over(self, version: int, numbers: Sequence[int]) -> None:
+        """Give these servers the weights; those that do not run yet are started, side by side."""
+        for number in numbers:
+            member = self.members[number]
+            if member.folder is not None:
+                member.folder.mkdir(exist_ok=True, parents=True)
+            if member.own is not None and member.process is None:
+                member.launch()
+        for number in numbers:
+            self._hand_over_to(number, version)
+
+    def _hand_over_to(self, number: int, version: int) -> None:
+        while True:
+            try:
+                return self.members[number].give_weights(version)
+            except EngineMismatch:
+                raise
+            except RunFailure as failure:
+                if self.own is None or self.version < 0:
+                    raise  # not ours, or one that never worked
+                self._replace(number, str(failure))
+
+    def _replace(self, number: int, why: str) -> None:
+        """Start a server again, in the place of one that has failed; it is not waited for.
+
+        Raises:
+            RunFailure: that was done too often.
+        """
+        what = f"vLLM server {number + 1} of {len(self.members)} failed: {why}"
+        assert self.own is not None
+        if self.restarts == self.own.restarts:
+            raise RunFailure(
+                f"{what}. Servers were started again {self.restarts} times already (engine.restarts). "
+                f"{self.members[number].tail()}"
+            )
+        self.restarts += 1
+        self._notices.append(
+            f"{what}; it is started again, given the weights of now, and asked for what it had not answered, with the "
+            "same seeds"
+        )
+        self.members[number].launch()
+
+    def _tell(self) -> None:
+        """Which servers there are, from rank 0 to the other processes."""
+        places = self.world.tell([member.place for member in self.members], "the servers' weights")
+        for member, place in zip(self.members, places, strict=True):
+            member.place = place

@@ -1,0 +1,693 @@
+"""Several servers as one engine: who is asked what, that all have the weights, and one of them that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import keys_of
+from fake_follower import FakeFollower
+from fake_vllm import Reset
+from respondents import Scripted, wordy
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.vllm import follow as follow_module
+from posttrain.engines.vllm import http as vllm_http
+from posttrain.engines.vllm.engine import vllm
+from posttrain.engines.vllm.fleet import FollowingFleet
+from posttrain.engines.weights import checkpoint_weights
+from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
+from posttrain.models.load import LoadedModel, load_model
+from posttrain.recipes.sections import ModelSection
+from posttrain.runs.launch import launch
+from posttrain.world import ONE, World
+from small_runs import Events, end_of, make_recipe, recorded, run, start, train_command, watched
+
+SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
+ASKING: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 0, "collectives": "gloo"}
+PROMPTS = [[9, 10], [11, 12, 13], [14], [15, 16], [17]]
+SAMPLING = Sampling(max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def tiny() -> LoadedModel:
+    return load_model(ModelSection(), seed=0)
+
+
+@pytest.fixture
+def three(tiny: LoadedModel) -> Iterator[list[FakeFollower]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeFollower(tiny.model, tiny.tokenizer)) for _ in range(3)]
+
+
+def fleet_at(tiny: LoadedModel, servers: list[Any], **options: Any) -> FollowingFleet:
+    engine = vllm(tiny.model, tiny.tokenizer, url=[server.url for server in servers], **(ASKING | options))
+    assert isinstance(engine, FollowingFleet)
+    return engine
+
+
+def asked_seeds(server: FakeFollower) -> list[int]:
+    """The seeds of the completions that it was asked for, in order; what the probe asks is none of them."""
+    bodies = {id(body): body for body in server.bodies}  # the stand-in notes what it answers anew twice
+    return [body["seed"] for body in bodies.values() if is_completion(body)]
+
+
+def is_completion(body: dict[str, Any]) -> bool:
+    return not body.get("logprobs") and "prompt_logprobs" not in body
+
+
+def ids_of(groups: Any) -> list[list[tuple[int, ...]]]:
+    return [[one.ids for one in group] for group in groups]
+
+
+def update(model: Any, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-4 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_a_batch_is_divided_and_its_tokens_are_those_of_one_server(
+    tiny: LoadedModel, three: list[FakeFollower]
+) -> None:
+    """11 completions of 5 prompts: 4, 4 and 3 of them in a row, each asked for once."""
+    engine, keys = fleet_at(tiny, three), [[1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11]]
+    for version in (0, 3):
+        engine.sync(version)
+        groups = engine.generate(PROMPTS, keys, SAMPLING)
+        assert groups == with_version(NativeEngine(tiny.model).generate(PROMPTS, keys, SAMPLING), version, groups)
+        update(tiny.model)
+    assert [sorted(asked_seeds(server)) for server in three] == [
+        sorted(seeds * 2) for seeds in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11])
+    ]
+    with FakeFollower(tiny.model, tiny.tokenizer) as alone:
+        one = vllm(tiny.model, tiny.tokenizer, url=[alone.url], **ASKING)
+        engine.sync(6)
+        assert ids_of(one.generate(PROMPTS, keys, SAMPLING)) == ids_of(engine.generate(PROMPTS, keys, SAMPLING))
+    assert not isinstance(one, FollowingFleet), "one server is one server, also in a list"
+
+
+def with_version(expected: Any, version: int, groups: Any) -> Any:
+    """The same ids with what the servers said of them; of their version what is expected."""
+    assert ids_of(expected) == ids_of(groups)
+    assert {one.version for group in groups for one in group} == {version}
+    for theirs, ours in zip(expected, groups, strict=True):
+        for a, b in zip(theirs, ours, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            assert a.finish == b.finish
+    return groups
+
+
+@pytest.mark.parametrize(("rank", "used"), [(0, [0, 1]), (1, [1, 2]), (2, [2, 0])])
+def test_few_answers_begin_at_another_server_in_each_process(
+    rank: int, used: list[int], tiny: LoadedModel, three: list[FakeFollower]
+) -> None:
+    engine = fleet_at(tiny, three)
+    engine.sync(0)
+    engine.world = World()
+    engine.world.rank = rank
+    said = engine.generate([[9, 10]], [[7, 8]], SAMPLING)
+    assert ids_of(said) == ids_of(NativeEngine(tiny.model).generate([[9, 10]], [[7, 8]], SAMPLING))
+    assert [asked_seeds(three[i]) for i in used] == [[7], [8]]
+    assert sum(len(asked_seeds(server)) for server in three) == 2
+    assert engine.generate([[9]], [[]], SAMPLING) == [[]]
+
+
+def test_every_server_has_every_version_and_forgets_its_prompts(tiny: LoadedModel, three: list[FakeFollower]) -> None:
+    engine = fleet_at(tiny, three)
+    for version in range(3):
+        engine.sync(version)
+        ours = list(checkpoint_weights(tiny.model))
+        for server in three:
+            theirs = dict(server.model.named_parameters())
+            assert all(torch.equal(weight, theirs[name]) for name, weight in ours)
+            assert server.label.endswith(f":{version}")
+        update(tiny.model, version)
+    assert [server.said for server in three] == [["/init_weight_transfer_engine", *SYNC * 3]] * 3
+    assert len({server.label for server in three}) == 3, "each has a name of its own for them"
+
+
+@pytest.mark.parametrize("stale", range(3))
+def test_one_stale_server_of_three_is_caught(stale: int, tiny: LoadedModel, three: list[FakeFollower]) -> None:
+    engine = fleet_at(tiny, three)
+    engine.sync(0)
+    three[stale].drops = ("model.norm.weight", "model.layers.1.mlp.up_proj.weight")
+    update(tiny.model)
+    with pytest.raises(EngineMismatch, match=rf"{three[stale].url}: after 1 updates .* differ by [0-9.e-]+ nats"):
+        engine.sync(1)
+
+
+def test_one_that_somebody_else_gave_weights_is_caught(tiny: LoadedModel, three: list[FakeFollower]) -> None:
+    engine = fleet_at(tiny, three)
+    engine.sync(0)
+    three[1].label = "another run:7"
+    with pytest.raises(RunFailure, match=rf"{three[1].url}: the server has weights called 'another run:7'"):
+        engine.generate(PROMPTS, keys_of([2] * 5), SAMPLING)
+
+
+def test_a_server_of_the_users_that_dies_is_named_and_ends_the_others(tiny: LoadedModel) -> None:
+    let_go = threading.Event()
+
+    def hang(count: int, body: dict[str, Any]) -> None:
+        if is_completion(body):
+            let_go.wait(30)
+
+    def die(count: int, body: dict[str, Any]) -> None:
+        if is_completion(body):
+            raise Reset
+
+    with FakeFollower(tiny.model, trouble=hang) as slow, FakeFollower(tiny.model, trouble=die) as dying:
+        engine = fleet_at(tiny, [slow, dying])
+        engine.sync(0)
+        with pytest.raises(RunFailure, match=rf"^{dying.url}: no completion of prompt [23]: ") as caught:
+            engine.generate(PROMPTS[:4], keys_of([1] * 4), SAMPLING)
+        assert "\n" not in str(caught.value)
+        assert not let_go.is_set(), "nobody waited for the slow one"
+        let_go.set()
+
+
+def test_an_evaluation_is_divided_too(tiny: LoadedModel, three: list[FakeFollower]) -> None:
+    urls = [server.url for server in three]
+    for server in three:
+        server.model.load_state_dict(tiny.model.state_dict())
+    engine = vllm(None, tiny.tokenizer, url=urls, retries=0)
+    assert engine.context_tokens == 512
+    keys = [[1, 2], [3], [4], [5], [6]]
+    assert ids_of(engine.generate(PROMPTS, keys, SAMPLING)) == ids_of(
+        NativeEngine(tiny.model).generate(PROMPTS, keys, SAMPLING)
+    )
+    assert [sorted(asked_seeds(server)) for server in three] == [[1, 2], [3, 4], [5, 6]]
+    with pytest.raises(UsageError, match="prompt 3 has token id -1"):
+        engine.generate([*PROMPTS[:3], [-1], [9]], keys, SAMPLING)
+
+
+# Servers of the run's own.
+
+
+class Gone(dict[str, Any]):
+    """The routes of a server that is no more: every connection breaks."""
+
+    def __contains__(self, route: object) -> bool:
+        return True
+
+    def __getitem__(self, route: str) -> Any:
+        raise Reset
+
+
+class OwnStandIn:
+    """In the place of ``OwnServer``: the stand-in in this process, which ``tests`` can end. ``all``: every one started.
+
+    ``trouble``: as of ``FakeVllm``, with this server before its arguments; ``cannot_start``: numbers of those that end
+    before they are ready.
+    """
+
+    def __init__(self, command: Any, url: str, log: Path) -> None:
+        kind = type(self)
+        words = command.words
+        card = {"id": "policy", "root": words[words.index("--model") + 1], "max_model_len": 512}
+        self.number, self.environment = len(kind.all), command.environment
+        self.url, self.port = url, int(url.rpartition(":")[2])
+        self.log, self.about = log, {"cards": [card], "port": self.port, "trouble": self._trouble}
+        kind.all.append(self)
+
+    all: list[OwnStandIn]
+    model: Any
+    trouble: Callable[[OwnStandIn, dict[str, Any]], None]
+    cannot_start: tuple[int, ...]
+
+    def start(self) -> None:
+        self.fake = FakeFollower(type(self).model, **self.about)
+        self.fake.__enter__()
+
+    def wait(self) -> None:
+        if self.number in type(self).cannot_start:
+            raise RunFailure("the vLLM server ended before it was ready. Its log is empty")
+
+    def stop(self) -> None:
+        if not isinstance(self.fake.gets, Gone):
+            self.end()
+
+    def end(self) -> None:
+        """As a process that is killed: nobody listens, and whoever waits for an answer gets none."""
+        self.fake.gets = self.fake.posts = Gone()
+        self.fake.__exit__()
+
+    def tail(self) -> str:
+        return f"Its log {self.log} is empty"
+
+    def _trouble(self, count: int, body: dict[str, Any]) -> None:
+        if is_completion(body):
+            type(self).trouble(self, body)
+
+
+@pytest.fixture
+def started(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OwnStandIn]]:
+    class Started(OwnStandIn):
+        all, model, cannot_start = [], tiny.model, ()
+        trouble = staticmethod(lambda server, body: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr(follow_module, "OwnServer", Started)
+    monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
+    yield Started
+    for server in Started.all:
+        server.stop()
+
+
+def own_fleet(tiny: LoadedModel, folder: Path, servers: int = 3, **options: Any) -> FollowingFleet:
+    engine = vllm(tiny.model, tiny.tokenizer, servers=servers, **(ASKING | {"concurrency": 1} | options))
+    assert isinstance(engine, FollowingFleet)
+    assert engine.settle(folder, ONE) is engine
+    return engine
+
+
+def dies_at(number: int, seed: int) -> Callable[[OwnStandIn, dict[str, Any]], None]:
+    """The server that was started as ``number`` ends when it is asked for a completion of this seed."""
+
+    def trouble(server: OwnStandIn, body: dict[str, Any]) -> None:
+        if (server.number, body["seed"]) == (number, seed):
+            server.end()
+        if isinstance(server.fake.gets, Gone):
+            raise Reset
+
+    return trouble
+
+
+KEYS = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]  # five for each of three servers
+
+
+def test_one_that_dies_in_the_middle_is_asked_again_for_what_is_missing(
+    tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path
+) -> None:
+    started.trouble = staticmethod(dies_at(1, 8))  # type: ignore[method-assign,assignment]
+    engine = own_fleet(tiny, tmp_path)
+    engine.sync(4)
+    groups = engine.generate(PROMPTS, KEYS, SAMPLING)
+    assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING))
+    seeds = [asked_seeds(server.fake) for server in started.all]
+    assert seeds == [[1, 2, 3, 4, 5], [6, 7, 8], [11, 12, 13, 14, 15], [8, 9, 10]], (
+        "the fourth is in the second's place"
+    )
+    assert started.all[3].port == started.all[1].port
+    assert [server.fake.label.rpartition(":")[2] for server in started.all] == ["4"] * 4
+    (said,) = engine.take_notices()
+    assert said.startswith(f"vLLM server 2 of 3 failed: {engine.members[1].url}: no completion of prompt 2: ")
+    assert said.endswith(
+        "it is started again, given the weights of now, and asked for what it had not answered, with the same seeds"
+    )
+    update(tiny.model)
+    engine.sync(5)
+    assert ids_of(engine.generate(PROMPTS, KEYS, SAMPLING)) == ids_of(
+        NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING)
+    )
+    assert len(started.all) == 4
+    engine.close()
+    assert all(isinstance(server.fake.gets, Gone) for server in started.all), "all have ended"
+
+
+def test_one_that_dies_between_batches_is_started_again_at_the_next(
+    tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path
+) -> None:
+    engine = own_fleet(tiny, tmp_path)
+    engine.sync(0)
+    started.all[2].end()
+    engine.sync(1)
+    (said,) = engine.take_notices()
+    assert "vLLM server 3 of 3 failed" in said
+    started.all[0].end()
+    assert ids_of(engine.generate(PROMPTS, KEYS, SAMPLING)) == ids_of(
+        NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING)
+    )
+    assert [server.fake.label.rpartition(":")[2] for server in started.all] == ["1", "1", "0", "1", "1"]
+    assert len(engine.take_notices()) == 1
+
+
+def test_one_that_hangs_is_started_again(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+    let_go = threading.Event()
+
+    def hang(server: OwnStandIn, body: dict[str, Any]) -> None:
+        if server.number == 1 and body["seed"] in (9, 10):  # the tenth may be sent before the ninth is given up
+            let_go.wait(60)
+            raise Reset
+
+    started.trouble = staticmethod(hang)  # type: ignore[method-assign,assignment]
+    engine = own_fleet(tiny, tmp_path, timeout_seconds=5.0)
+    said = engine.generate(PROMPTS, KEYS, SAMPLING)
+    let_go.set()
+    assert ids_of(said) == ids_of(NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING))
+    assert asked_seeds(started.all[1].fake)[:4] == [6, 7, 8, 9]
+    assert [asked_seeds(server.fake) for server in started.all[2:]] == [[11, 12, 13, 14, 15], [9, 10]]
+    (told,) = engine.take_notices()
+    assert "vLLM server 2 of 3 failed: " in told
+    assert "no answer within 5 seconds" in told
+
+
+def test_several_turns_go_on_where_they_were(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+    """A server dies in the second turn: nobody is answered twice, and all is as if nothing had been lost."""
+    vocab = list(range(5, 60))
+    prompts, keys = PROMPTS[:3], [[1, 2], [3, 4], [5, 6]]
+    sampling = Sampling(max_tokens=40, stop_ids=frozenset(range(0, 768, 3)))
+    engine = own_fleet(tiny, tmp_path, servers=2)
+    engine.sync(0)
+    expected = engine.converse(prompts, keys, sampling, Scripted(wordy(vocab)))
+    second = asked_seeds(started.all[1].fake)
+    turn = next(seed for seed in second if seed > 6)
+    started.trouble = staticmethod(dies_at(1, turn))  # type: ignore[method-assign,assignment]
+    heard = Scripted(wordy(vocab))
+    assert engine.converse(prompts, keys, sampling, heard) == expected
+    assert len(started.all) == 3
+    assert asked_seeds(started.all[2].fake)[0] == turn
+    for i, row in enumerate(expected):
+        for g, one in enumerate(row):
+            assert heard.transcript(i, g) == (one.ids, one.own)
+
+
+def test_restarts_are_counted_over_all_servers(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+    def trouble(server: OwnStandIn, body: dict[str, Any]) -> None:
+        if server.number in (0, 1):
+            server.end()
+        if server.number in (0, 1, 3):
+            raise Reset
+
+    started.trouble = staticmethod(trouble)  # type: ignore[method-assign,assignment]
+    engine = own_fleet(tiny, tmp_path, restarts=2)
+    engine.sync(0)
+    with pytest.raises(
+        RunFailure,
+        match=r"vLLM server [12] of 3 failed: .*Servers were started again 2 times already \(engine\.restarts\)\. Its",
+    ):
+        engine.generate(PROMPTS, KEYS, SAMPLING)
+    assert len(engine.take_notices()) == 2
+    assert len(started.all) == 5
+
+
+def test_one_that_never_starts_is_not_tried_again(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+    started.cannot_start = (2,)
+    engine = own_fleet(tiny, tmp_path)
+    with pytest.raises(RunFailure, match="ended before it was ready"):
+        engine.sync(0)
+    assert len(started.all) == 3
+    engine.close()
+    assert all(isinstance(server.fake.gets, Gone) for server in started.all)
+
+
+def test_one_that_does_not_come_back_at_once_is_tried_again(
+    tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path
+) -> None:
+    started.cannot_start = (3,)
+    started.trouble = staticmethod(dies_at(0, 2))  # type: ignore[method-assign,assignment]
+    engine = own_fleet(tiny, tmp_path)
+    said = engine.generate(PROMPTS, KEYS, SAMPLING)
+    assert ids_of(said) == ids_of(NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING))
+    assert [asked_seeds(server.fake) for server in started.all[3:]] == [[], [2, 3, 4, 5]]
+    assert len(engine.take_notices()) == 2
+
+
+class Ranks:
+    """Two processes in two threads, which exchange what a world exchanges."""
+
+    def __init__(self) -> None:
+        self.barrier, self.parts = threading.Barrier(2, timeout=60), [None, None]
+
+    def world(self, rank: int) -> World:
+        ranks = self
+
+        class Rank(World):
+            size = 2
+
+            def __init__(self) -> None:
+                self.rank = rank
+
+            def gather(self, mine: Any, what: str) -> Any:
+                ranks.parts[rank] = (what, list(mine))
+                ranks.barrier.wait()
+                parts = list(ranks.parts)
+                ranks.barrier.wait()
+                assert parts[0][0] == parts[1][0] == what
+                return [parts[i % 2][1][i // 2] for i in range(sum(len(part) for _, part in parts))]
+
+            def tell(self, value: Any, what: str) -> Any:
+                return self.gather([value], what)[0]
+
+        return Rank()
+
+
+@pytest.mark.parametrize("losing", [0, 1])
+def test_of_two_processes_either_may_lose_one(
+    losing: int, tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path
+) -> None:
+    """Rank 0 starts it again, for both; what rank 1 alone has lost is asked of the new one by rank 1 alone."""
+    keys = [[[1, 2], [3, 4]], [[21, 22], [23, 24]]]
+    # pieces go round by rank: rank 0's second is server 1's, rank 1's first is server 1's
+    dies, is_dead, too_early = dies_at(1, (3, 22)[losing]), threading.Event(), []
+
+    def trouble(server: OwnStandIn, body: dict[str, Any]) -> None:
+        if server.number == 2 and not server.fake.label.endswith(":1"):
+            too_early.append(body["seed"])
+        if losing == 0 and server.number == 1 and body["seed"] > 20:
+            is_dead.wait(20)  # then rank 1 tries again at that address
+        try:
+            dies(server, body)
+        except Reset:
+            is_dead.set()
+            raise
+
+    started.trouble = staticmethod(trouble)  # type: ignore[method-assign,assignment]
+    ranks, said = Ranks(), [None, None]
+    engines = [own_fleet(tiny, tmp_path, servers=2, timeout_seconds=20.0, retries=tries) for tries in (0, 8)]
+
+    def work(rank: int) -> None:
+        engines[rank].world = ranks.world(rank)
+        engines[rank].sync(1)
+        said[rank] = ids_of(engines[rank].generate(PROMPTS[:2], keys[rank], SAMPLING))  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(2):
+        assert said[rank] == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], keys[rank], SAMPLING))
+    assert len(started.all) == 3, "rank 0 alone starts servers"
+    assert too_early == [], "nobody asks a server that has no weights yet"
+    assert len(engines[0].take_notices()) == 1
+    assert engines[1].take_notices() == []
+    asked = [sorted(asked_seeds(server.fake)) for server in started.all]
+    assert set(asked[0]) == {1, 2, 23, 24}
+    assert len(asked[0]) == 4
+    assert set(asked[1]) | set(asked[2]) == {3, 4, 21, 22}
+    assert (3, 22)[losing] in asked[2]
+
+
+class Elsewhere(World):
+    """Who started the processes, and starts servers for them: the stand-in, in this process."""
+
+    starts_servers = True
+
+    def __init__(self, model: Any, trouble: Callable[[str, dict[str, Any]], None], problem: str = "") -> None:
+        self.model, self.trouble, self.problem = model, trouble, problem
+        self.orders: list[dict[str, Any]] = []
+        self.fakes: dict[str, FakeFollower] = {}
+        self.said: dict[str, Any] = {}
+
+    def order(self, facts: Any) -> None:
+        self.orders.append(facts)
+        place = f"{facts['number']}/{facts['generation']}"
+        card = {"id": "policy", "root": facts["model"], "max_model_len": 512}
+
+        def trouble(count: int, body: dict[str, Any]) -> None:
+            if is_completion(body):
+                self.trouble(place, body)
+
+        self.fakes[place] = FakeFollower(self.model, cards=[card], trouble=trouble)
+        self.fakes[place].__enter__()
+        told = {"problem": self.problem} if self.problem else {"url": self.fakes[place].url}
+        self.said[f"server {place}"] = told
+
+    def delivered(self, key: str) -> Any:
+        return self.said.get(key)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_that_are_placed_elsewhere(
+    servers: int, tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hangs, as where a machine is gone; who placed it says so, and another is ordered in its place."""
+    monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
+    let_go = threading.Event()
+
+    def hang(place: str, body: dict[str, Any]) -> None:
+        if place == "1/1" and body["seed"] == 2:
+            world.said["lost 1/1"] = {"why": "node 10.0.0.7 is gone"}
+            let_go.wait(60)
+            raise Reset
+
+    world = Elsewhere(tiny.model, hang)
+    engine = vllm(tiny.model, tiny.tokenizer, servers=servers, port=7000, **(ASKING | {"concurrency": 1}))
+    engine = engine.settle(tmp_path, world, is_placed=True)
+    assert isinstance(engine, FollowingFleet)
+    engine.sync(2)
+    groups = engine.generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING)
+    let_go.set()
+    assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING))
+    assert [(order["number"], order["generation"]) for order in world.orders] == [
+        *((number + 1, 1) for number in range(servers)),
+        (1, 2),
+    ]
+    assert [order["options"]["port"] for order in world.orders] == [*range(7000, 7000 + servers), 7000]
+    assert Path(world.orders[0]["model"], "config.json").is_file()
+    assert asked_seeds(world.fakes["1/2"])[0] == 2
+    assert 1 not in asked_seeds(world.fakes["1/2"])
+    assert world.fakes["1/2"].label.endswith(":2")
+    (told,) = engine.take_notices()
+    assert told.startswith(f"vLLM server 1 of {servers} failed: node 10.0.0.7 is gone; it is started again")
+
+
+def test_what_a_node_lacks_is_for_the_user_to_mend(tiny: LoadedModel, tmp_path: Path) -> None:
+    world = Elsewhere(tiny.model, lambda place, body: None, problem="node 10.0.0.7: POSTTRAIN_VLLM is not set")
+    engine = vllm(tiny.model, tiny.tokenizer, servers=2, **ASKING)
+    with pytest.raises(UsageError, match=r"^node 10\.0\.0\.7: POSTTRAIN_VLLM is not set"):
+        engine.settle(tmp_path, world, is_placed=True).sync(0)
+
+
+# Whole runs.
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in as a process in vLLM's place."""
+    program = Path(__file__).parent / "fake_server_process.py"
+    path = os.pathsep.join(p for p in sys.path if p)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} {program} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("POSTTRAIN_VLLM", str(tmp_path / "python"))
+
+
+def test_a_run_with_two_servers_of_which_one_is_killed(tmp_path: Path, python: None) -> None:
+    """The rollouts are those of a run with one server that nothing befell."""
+    pids: list[int] = []
+
+    class Killing(Events):
+        def __call__(self, event: str, facts: dict[str, Any]) -> None:
+            super().__call__(event, facts)
+            if event == "step" and facts["step"] == 1:
+                pids.append(int((tmp_path / "two" / "server-2" / "pid").read_text()))
+                os.kill(pids[0], signal.SIGKILL)
+
+    def recipe(servers: int) -> Any:
+        engine = {"name": "vllm", "retries": 0, "timeout_seconds": 120, "servers": servers}
+        return make_recipe("grpo", rollout={"engine": engine}, train={"steps": 3})
+
+    events = Killing()
+    assert watched(tmp_path / "two", recipe(2), events).step == 3
+    (said,) = [facts["message"] for facts in events.of("notice")]
+    assert said.startswith("vLLM server 2 of 2 failed: ")
+    assert int((tmp_path / "two" / "server-2" / "pid").read_text()) != pids[0]
+    run(tmp_path / "one", recipe(1))
+    ours, theirs = ([(r.step, r.version, r.token_ids) for r in recorded(tmp_path / n)[0]] for n in ("two", "one"))
+    assert ours == theirs
+    assert len(ours) == 48
+
+
+# What cannot be.
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"servers": 0}, r"rollout\.engine\.servers: .*greater than or equal to 1"),
+        (
+            {"servers": 2, "url": [URL, "http://127.0.0.1:8"]},
+            r"engine\.servers: 2 are started by a run, and engine\.url",
+        ),
+        ({"servers": 2, "url": URL}, r"engine\.servers: 2 are started by a run, and engine\.url"),
+        (
+            {"url": [URL, "http://localhost:9/v1/"]},
+            r"engine\.url: http://127\.0\.0\.1:9 and http://localhost:9/v1/ are one",
+        ),
+        ({"servers": 1025}, r"engine\.servers: 1025; 1024 at most"),
+        ({"url": []}, r"engine\.url: an empty list"),
+        ({"url": [URL, "ftp://there"]}, r"engine\.url: 'ftp://there' is no server's URL"),
+        ({"servers": 2, "gpus": [0, 1, 2]}, r"engine\.gpus: 3 GPUs cannot be shared out among 2 servers"),
+        ({"servers": 2, "gpus": [1, 1]}, r"engine\.gpus: \[1, 1\] names one twice"),
+        ({"servers": 2, "port": 65535}, r"engine\.port: 65536 is no port"),
+        ({"servers": 2, "restarts": -1}, r"engine\.restarts: -1; give 0 or more"),
+    ],
+)
+def test_what_is_refused(engine: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
+    with pytest.raises((UsageError, RecipeError), match=message) as caught:
+        launch(make_recipe("grpo", rollout={"engine": {"name": "vllm", **engine}}), root=tmp_path / "runs")
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_starts_no_servers(tiny: LoadedModel) -> None:
+    with pytest.raises(
+        UsageError, match=r"engine\.servers: 2 are started .* an evaluation starts none; give engine\.url"
+    ):
+        vllm(None, tiny.tokenizer, servers=2)
+
+
+def test_gpus_and_ports_are_shared_out(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    engine = own_fleet(tiny, tmp_path, gpus=[0, 1, 2, 5], servers=2, port=port)
+    engine.sync(0)
+    assert [server.environment["CUDA_VISIBLE_DEVICES"] for server in started.all] == ["0,1", "2,5"]
+    assert [server.port for server in started.all] == [port, port + 1]
+    assert [server.log.parent.name for server in started.all] == ["server-1", "server-2"]
+
+
+def test_one_of_a_list_that_is_not_there(tiny: LoadedModel, three: list[FakeFollower], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        missing = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    engine = {"name": "vllm", "url": [three[0].url, missing], "collectives": "gloo"}
+    recipe = make_recipe("grpo", rollout={"engine": engine})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    code, error = end_of(start(train_command(tmp_path, recipe), environment, cwd=tmp_path))
+    assert code == 2
+    assert f"{missing}: no vLLM server answers there" in error
+    assert "Traceback" not in error
+
+
+def test_an_evaluation_beside_needs_servers_of_its_own() -> None:
+    rollout = {"engine": {"name": "vllm", "url": [URL, "http://127.0.0.1:8"]}, "staleness": 1, "max_tokens": 6}
+    for url, is_refused in ((URL, True), ("http://127.0.0.1:7", False)):
+        evaluation = {"every": 2, "n": 2, "engine": {"name": "vllm", "url": url}}
+        from posttrain.train.checks import words_of
+
+        recipe = make_recipe("grpo", rollout=rollout, eval=evaluation).resolve()
+        if is_refused:
+            with pytest.raises(RecipeError, match=r"eval\.engine: the server of rollout\.engine"):
+                words_of(recipe)
+        else:
+            assert words_of(recipe).guarantee == "L1"
+
+
+def test_a_key_goes_to_the_hosts_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.addresses import key_for
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_HOST", "node-1, node-2")
+    for host in ("node-1", "node-2", "127.0.0.1"):
+        assert key_for(f"http://{host}:8000", "engine.url", "VLLM_API_KEY") == "secret"
+    for host in ("node", "node-3", "node-1.evil"):
+        with pytest.raises(UsageError, match=rf"engine\.url: http://{host}:8000: VLLM_API_KEY holds a key"):
+            key_for(f"http://{host}:8000", "engine.url", "VLLM_API_KEY")
