@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inline_sampling import sample_inline
 from posttrain.errors import CheckpointError
+from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
 from posttrain.train.sources.ahead import HELD
 from small_runs import make_recipe, run
@@ -29,17 +30,27 @@ TRAIN = {"steps": 6, "lr": 1e-3, "save_every": STEP}
 PARTS = [
     {"name": name, "task": {"name": "stories", "size": 32, "max_steps": 1, "seed": i}} for i, name in enumerate("ab")
 ]
-RECIPES = {
-    "passes": make_recipe("grpo", train=TRAIN | {"minibatches": 2}),
-    "ahead": make_recipe(
-        "grpo", rollout={"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.3, "staleness": 1}, train=TRAIN
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "passes": ("grpo", {"train": TRAIN | {"minibatches": 2}}),
+    "ahead": (
+        "grpo",
+        {
+            "rollout": {"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.3, "staleness": 1},
+            "train": TRAIN,
+        },
     ),
-    "mixed": make_recipe(
-        "grpo", task={"name": "mixture", "parts": PARTS}, curriculum={"name": "by_success_rate"}, train=TRAIN
+    "mixed": (
+        "grpo",
+        {"task": {"name": "mixture", "parts": PARTS}, "curriculum": {"name": "by_success_rate"}, "train": TRAIN},
     ),
-    "muon": make_recipe("sft", optimizer={"name": "muon"}, train=TRAIN),
+    "muon": ("sft", {"optimizer": {"name": "muon"}, "train": TRAIN}),
 }
 DELETED = object()
+
+
+def recipe_of(kind: str) -> Recipe:
+    name, changes = RECIPES[kind]
+    return make_recipe(name, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +59,8 @@ def cut_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         sample_inline(patch)
-        for name, recipe in RECIPES.items():
-            run(folder / name, recipe, stop_after=STEP)
+        for name in RECIPES:
+            run(folder / name, recipe_of(name), stop_after=STEP)
     return {name: folder / name for name in RECIPES}
 
 
@@ -57,7 +68,7 @@ class Forgery:
     """A copy of a run of ``kind``; what is changed in its checkpoint fits its manifest."""
 
     def __init__(self, kind: str, whole: Path, folder: Path) -> None:
-        self.recipe, self.run = RECIPES[kind], folder / "run"
+        self.recipe, self.run = recipe_of(kind), folder / "run"
         shutil.copytree(whole, self.run, symlinks=True)
         self.checkpoint = checkpoint_files.step_folder(self.run / "checkpoints", STEP)
 

@@ -367,7 +367,7 @@ def lie_a_little(parts: Parts) -> None:
     def lying(*given: Any) -> list[list[Completion]]:
         return [[off(completion) for completion in group] for group in generate(*given)]
 
-    stand_in = {"generate": staticmethod(lying), "sync": lambda self, version: None}
+    stand_in = {"generate": staticmethod(lying), "sync": lambda self, version: None, "rest": lambda self: None}
     parts.source.engine = type("Lying", (), stand_in)()  # type: ignore[union-attr,assignment]
 
 
