@@ -32,6 +32,7 @@ from posttrain.untrusted import code, paragraph, plain
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(consent, "_FOLDERS", {})
+    monkeypatch.setattr(consent, "_IMPORTED", set())
     monkeypatch.setattr(consent, "_REMOTE_CODE", [False])
     return tmp_path
 
