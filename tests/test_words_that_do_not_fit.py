@@ -74,6 +74,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--rollout.engine native --rollout.engine.slots 0", "rollout.engine.slots: 0 rows cannot sample"),
         ("--eval.engine native --eval.engine.wait_steps -1", "eval.engine.wait_steps: -1 steps"),
         ("--rollout.engine native --rollout.engine.cache_tokens 100", "engine.cache_tokens: only 'cache: paged'"),
+        ("--rollout.engine vllm --rollout.engine.concurrency 0", "rollout.engine.concurrency: 0; give 1 or more"),
+        ("--eval.engine vllm --eval.engine.retries -1", "eval.engine.retries: -1; give 0 or more"),
+        (
+            "--rollout.engine vllm --rollout.engine.colocate true --rollout.engine.port 8000",
+            "rollout.engine.port: 8000 is about a vLLM server, and with colocate: true there is none",
+        ),
         (
             "--rollout.staleness 1 --scale.processes 2",
             "rollout.staleness: 1 samples in a process beside training, and 2 processes train here",

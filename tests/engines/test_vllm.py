@@ -433,7 +433,7 @@ def test_logprobs_that_the_server_would_get_wrong_are_refused(tiny_random, mode,
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(UsageError, match=message):
-        VllmEngine("http://127.0.0.1:8000", **options)
+        registry.find("engine", "vllm").bind(options)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])

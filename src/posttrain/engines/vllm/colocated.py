@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import logging
 import os
 import random
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.vllm.engine import vllm
+from posttrain.engines.vllm.engine import COLOCATED
 from posttrain.engines.vllm.plugin.posttrain_vllm import pack_tied_heads
 from posttrain.engines.vllm.probe import (
     TOP,
@@ -51,8 +50,6 @@ from posttrain.models.stated_sizes import context_length
 from posttrain.types import Completion
 
 NAME = "policy"
-# The options of ``vllm`` that say something here; all others are about a server.
-OPTIONS = frozenset({"logprobs", "tolerance", "gpu_memory", "dtype", "max_model_len", "eager"})
 # What vLLM takes by default: a share of a GPU; of a CPU's memory bytes for its cache, as a share would be much there.
 GPU_MEMORY, CACHE_BYTES = 0.3, 1 << 30
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
@@ -62,24 +59,17 @@ _ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, Ru
 
 
 def colocated(model: Any, tokenizer: Any, **options: Any) -> ColocatedEngine:
-    """The engine for all ``options`` of ``vllm``, those that nobody set included.
+    """The engine for all ``options`` of ``vllm`` (see ``check_vllm``), those that nobody set included.
 
     Raises:
-        UsageError: one of them is about a server; there is no model to follow; vLLM is not installed here.
+        UsageError: there is no model to follow; vLLM is not installed here.
     """
     if model is None:
         raise UsageError(
             "engine.colocate: vLLM in this process is given its weights by training; an evaluation asks a server "
             "(engine.url), or use --engine native"
         )
-    defaults = {name: option.default for name, option in inspect.signature(vllm).parameters.items()}
-    for name, value in options.items():
-        if name not in (*OPTIONS, "colocate") and value != defaults[name]:
-            raise UsageError(
-                f"engine.{name}: {value!r} is about a vLLM server, and with colocate: true there is none; "
-                f"leave one of the two out (beside colocate stand {', '.join(sorted(OPTIONS))})"
-            )
-    return ColocatedEngine(model, tokenizer, **{name: options[name] for name in OPTIONS})
+    return ColocatedEngine(model, tokenizer, **{name: options[name] for name in COLOCATED})
 
 
 class ColocatedEngine(Engine):

@@ -6,6 +6,7 @@ package ``vllm`` is not imported here. ``posttrain serve-command`` prints how to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -28,7 +29,7 @@ from posttrain.engines.vllm.protocol import (
     read_models,
     seed_of,
 )
-from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.option_types import Few
 from posttrain.registry import register
 from posttrain.types import Completion
@@ -44,7 +45,32 @@ KEY_VARIABLE = "VLLM_API_KEY"
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 
 
-@register("engine", needs_model=False, takes_weights=True)
+# The options that say something beside ``colocate``; all others are about a server.
+COLOCATED = frozenset({"logprobs", "tolerance", "gpu_memory", "dtype", "max_model_len", "eager"})
+
+
+def check_vllm(options: dict[str, Any], key: str) -> dict[str, Any]:
+    """The options as they are, if they are in range and none is about a server where there is none.
+
+    Raises:
+        RecipeError: naming ``key``, under which they stand, and the option.
+    """
+    for name, least in (("concurrency", 1), ("retries", 0), ("restarts", 0)):
+        if options[name] < least:
+            raise RecipeError(f"{key}.{name}: {options[name]}; give {least} or more")
+    if not options["timeout_seconds"] > 0:
+        raise RecipeError(f"{key}.timeout_seconds: {options['timeout_seconds']}; give a number above 0")
+    usual = inspect.signature(vllm).parameters
+    for name, value in options.items() if options["colocate"] else ():
+        if name not in (*COLOCATED, "colocate", "checkpoint") and value != usual[name].default:
+            raise RecipeError(
+                f"{key}.{name}: {value!r} is about a vLLM server, and with colocate: true there is none; "
+                f"leave one of the two out (beside colocate stand {', '.join(sorted(COLOCATED))})"
+            )
+    return options
+
+
+@register("engine", needs_model=False, takes_weights=True, complete=check_vllm)
 def vllm(
     model: Any,
     tokenizer: Any,
@@ -172,11 +198,6 @@ class VllmEngine(Engine):
         tolerance: float | None = None,
     ) -> None:
         server_address(url)
-        for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
-            if value < least:
-                raise UsageError(f"engine.{name}: {value}; give {least} or more")
-        if not timeout_seconds > 0:
-            raise UsageError(f"engine.timeout_seconds: {timeout_seconds}; give a number above 0")
         self.url = url.strip().rstrip("/")
         self.model, self.tokenizer, self.wanted = model, tokenizer, tuple(wanted)
         self.timeout_seconds, self.concurrency, self.retries = timeout_seconds, concurrency, retries

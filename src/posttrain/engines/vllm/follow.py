@@ -27,7 +27,7 @@ from posttrain.engines.vllm.protocol import ServedModel
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
 from posttrain.engines.weights import checkpoint_weights, save_without_weights
-from posttrain.errors import EngineLost, EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineLost, EngineMismatch, RunFailure
 from posttrain.types import Completion
 from posttrain.world import World
 
@@ -68,8 +68,6 @@ class FollowingEngine(VllmEngine):
         wanted: Sequence[str] = (),
         **asking: Any,
     ) -> None:
-        if own.restarts < 0:
-            raise UsageError(f"engine.restarts: {own.restarts}; give 0 or more")
         self.own = own if url is None else None
         port = free_port(own.port) if url is None else 0
         names = (SERVED,) if url is None else wanted
