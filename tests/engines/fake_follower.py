@@ -12,6 +12,9 @@ from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
 
 from posttrain.engines.vllm.plugin.posttrain_vllm import Receiver
 
+# The routes of one hand-over of weights.
+SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
+
 
 class FakeFollower(FakeVllm):
     """Serves a copy of ``model`` with noise on it until weights arrive.

@@ -16,17 +16,12 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch
-from posttrain.models.load import LoadedModel, load_model
+from posttrain.models.load import LoadedModel
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, untimed
 
 SAMPLING = Sampling(max_tokens=6)
-
-
-@pytest.fixture
-def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
 
 
 def update(model: Any, seed: int = 0) -> None:

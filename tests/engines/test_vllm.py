@@ -17,13 +17,14 @@ from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.vllm import http as vllm_http
 from posttrain.engines.vllm.command import served_names
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare
 from posttrain.types import Completion
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
 
@@ -33,11 +34,6 @@ def counting(body):
     ids = [int(digit) for digit in str(body["seed"])][: body["max_tokens"]]
     ids += [9] * (body["max_tokens"] - len(ids))
     return Completion(tuple(ids), (-0.5,) * len(ids), "length")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
 
 
 def ask(server, prompts=([1, 2],), keys=None, sampling=GREEDY, **options):

@@ -6,16 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_follower import FakeFollower
+from fake_follower import SYNC, FakeFollower
 
 from inline_sampling import sample_inline
-from posttrain.engines.vllm import http as vllm_http
 from posttrain.errors import EngineMismatch, RecipeError
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.recipe import Recipe
@@ -27,24 +25,9 @@ from posttrain.train.checks import words_of
 from posttrain.world import ONE, World
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 TRAIN = {"steps": 8, "minibatches": 2, "lr": 1e-3}
-SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture
-def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
-
-
-@pytest.fixture
-def server(tiny: LoadedModel) -> Iterator[FakeFollower]:
-    with FakeFollower(tiny.model, tiny.tokenizer) as fake:
-        yield fake
 
 
 def ahead_recipe(url: str | None, staleness: int = 2, **changes: Any) -> Recipe:

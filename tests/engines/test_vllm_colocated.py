@@ -20,9 +20,9 @@ from posttrain.engines.vllm.colocated import ColocatedEngine
 from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
-from posttrain.models.load import LoadedModel, load_model
+from posttrain.models.load import LoadedModel
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection
 from posttrain.train.checks import words_of
 from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, watched
@@ -36,11 +36,6 @@ ASK = ([[9, 10], [11, 12, 13]], [[1, 2], [3]], Sampling(max_tokens=8))
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm_module.stand_in())
     monkeypatch.setattr(fake_vllm_module.LLM, "refuses", "")
-
-
-@pytest.fixture
-def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
 
 
 def build(tiny: LoadedModel, folder: Path, **options: Any) -> ColocatedEngine:

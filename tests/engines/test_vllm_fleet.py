@@ -15,38 +15,27 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import keys_of
-from fake_follower import FakeFollower
+from fake_follower import SYNC, FakeFollower
 from fake_vllm import Reset
 from respondents import Scripted, wordy
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import follow as follow_module
-from posttrain.engines.vllm import http as vllm_http
 from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.fleet import FollowingFleet
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
-from posttrain.models.load import LoadedModel, load_model
-from posttrain.recipes.sections import ModelSection
+from posttrain.models.load import LoadedModel
 from posttrain.runs.launch import launch
 from posttrain.world import ONE, World
 from small_runs import Events, end_of, make_recipe, recorded, run, start, train_command, watched
 
-SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 ASKING: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 0, "collectives": "gloo"}
 PROMPTS = [[9, 10], [11, 12, 13], [14], [15, 16], [17]]
 SAMPLING = Sampling(max_tokens=6)
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture
-def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
 
 
 @pytest.fixture

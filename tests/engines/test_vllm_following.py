@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_contract import keys_of
-from fake_follower import FakeFollower
+from fake_follower import SYNC, FakeFollower
 from fake_vllm import FakeVllm, model_answer
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm import http as vllm_http
 from posttrain.engines.vllm.follow import FollowingEngine, Own
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
-from posttrain.models.load import LoadedModel, load_model
+from posttrain.models.load import LoadedModel
 from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection
 from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, saved_tensors, steps_of, watched
 
-SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 ASKING: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture
-def tiny() -> LoadedModel:
-    return load_model(ModelSection(), seed=0)
-
-
-@pytest.fixture
-def server(tiny: LoadedModel) -> Iterator[FakeFollower]:
-    with FakeFollower(tiny.model, tiny.tokenizer) as fake:
-        yield fake
 
 
 def follow(tiny: LoadedModel, url: str, kind: type[FollowingEngine] = FollowingEngine, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_updates import update
 
 from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
 from posttrain.engines.base import Sampling
@@ -53,13 +54,6 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield engine
     finally:
         engine.close()
-
-
-def update(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 1e-5 * torch.randn(parameter.shape, generator=generator).sign()
 
 
 class TestContract(EngineContract):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_updates import update
 
 from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
@@ -81,13 +81,6 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield engine
         finally:
             engine.close()
-
-
-def update(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 1e-5 * torch.randn(parameter.shape, generator=generator).sign()
 
 
 def follow(engine: FollowingEngine, versions: range) -> None:
