@@ -148,6 +148,14 @@ def test_the_same_command_keeps_what_is_there_and_another_recipe_is_refused(
     assert "changes.prompts (24 there, 25 now)" in capsys.readouterr().err
 
 
+def test_the_features_of_its_dictionaries_are_read_as_those_of_others(compared: dict[str, Any], root: Path) -> None:
+    run, page = root / "one", root / "features.html"
+    places = [place.parent for place in run.rglob("index.json") if (place.parent / "documents.safetensors").is_file()]
+    words = ["sae", "features", str(run / "dictionaries" / "seed-0"), "--activations", str(places[0]), "--no-lens"]
+    assert main([*words, "--contexts", "1", "--source", "base", "--out", str(page), "--quiet"]) == 0
+    assert json.loads(page.with_suffix(".json").read_text())["about"]["model"] != ""
+
+
 def test_a_model_beside_itself_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sae", "diff", "tiny", "tiny", "--runs-dir", str(root), "--run", "same"]
     kept = {key: value for key, value in LITTLE.items() if key.split(".")[0] not in ("causal", "crosscoder")}

@@ -231,7 +231,7 @@ class _Own(BaseModel):
 
 
 class _Metadata(BaseModel):
-    models: list[dict[str, Any]] | None = None
+    models: list[dict[str, Any] | str] | None = None
     model_name: str | None = None
     hook_name: str | None = None
     hook_name_out: str | None = None

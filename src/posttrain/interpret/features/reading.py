@@ -135,15 +135,17 @@ def _own_source(metadata: dict[str, Any], store: ActivationStore, site: str | No
 
 
 def _model_name(metadata: dict[str, Any]) -> str | None:
-    models = metadata.get("models")
-    name = models[-1].get("model") if isinstance(models, list) and models else metadata.get("model_name")
+    models = metadata.get("models")  # of a dictionary of differences their names alone
+    last = models[-1] if models else metadata.get("model_name")
+    name = last.get("model") if isinstance(last, dict) else last
     return str(name) if name else None
 
 
 def _notices(metadata: dict[str, Any], store: ActivationStore, source: str | None, model: str | None) -> list[str]:
     """What a reader should know of rows that are not those the dictionary was trained on."""
     notices = []
-    trained = {str(entry.get("weights_hash")) for entry in metadata.get("models") or []}
+    known = [entry for entry in metadata.get("models") or [] if isinstance(entry, dict)]
+    trained = {str(entry.get("weights_hash")) for entry in known}
     used = [entry for entry in store.index.sources if source in (None, entry.name) or source not in store.sources]
     others = [entry.model for entry in used if trained and entry.weights_hash and entry.weights_hash not in trained]
     if others:
