@@ -87,7 +87,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"sources": "two"}, "not the configuration of a dictionary .sources: "),
         ({"k": [4]}, "not the configuration of a dictionary .k: "),
         ({"metadata": "x"}, "not the configuration of a dictionary .metadata: "),
-        ({"metadata": {"models": [1]}}, r"not the configuration of a dictionary .metadata\.models\.0: "),
+        ({"metadata": {"models": [1]}}, r"not the configuration of a dictionary .metadata\.models\.0\."),
         ({"metadata": {"posttrain": {"options": "k"}}}, r"metadata\.posttrain\.options: "),
         ({"metadata": {"posttrain": {"kind": "topk", "matryoshka": [-1]}}}, r"metadata\.posttrain\.matryoshka\.0: "),
     ):
