@@ -22,8 +22,9 @@ from inline_sampling import sample_inline
 from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
+from posttrain.train.loop import TrainResult
 from posttrain.train.sources.ahead import HELD
-from small_runs import make_recipe, run
+from small_runs import make_recipe, run, steps_of
 
 STEP = 3
 TRAIN = {"steps": 6, "lr": 1e-3, "save_every": STEP}
@@ -88,14 +89,14 @@ class Forgery:
 
         self.tensors("rollout_buffer.safetensors", change)
 
-    def resume(self) -> None:
+    def resume(self) -> TrainResult:
         path = self.checkpoint / checkpoint_files.MANIFEST
         files = json.loads(path.read_text())["files"]
         for name in files:
             content = (self.checkpoint / name).read_bytes()
             files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         path.write_bytes(checkpoint_files._manifest_bytes(STEP, files))
-        run(self.run, self.recipe, resume=True, stop_after=1)
+        return run(self.run, self.recipe, resume=True, stop_after=1)
 
 
 def changed(document: Any, place: tuple[Any, ...], value: Any) -> Any:
@@ -121,7 +122,10 @@ def forge(cut_runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_what_is_not_changed_is_taken(kind: str, forge: Callable[[str], Forgery]) -> None:
-    forge(kind).resume()
+    """One more update, from the checkpoint's weights: not from the beginning, and not from another checkpoint."""
+    forgery = forge(kind)
+    assert forgery.resume().step == STEP + 1
+    assert len(steps_of(forgery.run)) == STEP + 1
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from fake_follower import FakeFollower
 
 from posttrain.engines.vllm import http as vllm_http
 from posttrain.models.load import LoadedModel, load_model
-from posttrain.recipes.sections import ModelSection
+from posttrain.models.lora import apply_adapter
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 
 @pytest.fixture
@@ -26,3 +29,14 @@ def tiny() -> LoadedModel:
 def server(tiny: LoadedModel) -> Iterator[FakeFollower]:
     with FakeFollower(tiny.model, tiny.tokenizer) as fake:
         yield fake
+
+
+@pytest.fixture
+def wrapped(tiny: LoadedModel) -> Any:
+    """``tiny`` with an adapter that does something."""
+    model = apply_adapter(tiny.model, AdapterSection(rank=2, alpha=8.0), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05)
+    return model

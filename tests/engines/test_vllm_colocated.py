@@ -21,8 +21,6 @@ from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection
 from posttrain.train.checks import words_of
 from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, watched
@@ -108,12 +106,7 @@ def test_options_of_the_recipe_reach_vllm(tiny: LoadedModel, tmp_path: Path) -> 
     assert engine._llm.options.items() >= built.items()
 
 
-def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, tmp_path: Path) -> None:
-    wrapped = apply_adapter(tiny.model, AdapterSection(rank=2, alpha=8.0), 0)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(std=0.05)
+def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, wrapped: Any, tmp_path: Path) -> None:
     engine = ColocatedEngine(wrapped, tiny.tokenizer)
     engine.folder = tmp_path
     engine.sync(1)

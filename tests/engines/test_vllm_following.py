@@ -18,8 +18,6 @@ from posttrain.engines.vllm.follow import FollowingEngine, Own
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.models.lora import apply_adapter
-from posttrain.recipes.sections import AdapterSection
 from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, saved_tensors, steps_of, watched
 
@@ -68,12 +66,7 @@ def test_clean_syncs_raise_no_alarm(tiny: LoadedModel, server: FakeFollower) -> 
     assert not torch.equal(theirs["model.norm.weight"], tiny.model.model.norm.weight), "an update is no sync"
 
 
-def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower) -> None:
-    wrapped = apply_adapter(tiny.model, AdapterSection(rank=2, alpha=8.0), 0)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(std=0.05)
+def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower, wrapped: Any) -> None:
     engine = FollowingEngine(wrapped, tiny.tokenizer, server.url, Own(), "gloo", **ASKING)
     engine.sync(1)
     theirs = dict(server.model.named_parameters())
