@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 75600
+MAX_PACKAGE_LINES = 75820
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2470,
+    "ground": 2480,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 5690,
     "environments": 1730,
     "store": 2590,
-    "models": 4580,
+    "models": 4660,
     "engines": 8440,
     "evals": 2960,
     "reward_models": 1620,
-    "train": 7460,
+    "train": 7590,
     "interpret": 7550,
     "runs": 3630,
     "sweeps": 3250,

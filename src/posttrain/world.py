@@ -61,6 +61,18 @@ class World:
 ONE = World()
 
 
+def whole(tensor: Any) -> Any:
+    """The tensor itself; of one that lies in parts, one in each process, all of it: then every process asks for it."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def own_part(tensor: Any) -> Any:
+    """What this process has of a tensor."""
+    part = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()
+
+
 def local_size() -> int:
     """How many of the processes are on this machine, as who started them says (``LOCAL_WORLD_SIZE``)."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -60,7 +60,8 @@ def train_case(world: World, recipe: dict[str, Any], folder: Path, *, resume: bo
 
 def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[Any]], float]:
     """Rank 0: one update of a resolved recipe. Of every trained parameter the shape, and those of what this process has
-    of its gradient, its moment and itself, and the types of these three; and the norm of the gradient.
+    of its gradient, its moment and itself, the types of these three, and what it has in the model that is read by all
+    else; and the norm of the gradient.
     """
     world.tell((recipe,), "case")
     return _shards(world, recipe)
@@ -76,11 +77,15 @@ def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float
     kinds = [[str(p.grad.dtype), str(p.dtype)] for _, p in parts.parameters]
     own, apart = parts.split_parameters()
     norm = apply_update(parts.optimizer, own, 1e-4, 1.0, loss, 1, apart)
-    moments = [_own_shape(parts.optimizer.state[p]["exp_avg"]) for _, p in parts.parameters]
+    kept = [parts.optimizer.state[p] for _, p in parts.parameters]
+    moments = [state["momentum" if "momentum" in state else "exp_avg"] for state in kept]
     trained = [p for _, p in parts.parameters]
-    for of, p in zip(kinds, trained, strict=True):
-        of.append(str(parts.optimizer.state[p]["exp_avg"].dtype))
-    shapes = zip((tuple(p.shape) for p in trained), gradients, moments, map(_own_shape, trained), kinds, strict=True)
+    for of, moment in zip(kinds, moments, strict=True):
+        of.append(str(moment.dtype))
+    named = {n: p for module in (parts.model, *parts.heads.values()) for n, p in module.named_parameters()}
+    beside = [_own_shape(named[name]) for name, _ in parts.parameters]
+    held = (gradients, map(_own_shape, moments), map(_own_shape, trained), kinds, beside)
+    shapes = zip((tuple(p.shape) for p in trained), *held, strict=True)
     return [list(of) for of in shapes], norm
 
 

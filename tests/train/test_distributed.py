@@ -58,6 +58,39 @@ CASES: dict[str, dict[str, Any]] = {
         "teacher": {"name": "tiny"},
     },  # see below
 }
+# Nothing samples in these, so that with fsdp2 no process has a whole model.
+NO_SAMPLES: dict[str, dict[str, Any]] = {
+    "sft alone": {"kind": "sft", "data": {"batch": 6}, "eval": {"every": 0}},
+    "sft alone, lora": {
+        "kind": "sft",
+        "data": {"batch": 6},
+        "eval": {"every": 0},
+        "model": {"adapter": {"rank": 4}},
+        "optimizer": "muon",
+    },
+    "sft alone, recomputed": {
+        "kind": "sft",
+        "data": {"batch": 6},
+        "eval": {"every": 0},
+        "train": {"gradient_checkpointing": True, "tokens_per_micro": 60},
+    },
+    "kto on an adapter": {  # the reference is the adapter as it was; see below
+        "kind": "judged",
+        "objective": "kto",
+        "data": {"batch": 5},
+        "eval": {"every": 0},
+        "model": {},
+        "optimizer": "muon",
+    },
+    "kto": {
+        "kind": "judged",
+        "objective": "kto",
+        "data": {"batch": 5},
+        "train": {"tokens_per_micro": 60},
+        "eval": {"every": 1, "n": 6, "tasks": ["small_runs:judged_sums"]},
+    },
+}
+CASES |= NO_SAMPLES
 METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
 
 
@@ -123,6 +156,9 @@ def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded:
 @pytest.fixture(scope="module", autouse=True)
 def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
     CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
+    adapter = tmp_path_factory.mktemp("adapter")
+    train_case(ONE, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
+    CASES["kto on an adapter"]["model"]["name"] = str(adapter / "checkpoints" / "step-000001")
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +218,7 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, t
     if "adapter" not in CASES[case].get("model", {}):  # bf16 has no step of 1e-7 beside a weight of 0.02
         assert all(not torch.equal(moved[n], x) for n, x in begun.items() if n in moved)
     shapes, _ = shard_case(several, recipes["parted"])
-    assert {kind for *_, kinds in shapes for kind in kinds} == {"torch.float32"}
+    assert {kind for *_, kinds, _ in shapes for kind in kinds} == {"torch.float32"}
 
 
 def test_the_main_process_has_them_evaluated_beside(several: World, tmp_path: Path) -> None:
@@ -209,7 +245,7 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
     return {**weights, **checkpoint.heads, **{f"optimizer of {name}": t for name, t in checkpoint.optimizer.items()}}
 
 
-@pytest.mark.parametrize("case", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["sft alone", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sft", "ppo"))])
 def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
     case: str, several: World, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -330,7 +366,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed"])
+@pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed", *NO_SAMPLES])
 def test_shards_train_as_one_process(
     case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -343,15 +379,25 @@ def test_each_process_has_its_part_of_what_is_trained(several: World) -> None:
     """And the norm of the gradient is that of the whole: of a part alone it would be smaller."""
     shapes, norm = shard_case(several, recipe_of("sft", "float64", **SHARDED))
     assert len(shapes) > 10
-    for whole, gradient, moment, part, _ in shapes:
+    for whole, gradient, moment, part, _, _ in shapes:
         assert gradient == moment == part
         assert part[0] == -(-whole[0] // several.size)
         assert part[1:] == whole[1:]
     assert norm == pytest.approx(shard_case(ONE, recipe_of("sft", "float64"))[1], rel=1e-12)
 
 
+@pytest.mark.parametrize("case", ["sft", *NO_SAMPLES])
+def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str, several: World) -> None:
+    """Where nothing does, what a process has of every tensor is its rows, and what is read of a model is gathered."""
+    (shapes, _), plain = shard_case(several, recipe_of(case, "float64", **SHARDED)), recipe_of(case, "float64")
+    rows = [whole[0] for whole, *_ in shapes]
+    kept = [of[-1][0] for of in shapes]
+    assert kept == (rows if case == "sft" else [-(-of // several.size) for of in rows])
+    assert [of[0] for of in shapes] == [of[0] for of in shard_case(ONE, plain)[0]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["sft", "lora"])
+@pytest.mark.parametrize("case", ["sft", "lora", *NO_SAMPLES])
 def test_a_run_in_parts_goes_on_whole_and_back(
     case: str, several: World, alone: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -76,8 +76,24 @@ def test_every_gpu_has_its_share(folder: str) -> None:
     layer = sum(w.numel // w.times for w in tensors if ".0." in w.name)
     outside = sum(w.numel for w in tensors if ".0." not in w.name)
     assert outside + 24 * layer == sum(w.numel for w in tensors)
-    assert sharded.weights == -(-whole.weights // 8) + 4 * (outside + 2 * layer)
+    own = -(-whole.weights // 8) + 4 * (outside + 2 * layer)
+    assert sharded.weights == own + whole.weights, "the trainer samples with a whole model"
     assert sharded.activations == eighth.activations
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_does_not_sample_has_its_part_alone(folder: str, beside: bool) -> None:
+    keys = {"model.name": folder, "eval.drift_prompts": "4", "eval.beside": str(beside).lower()}
+    recipe, config = counted(load_recipe("dpo-preferences", list(keys.items())).resolve())
+    _, gpu = read_gpus("H100")
+    eighth, sharded = (memory_per_gpu(recipe, config, 8, name, gpu) for name in ("none", "fsdp2"))
+    gathered = sharded.weights - -(-eighth.weights // 8)
+    if beside:
+        assert gathered < eighth.weights / 2
+        assert sharded.reference == -(-eighth.reference // 8)
+    else:
+        assert gathered > eighth.weights
+        assert sharded.reference == eighth.reference
 
 
 def test_seconds_follow_the_work(folder: str) -> None:

@@ -12,12 +12,7 @@ from torch import Tensor
 from posttrain.errors import UsageError
 from posttrain.models.load import quantized_bits
 from posttrain.models.lora import has_adapter, merged_weights
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself; of one that is sharded over processes all of it, which is a collective."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+from posttrain.world import whole
 
 
 def checkpoint_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_p
 from posttrain.errors import RunFailure, UsageError
 from posttrain.evals.generation import Questions, held_out_indices
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
 from posttrain.types import Batch, Rollout, Sample, collate, with_float64
 
@@ -48,14 +48,18 @@ def measure_drift(
         raise RunFailure(f"evaluation: the environment failed in every answer; the first: {groups[0][0].failures[0]}")
     batch = answers_as_batch(rollouts)
     kl, entropy = 0.0, 0.0
-    for rows in split_rows(batch, min(tokens_per_micro, MAX_TOKENS), world=sampler.world):
+    pieces = split_rows(batch, min(tokens_per_micro, MAX_TOKENS), world=sampler.world)
+    for rows, counts in even_pieces(pieces, batch, sampler.world, is_sharded=policy.is_sharded):
         part = batch.select(rows)
         now = policy(part, "detached")
         assert now.entropy is not None
+        apart = kl_of_states(part, policy, start.open())
+        if not counts:
+            continue
         trained = part.mask.to(now.entropy.device)
         chances = torch.where(trained, now.entropy, torch.zeros_like(now.entropy))
         entropy += float(with_float64(chances).sum(dtype=torch.float64))
-        kl += float(kl_of_states(part, policy, start.open()).sum())
+        kl += float(apart.sum())
     kl, entropy = (sum(parts) for parts in zip(*sampler.world.gather([(kl, entropy)], "drift"), strict=True))
     facts = {
         "kl_from_start": kl / len(rollouts),

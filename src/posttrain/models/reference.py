@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import has_adapter, reference_mode
 from posttrain.types import with_float64
+from posttrain.world import own_part, whole
 
 
 class Reference:
@@ -32,16 +33,28 @@ class Reference:
             frozen = copy.deepcopy(forward.model).eval().requires_grad_(False)
             self._frozen = forward.alike(frozen)
             return
+        self._begin()
+
+    def _begin(self) -> None:
+        """Where there is an adapter: keep it as it is now, if it changes anything."""
+        forward = self._live
         ups = [p for n, p in forward.model.named_parameters() if ".lora_B." in n]
-        if not ups or any(bool(p.any()) for p in ups):  # B = 0: the adapter changes nothing yet
+        if not ups or any(bool(whole(p).any()) for p in ups):  # B = 0: the adapter changes nothing yet
             trained = [p for p in forward.model.parameters() if p.requires_grad]
-            self._initial = [(p, p.detach().clone()) for p in trained]
+            self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
+
+    def shard(self, part: Callable[[Forward], object]) -> None:
+        """The live model lies in parts now: so does a copy of it, by ``part``."""
+        if self._frozen is not None:
+            part(self._frozen)
+        else:
+            self._begin()
 
     @torch.no_grad()
     def fingerprint(self) -> str:
         """Tells this reference from others: a hash of the sums of its weights (of all, an adapter's included)."""
         with self.open() as reference:
-            sums = [float(with_float64(p).sum(dtype=torch.float64)) for p in reference.model.parameters()]
+            sums = [float(with_float64(whole(p)).sum(dtype=torch.float64)) for p in reference.model.parameters()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     @contextmanager
@@ -49,6 +62,13 @@ class Reference:
         """The reference's forward pass, inside the block."""
         if self._frozen is not None:
             yield self._frozen
+        elif self._initial and self._live.is_sharded:  # what is gathered is read from the parts' own memory
+            current = [own_part(p.detach()).clone() for p, _ in self._initial]
+            try:
+                _fill(self._initial)
+                yield self._live
+            finally:
+                _fill([(p, value) for (p, _), value in zip(self._initial, current, strict=True)])
         elif self._initial:
             current = [p.data for p, _ in self._initial]
             try:
@@ -61,3 +81,9 @@ class Reference:
         else:
             with reference_mode(self._live.model):
                 yield self._live
+
+
+@torch.no_grad()
+def _fill(values: list[tuple[Parameter, Tensor]]) -> None:
+    for parameter, value in values:
+        own_part(parameter.detach()).copy_(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry
+from posttrain.world import own_part
+
+Fill = Callable[[Tensor, Tensor], object]
 
 
 def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
@@ -64,20 +67,24 @@ def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor]) -> None:
+def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], fill: Fill = Tensor.copy_) -> None:
     """Copy a checkpoint's ``heads`` into live modules of the same shape, bit for bit, in place.
+
+    ``fill`` copies one tensor into a live one, which may lie in parts.
 
     Raises:
         CheckpointError: they are not what ``head_tensors(modules)`` would save (names, shapes,
             types); nothing was copied.
     """
-    copy_tensors(tensors, head_tensors(modules), Path("heads.safetensors"))
+    copy_tensors(tensors, head_tensors(modules), Path("heads.safetensors"), fill)
 
 
 @torch.no_grad()
-def copy_tensors(stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path) -> None:
-    filled = {live[name].data_ptr() for name in stored if name in live}
-    missing = [name for name in live if name not in stored and live[name].data_ptr() not in filled]
+def copy_tensors(
+    stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path, fill: Fill = Tensor.copy_
+) -> None:
+    filled = {place_in_memory(live[name]) for name in stored if name in live}
+    missing = [name for name in live if name not in stored and place_in_memory(live[name]) not in filled]
     wrong = [f"{name} is not in the checkpoint" for name in missing]
     for name, tensor in stored.items():
         if name not in live:
@@ -93,4 +100,10 @@ def copy_tensors(stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place
             + ". Resume with the recipe that wrote it (recipe.yaml in the run's directory)"
         )
     for name, tensor in stored.items():
-        live[name].copy_(tensor)
+        fill(live[name], tensor)
+
+
+def place_in_memory(tensor: Tensor) -> tuple[int, int]:
+    """Where it, or what this process has of it, begins: tied weights are at one place."""
+    own = own_part(tensor)
+    return own.untyped_storage().data_ptr(), own.storage_offset()

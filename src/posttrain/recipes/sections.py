@@ -453,8 +453,8 @@ class ScaleSection(Section):
     ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
     by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment); ``ray`` lets the Ray cluster that
     RAY_ADDRESS names place all of them, one GPU each where it has GPUs, else one CPU. ``sharding``: ``none`` keeps the
-    whole model in every process; ``fsdp2`` a part of gradients and moments (Zhao et al. 2023), beside a whole model to
-    sample with. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
+    whole model in every process; ``fsdp2`` a part of it (Zhao et al. 2023), beside a whole model where the trainer
+    samples. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
     folder that all see); ``whole`` gathers it in rank 0. ``timeout_seconds``: how long one process waits for the others
     before it says who is missing; a process that ended is noticed at once. ``restarts``: how often, under ``ray``, all
     processes are started again from the last checkpoint after one was killed or its machine lost (3).

@@ -19,7 +19,7 @@ from posttrain.engines.base import Engine
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, Precision
-from posttrain.models.load import LoadedModel, load_model, quantized_bits
+from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.stated_sizes import context_length
@@ -35,9 +35,9 @@ from posttrain.train.checks import OWN_TEACHER, Words, one_process, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import build_optimizer
-from posttrain.train.step import Method, Objective
+from posttrain.train.step import Method, Objective, same_weights
 from posttrain.train.streams import Streams, scoring_temperature
-from posttrain.world import ONE, World
+from posttrain.world import ONE, World, whole
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
@@ -96,7 +96,7 @@ class Parts:
         forward = self.method.forward
         if not isinstance(forward, Forward) or forward.head is None or forward.reads != "at":
             return None
-        return forward.head.weight, end_id(self.tokenizer, self.grader.template)
+        return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
         """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
@@ -111,6 +111,8 @@ class Parts:
 
     def whole_parameters(self) -> list[Tensor]:
         """What is trained, whole, as this process has it."""
+        if self.shards is not None and not self.shards.keeps_whole:
+            return []  # each has another part
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
@@ -128,8 +130,9 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         from posttrain.train.evaluating.held_out import build_eval_tasks
 
         eval_tasks = build_eval_tasks(recipe)
-    base = _build_base(recipe, task, EngineSite(folder, world), folder)
-    words, model, heads = base.words, base.loaded.model, base.heads
+    words = words_of(recipe)
+    base = _build_base(words, task, EngineSite(folder, world), folder, eval_tasks)
+    model, heads, shards = base.loaded.model, base.heads, base.shards
     source: SupervisedSource | RolloutSource
     if base.read is not None:
         source = base.read(task, cache=folder, curriculum=_build_curriculum(words))
@@ -145,7 +148,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         from posttrain.train.evaluating.beside import Beside
 
         beside = Beside(recipe, folder)
-    shards = _build_shards(recipe, base.method.forward, heads, world)
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
@@ -164,7 +166,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         evaluator=evaluator,
         beside=beside,
         guarantee=words.guarantee,
-        notices=[*notices, *_told_of_masks(base.policy, recipe)],
+        notices=[*notices, *_told_of_masks(base.policy, recipe), *(shards.notices if shards else ())],
     )
 
 
@@ -206,12 +208,17 @@ class Base:
     reference: Reference | None
     streams: Streams
     read: Callable[..., SupervisedSource] | None
+    shards: Shards | None = None
 
 
-def _build_base(recipe: Recipe, task: Task, site: EngineSite, folder: Path | None) -> Base:
-    """``folder``: of the run, where rewards keep something in it."""
-    words = words_of(recipe)
-    loaded = _load_trained(recipe, task)
+def _build_base(
+    words: Words, task: Task, site: EngineSite, folder: Path | None, eval_tasks: Sequence[Task] = ()
+) -> Base:
+    """``folder``: of the run, where rewards keep something in it. ``eval_tasks``: what the trainer is evaluated on."""
+    recipe, device = words.recipe, None
+    if recipe.scale.sharding == "fsdp2" and site.world.size > 1 and not _samples(words, eval_tasks):
+        device = "cpu"  # from where it is cut into parts
+    loaded = _load_trained(recipe, task, device)
     policy = _build_policy(words, loaded)
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
@@ -219,9 +226,20 @@ def _build_base(recipe: Recipe, task: Task, site: EngineSite, folder: Path | Non
     engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     context = context_length(loaded.model.config)
     reference = _build_reference(words, policy)
+    shards = _build_shards(recipe, (forward, policy), heads, site.world, reference, device is None)
     streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
     read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
-    return Base(words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
+    fixed = (words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
+    return Base(*fixed, shards)
+
+
+def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
+    """Whether the trainer's processes sample with the model: rollouts, or answers to evaluate."""
+    if eval_tasks and not words.recipe.eval.beside:
+        from posttrain.train.evaluating.held_out import is_read
+
+        return words.samples or not all(is_read(task, words.recipe.eval.n) for task in eval_tasks)
+    return words.samples
 
 
 def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
@@ -278,7 +296,7 @@ def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, l
     """
     from posttrain.train.evaluating.held_out import build_eval_tasks
 
-    base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), folder)
+    base = _build_base(words_of(recipe), build_task(recipe.task), EngineSite(folder), folder)
     evaluator, notices = _build_evaluator(base, build_eval_tasks(recipe))
     return evaluator, base, notices
 
@@ -306,21 +324,34 @@ def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
 
 
 def _build_shards(
-    recipe: Recipe, forward: Forward | ActorCritic, heads: dict[str, torch.nn.Module], world: World
+    recipe: Recipe,
+    forwards: tuple[Forward | ActorCritic, Forward],
+    heads: dict[str, torch.nn.Module],
+    world: World,
+    reference: Reference | None,
+    keeps_whole: bool,
 ) -> Shards | None:
     """The parts of what is trained that each process holds, where several share it out."""
     if recipe.scale.sharding != "fsdp2" or world.size == 1:
         return None
     from posttrain.train.distributed import Shards
 
-    return Shards(forward, heads, world)
+    forward, policy = forwards
+    if not keeps_whole:
+        modules = (forward.model, *heads.values())
+        same_weights([p for m in modules for p in m.parameters() if p.requires_grad], world, "before training")
+    device = choose_device(recipe.model.device)
+    shards = Shards(forward, heads, world, device, keeps_whole=keeps_whole, policy=policy)
+    if reference is not None and not keeps_whole:
+        reference.shard(shards.part)
+    return shards
 
 
 def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
-    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``), whose engine and
-    rewards keep things in ``folder``.
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``); engine and rewards
+    keep things in ``folder``.
 
     Raises:
         UsageError: as ``prepare``.
@@ -529,9 +560,10 @@ def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, An
             )
 
 
-def _load_trained(recipe: Recipe, task: Task) -> LoadedModel:
-    """The model to train, with a new adapter where the recipe asks for one."""
-    loaded = load_model(recipe.model, seed=recipe.train.seed, texts=_texts(task, recipe))
+def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
+    """The model to train, with a new adapter where the recipe asks for one; on another device, if one is given."""
+    section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
+    loaded = load_model(section, seed=recipe.train.seed, texts=_texts(task, recipe))
     model = loaded.model
     if recipe.model.adapter is not None:
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
 from posttrain.models.load import ONE_FILE, SCORE, note_base_bits
-from posttrain.models.trained_heads import copy_tensors
+from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
@@ -84,6 +84,7 @@ def save_checkpoint(
     heads: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     rows: Rows | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     world: World = ONE,
 ) -> Path:
     """Write the checkpoint of ``step``; returns its folder.
@@ -93,17 +94,16 @@ def save_checkpoint(
         model: a transformers or peft model; written by its own ``save_pretrained``.
         tokenizer: likewise, or None.
         optimizer: the optimizer's tensors by name.
-        state: whatever else the loop needs, as plain data for JSON; of the main process.
-        rollout_buffer: tensors of a rollout batch that later optimizer steps still use.
-        heads: what ``head_tensors`` gives for the heads and critics.
-        score: of a reward model, the weight of its head and the id of the token at which it is read: the
-            model is then written in the layout of sequence classification too, where that fits.
+        state: what else the loop needs, for JSON; of the main process.
+        rollout_buffer: tensors of a rollout batch that later steps still use. heads: those of ``head_tensors``.
+        score: of a reward model, the weight of its head and the id of the token at which it is read: the model is
+            then written in the layout of sequence classification too, where that fits.
         rows: of each tensor of ``optimizer`` that is cut, which of its rows this process has.
+        weights: of a model in parts, whole, what this process writes of it (``names_to_write``).
         world: those that write it together, each its share of the weights and of the optimizer; the main one all else.
 
     Raises:
-        StorageError: the disk is full or not writable. Nothing new stands under a final name;
-            older checkpoints are untouched.
+        StorageError: the disk is full or not writable. Nothing new stands under a final name; older ones are untouched.
     """
     root = Path(folder)
     final = step_folder(root, step)
@@ -116,7 +116,7 @@ def save_checkpoint(
             world.agree(False, "folder of the checkpoint")
             header = None if rows is None else {"rows": json.dumps(rows)}
             save_file(_storable(optimizer), aside / _part_name("optimizer", world.rank, world.size), header)
-            _write_model(aside, model, tokenizer, score, world)
+            _write_model(aside, model, tokenizer, score, world, weights)
             if not world.is_main:
                 return final
             if rollout_buffer is not None:
@@ -174,11 +174,12 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
     )
 
 
-def restore_model(model: Any, path: str | Path) -> None:
+def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> None:
     """Copy a checkpoint's weights into a live model of the same shape, bit for bit, in place.
 
     Tied weights are stored once and fill all their names. A peft model gets its adapters; its base
-    is left alone. The checkpoint is taken as verified.
+    is left alone. The checkpoint is taken as verified. ``fill`` copies one tensor into a live one, which may lie in
+    parts.
 
     Raises:
         CheckpointError: the checkpoint holds other weights than the model has (names, shapes, types).
@@ -188,7 +189,7 @@ def restore_model(model: Any, path: str | Path) -> None:
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
             stored = load_file(place / "adapter_model.safetensors")
-            copy_tensors(stored, _adapter_tensors(model, adapter), place)
+            copy_tensors(stored, _adapter_tensors(model, adapter), place, fill)
         return
     live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
@@ -199,7 +200,7 @@ def restore_model(model: Any, path: str | Path) -> None:
         # architectures that fuse weights in memory (experts) have names of their own on disk
         with _without_progress_bars():
             stored = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True).state_dict()
-    copy_tensors(stored, live, folder)
+    copy_tensors(stored, live, folder, fill)
 
 
 class _Strict(BaseModel):
@@ -322,6 +323,27 @@ def _part_name(stem: str, rank: int, size: int) -> str:
     return f"{stem}.safetensors" if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
+def names_to_write(model: Any, world: World) -> Collection[str]:
+    """Of the entries of the model's ``state_dict``, those that this process writes as one of a ``world``."""
+    shares = _deal(model, world.size)
+    if shares is not None:
+        return shares[world.rank]
+    if not world.is_main:
+        return ()
+    if hasattr(model, "peft_config"):
+        return [name for name in model.state_dict() if any(_is_of(adapter, name) for adapter in model.peft_config)]
+    return _named_once(model)
+
+
+def _named_once(model: Any) -> dict[str, Tensor]:
+    """The model's tensors, tied ones once: of several names of a tensor the one that is loaded is kept."""
+    tied, tensors = getattr(model, "all_tied_weights_keys", {}), model.state_dict()
+    named = sorted(tensors.items(), key=lambda item: item[0] not in tied)
+    places = {name: place_in_memory(tensor) for name, tensor in named}
+    kept = {(place if place[0] else name, tensors[name].shape): name for name, place in places.items()}
+    return {name: tensors[name] for name in kept.values()}
+
+
 def _deal(model: Any, size: int) -> list[dict[str, Tensor]] | None:
     """The model's weights in as many shares of about the same size, tied ones once; None where one process writes all.
 
@@ -329,14 +351,11 @@ def _deal(model: Any, size: int) -> list[dict[str, Tensor]] | None:
     """
     if size == 1 or hasattr(model, "peft_config"):
         return None
-    tensors = model.state_dict()
+    tensors = _named_once(model)
     changes = any(getattr(model, key, None) for key in ("_weight_conversions", "_keys_to_ignore_on_save"))
     if changes or any(tensor.ndim > 2 for tensor in tensors.values()):
         return None
-    tied = getattr(model, "all_tied_weights_keys", {})  # of several names of a tensor the one that is loaded is kept
-    named = sorted(tensors.items(), key=lambda item: item[0] not in tied)
-    by_place = {(tensor.data_ptr() or name, tensor.shape): name for name, tensor in named}
-    ordered = sorted(by_place.values(), key=lambda name: (-tensors[name].nbytes, name))
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     shares: list[dict[str, Tensor]] = [{} for _ in range(size)]
     loads = [0] * size
     for name in ordered:
@@ -361,19 +380,27 @@ def _write_index(path: Path, shares: list[dict[str, Tensor]]) -> None:
     (path / "model.safetensors.index.json").write_text(content, encoding="utf-8")
 
 
-def _write_model(path: Path, model: Any, tokenizer: Any, score: tuple[Tensor, int] | None, world: World) -> None:
+def _write_model(
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    score: tuple[Tensor, int] | None,
+    world: World,
+    weights: Mapping[str, Tensor] | None,
+) -> None:
     """The model with its configuration and tokenizer, or this process's share of it, when all have written theirs."""
     shares = _deal(model, world.size)
-    own = None if shares is None else _storable(shares[world.rank])
+    own = weights if shares is None or weights is not None else shares[world.rank]
+    own = None if own is None else _storable(own)
     if world.is_main:
         with _without_progress_bars():
             _write_main(path, model, score, own)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
     else:
-        if own is not None:
+        if own is not None and shares is not None:
             save_file(own, path / _part_name(SHARE, world.rank, world.size), {"format": "pt"})
-        for stem in ("optimizer", SHARE)[: 1 if own is None else 2]:
+        for stem in ("optimizer", SHARE)[: 1 if shares is None else 2]:
             sync_file(path / _part_name(stem, world.rank, world.size))
     world.agree(False, "parts of the checkpoint")
     if world.is_main and shares is not None:
@@ -386,7 +413,7 @@ def _write_main(path: Path, model: Any, score: tuple[Tensor, int] | None, own: d
         from posttrain.models.scorer import save_adapter_scorer, save_scorer
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
-        model.save_pretrained(path, save_embedding_layers=False)
+        model.save_pretrained(path, save_embedding_layers=False, state_dict=own)
         note_base_bits(model, path)
         if score is not None:
             save_adapter_scorer(path, model, score[0])
@@ -413,8 +440,12 @@ def _model_type(folder: Path) -> str:
 def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
     """An adapter's tensors under the names that peft gives them on disk, where its own name is left out."""
     tag = f".{adapter}"
-    live = {name: tensor for name, tensor in model.state_dict().items() if f"{tag}." in name or name.endswith(tag)}
+    live = {name: tensor for name, tensor in model.state_dict().items() if _is_of(adapter, name)}
     return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
+
+
+def _is_of(adapter: str, name: str) -> bool:
+    return f".{adapter}." in name or name.endswith(f".{adapter}")
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

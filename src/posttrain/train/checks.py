@@ -71,6 +71,16 @@ class Words:
         return bool(self.objective.traits.get("head") == "score")
 
     @property
+    def samples(self) -> bool:
+        """Whether the trainer's processes sample with the model, as far as the recipe alone says: rollouts, or answers
+        to evaluate. (Tasks without responses are evaluated so, too.)
+        """
+        options = self.recipe.eval
+        if self.recipe.rollout is not None or not options.every or options.beside:
+            return self.recipe.rollout is not None
+        return self.shape == "demonstration" or bool(options.drift_prompts)
+
+    @property
     def guarantee(self) -> str:
         """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
 

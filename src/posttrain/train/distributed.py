@@ -16,10 +16,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from posttrain.errors import EngineLost, PeerFailure, PosttrainError, RunFailure
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
-from posttrain.world import World, local_rank
+from posttrain.world import World, local_rank, own_part, whole
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -340,21 +341,41 @@ class Shards:
     """The weights that are trained, in parts: each process has its part of every tensor, of its gradient and of its
     moments (FSDP2, ``fully_shard`` of each layer and of the root).
 
-    Gradients are computed with them alone. The whole model stays beside them for all else: sampling, scoring,
-    evaluation and checkpoints are those of an unsharded run. ``gather`` brings it up to date after an update,
-    ``scatter`` the shards after it was loaded.
+    Where something samples with the model, gradients are computed with the parts alone, and the whole model stays
+    beside them for all else: sampling, scoring, evaluation and checkpoints are those of an unsharded run. ``gather``
+    brings it up to date after an update, ``scatter`` the shards after it was loaded. Elsewhere the parts are the model
+    (``keeps_whole`` False): it is cut in place, layer by layer, from main memory, and every pass gathers it.
 
     Args:
         whole: the forward pass that the objective reads, over the whole model.
         heads: heads and critics that are trained beside it.
+        device: where the parts are to be.
+        policy: the language model's pass, where that is another one.
     """
 
-    def __init__(self, whole: Forward | ActorCritic, heads: Mapping[str, torch.nn.Module], world: World) -> None:
-        device = whole.policy.device if isinstance(whole, ActorCritic) else whole.device
+    def __init__(
+        self,
+        whole: Forward | ActorCritic,
+        heads: dict[str, torch.nn.Module],
+        world: World,
+        device: torch.device,
+        *,
+        keeps_whole: bool = True,
+        policy: Forward | None = None,
+    ) -> None:
         self._mesh = init_device_mesh(device.type, (world.size,))
-        self.model = copy.deepcopy(whole.model)
-        self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
+        self.keeps_whole, self.model, self.heads = keeps_whole, whole.model, heads
+        if keeps_whole:
+            self.model = copy.deepcopy(whole.model)
+            self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
         self.forward = self._sharded(whole)
+        if not keeps_whole:
+            assert isinstance(self.forward, Forward), "a critic values what is sampled"
+            for forward in {self.forward, policy or self.forward}:
+                forward.root = self.forward.root
+                forward.choose_path()  # again, where the parts are
+            self._pairs = []
+            return
         own = {"": (whole.model, self.model), **{f"{n}.": (heads[n], self.heads[n]) for n in heads}}
         self._pairs = [
             (plain, shard)
@@ -362,6 +383,15 @@ class Shards:
             for plain, shard in zip(module.parameters(), sharded.parameters(), strict=True)
             if plain.requires_grad
         ]
+
+    @property
+    def notices(self) -> list[str]:
+        """A line where a process needs more memory than for its part."""
+        told = (
+            "scale.sharding: the trainer's processes sample, so each keeps a whole model beside its part of it; "
+            "without rollouts, eval.beside: true or eval.every: 0 leave the part alone"
+        )
+        return [told] if self.keeps_whole else []
 
     def _sharded(self, whole: Forward | ActorCritic) -> Forward | ActorCritic:
         """The same pass over models in shards; which path it takes was found out for the whole model."""
@@ -371,15 +401,20 @@ class Shards:
         return self._of_model(whole, self.model)
 
     def _of_model(self, whole: Forward, model: torch.nn.Module) -> Forward:
-        forward = copy.copy(whole)
+        forward = copy.copy(whole) if self.keeps_whole else whole
         forward.model, forward.head = model, None if whole.head is None else self.heads["head"]  # type: ignore[assignment]
-        forward.root = root = Root(model, forward.head)
-        for part in (*checkpointed_layers(model), root):
+        self.part(forward)
+        return forward
+
+    def part(self, forward: Forward) -> None:
+        """Cut the model of a pass, with its head, into parts, in place."""
+        root = Root(forward.model, forward.head)
+        for part in (*checkpointed_layers(forward.model), root):
             fully_shard(part, mesh=self._mesh)
             # A plain sum: the weights of the loss are those of the batch of all processes; and gloo has no other one.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        return forward
+        forward.root = partial(_within, root)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -391,17 +426,18 @@ class Shards:
     def scatter(self) -> None:
         """The shards become parts of what the whole model is."""
         for plain, shard in self._pairs:
-            shard.to_local().copy_(part_of(plain.detach(), shard).to_local())
+            self.fill(shard, plain.detach())
 
     @torch.no_grad()
-    def whole(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
-        """Whole tensors of parts, on the CPU; of a process that has no use for them (``is_kept``), nothing."""
-        gathered = {}
-        for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if is_kept:
-                gathered[name] = full.cpu()
-        return gathered
+    def fill(self, live: Tensor, tensor: Tensor) -> None:
+        """Copy a whole tensor, the same in all processes, into one of the model's, which may lie in parts."""
+        own_part(live).copy_(own_part(part_of(tensor.to(live.device), live) if isinstance(live, DTensor) else tensor))
+
+    @torch.no_grad()
+    def whole(self, tensors: Mapping[str, Tensor], kept: Container[str]) -> dict[str, Tensor]:
+        """Whole tensors of parts, on the CPU, gathered one by one; those alone that this process has a use for."""
+        gathered = ((name, whole(tensor)) for name, tensor in tensors.items())
+        return {name: full.cpu() for name, full in gathered if name in kept}
 
     def rows(self, tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
         """What this process has of each tensor, and of those in parts the row that it begins at, of how many.
@@ -422,9 +458,17 @@ class Shards:
         return own, rows
 
 
-def part_of(whole: Tensor, like: Any) -> Any:
+def _within(root: Any, compute: Callable[[], T]) -> T:
+    """``compute`` inside the pass of a root; without gradients no backward pass would let its own weights go again."""
+    computed: T = root(compute)
+    if not torch.is_grad_enabled():
+        root.reshard()
+    return computed
+
+
+def part_of(tensor: Tensor, like: Any) -> Any:
     """A whole tensor, the same in all processes, in parts as ``like`` is."""
-    return distribute_tensor(whole, like.device_mesh, like.placements)
+    return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

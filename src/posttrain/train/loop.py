@@ -34,7 +34,7 @@ from posttrain.store.headline import Headline, choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
-from posttrain.train.checkpoint import Checkpoint, Rows, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
@@ -90,8 +90,9 @@ class Loop:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, checkpoint.state)
             self._take_choices(checkpoint.state)
-            restore_model(self.parts.model, checkpoint.path)
-            restore_heads(self.parts.heads, checkpoint.heads)
+            fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
+            restore_model(self.parts.model, checkpoint.path, fill)
+            restore_heads(self.parts.heads, checkpoint.heads, fill)
             restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
             if self.parts.shards is not None:
                 self.parts.shards.scatter()
@@ -210,9 +211,7 @@ class Loop:
             error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
             return
         try:
-            path = self._write_checkpoint(
-                optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
-            )
+            path = self._write_checkpoint(self._gathered(ONE))
             self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
         except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
             error.add_note(f"step {self.step} could not be saved: {failure}")
@@ -344,19 +343,36 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
         same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
-        optimizer = optimizer_tensors(self.parts.optimizer, [n for n, _ in self.parts.parameters])
-        rows, world = None, ONE
-        if self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded":
-            (optimizer, rows), world = self.parts.shards.rows(optimizer, self.world.rank), self.world
-        elif self.parts.shards is not None:
-            optimizer = self.parts.shards.whole(optimizer, self.world.is_main)
-        path = self._write_checkpoint(optimizer, rows, world) if self.world.is_main or world.size > 1 else None
+        together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
+        world = self.world if together else ONE
+        tensors = self._gathered(world)
+        path = self._write_checkpoint(tensors, world) if self.world.is_main or together else None
         if path is None or not self.world.is_main:
             return
         self._tidy()
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
-    def _write_checkpoint(self, optimizer: Mapping[str, Tensor], rows: Rows | None = None, world: World = ONE) -> Path:
+    def _gathered(self, world: World) -> dict[str, Any]:
+        """The tensors that this process writes with a checkpoint, as ``save_checkpoint`` takes them.
+
+        What lies in parts is gathered, unless all of ``world`` write their own.
+        """
+        parts, shards = self.parts, self.parts.shards
+        optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
+        tensors: dict[str, Any] = {"heads": head_tensors(parts.heads), "score": parts.score_head()}
+        if shards is None:
+            return tensors | {"optimizer": optimizer}
+        if world.size > 1:
+            tensors["optimizer"], tensors["rows"] = shards.rows(optimizer, world.rank)
+        else:
+            tensors["optimizer"] = shards.whole(optimizer, optimizer if self.world.is_main else ())
+        if not shards.keeps_whole:
+            names = names_to_write(parts.model, world) if self.world.is_main or world.size > 1 else ()
+            tensors["weights"] = shards.whole(parts.model.state_dict(), names)
+            tensors["heads"] = shards.whole(tensors["heads"], tensors["heads"] if self.world.is_main else ())
+        return tensors
+
+    def _write_checkpoint(self, tensors: Mapping[str, Any], world: World = ONE) -> Path:
         """Records are durable before the checkpoint appears under its name; ``world`` writes it together."""
         self.rollouts.flush()
         self.metrics.flush()
@@ -365,13 +381,10 @@ class Loop:
             step=self.step,
             model=self.parts.model,
             tokenizer=self.parts.tokenizer,
-            optimizer=optimizer,
             state=self._state() if world.is_main else {},
-            heads=head_tensors(self.parts.heads),
-            score=self.parts.score_head(),
             rollout_buffer=self.parts.source.rollout_buffer(self.step),
-            rows=rows,
             world=world,
+            **tensors,
         )
 
     def _state(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from posttrain import registry
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
+from posttrain.world import whole
 
 Named = Sequence[tuple[str, Parameter]]
 Positive = Annotated[float, Field(gt=0)]
@@ -157,7 +158,7 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].lerp_(parameter.grad, 1 - mu)
-                updates.append(_whole(parameter.grad.lerp(state["momentum"], mu)))
+                updates.append(whole(parameter.grad.lerp(state["momentum"], mu)))
             directions = orthogonalize(torch.stack(updates), group["ns_steps"])
             for parameter, direction in zip(members, directions, strict=True):
                 num_in, num_out = shape if getattr(parameter, "input_first", False) else reversed(shape)
@@ -234,12 +235,6 @@ def _in_main_memory(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)  # pinned: it goes back twice as fast
-
-
-def _whole(tensor: Any) -> Tensor:
-    """The tensor itself; of one that is in parts, one in each process, all of it: a direction is of a whole matrix."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.recipes.sections import TrainSection
 from posttrain.types import Batch, Loss, Outputs, with_float64
 from posttrain.world import ONE, World
@@ -129,23 +129,19 @@ def accumulate(
     means, of_parts = MeanOverBatch(), [MeanOverBatch() for _ in batch.parts]
     slots = used = 0.0
     pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
-    num_own = len(pieces)
-    if learns and is_sharded(forward):  # every pass gathers weights from all processes, so all make as many passes
-        most = max(world.gather([num_own], "number of micro-batches"))
-        pieces += [list(range(batch.rows_per_unit))] * (most - num_own)
-    for index, rows in enumerate(pieces):
+    for rows, counts in even_pieces(pieces, batch, world, is_sharded=forward.is_sharded):
         planned = batch.select(rows)
         part = planned.to(device)
         with _learning(forward, options) if learns else torch.no_grad():
             outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
             result = _apply(method.objective, outputs, part, level)
             assert part.weights is not None
-            weights = part.weights.to(result.values.dtype) if index < num_own else torch.zeros_like(result.values)
+            weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
             loss = (_kept(result.values, part, level) * weights).sum()
             if learns:
                 with forward.backward_context():
                     loss.backward()
-        if index >= num_own:
+        if not counts:
             continue
         total += with_float64(loss.detach()).to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
@@ -199,11 +195,6 @@ def _digest(parameters: Sequence[Tensor]) -> list[int]:
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
         sums.append(int(bits.sum(dtype=torch.int64)))
     return sums
-
-
-def is_sharded(forward: Forward | ActorCritic) -> bool:
-    """Whether each process has a part of the weights alone."""
-    return (forward.policy if isinstance(forward, ActorCritic) else forward).root is not None
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:

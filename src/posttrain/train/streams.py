@@ -9,7 +9,7 @@ that may still change). An objective names streams in its own ``needs``; exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry, register
 from posttrain.types import Batch, Sample, collate, with_float64
@@ -52,17 +52,20 @@ class Scorer:
     rows_per_micro: int | None = None
     world: World = ONE
 
-    def _pieces(self, batch: Batch) -> list[list[int]]:
-        return split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
+    def _pieces(self, batch: Batch, forward: Forward | ActorCritic) -> Iterator[tuple[list[int], bool]]:
+        """Rows of each pass, and whether what it gives is wanted."""
+        own = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
+        return even_pieces(own, batch, self.world, is_sharded=forward.is_sharded)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
         scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         with self.open() as forward:
-            for rows in self._pieces(batch):
+            for rows, counts in self._pieces(batch, forward):
                 values = forward(batch.select(rows), "none").logprobs.cpu().float()
-                scored[torch.as_tensor(list(rows)), : values.shape[1]] = values
+                if counts:
+                    scored[torch.as_tensor(rows), : values.shape[1]] = values
         self.world.add([scored], "log-probabilities")
         return scored
 
@@ -72,9 +75,10 @@ class Scorer:
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         final = torch.zeros(batch.num_rows, dtype=torch.float32)
         with self.open() as forward:
-            for rows in self._pieces(batch):
+            for rows, counts in self._pieces(batch, forward):
                 before, after = state_values(forward, batch.select(rows))
-                index = torch.as_tensor(rows)
+                index = torch.as_tensor(rows if counts else [], dtype=torch.long)
+                before, after = before[: len(index)], after[: len(index)]
                 values[index, : before.shape[1]] = before.cpu().float()
                 final[index] = after.cpu().float()
         self.world.add([values, final], "values")
@@ -86,11 +90,11 @@ class Scorer:
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
         with self.open() as forward:
             assert isinstance(forward, Forward)
-            for rows in self._pieces(batch):
+            for rows, counts in self._pieces(batch, forward):
                 part = batch.select(rows)
                 likeliest, their_logprobs = (x.cpu() for x in forward.top_candidates(part, k))
                 their_logprobs = their_logprobs.float()
-                for place, row in enumerate(rows):
+                for place, row in enumerate(rows if counts else ()):
                     trained = part.mask[place]
                     of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
         everywhere = {row: both for rows in self.world.gather([of_row], "candidates") for row, both in rows.items()}

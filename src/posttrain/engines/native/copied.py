@@ -16,9 +16,9 @@ from posttrain.engines.native.engine import NativeEngine, sampling_mode
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.probe import probe
 from posttrain.engines.native.projection import Projection
-from posttrain.engines.weights import whole
 from posttrain.errors import EngineMismatch
 from posttrain.models.stated_sizes import context_length
+from posttrain.world import whole
 
 # Nats, of the full distribution. In fp32 the same weights differ by some 3e-5 in two ways to compute, a layer of the
 # embedded model that missed one update of AdamW at a rate of 1e-5 by 0.1, and its last norm by 0.002. In half precision

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 # a head that is trained: an update of 0.1 billion parameters at V = 151,936 takes 4.63 s in place of 5.74.
 KEPT_ELEMENTS = 1 << 27
 
+T = TypeVar("T")
 Entropy = Literal["none", "detached", "differentiable"]
 Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
@@ -128,15 +129,14 @@ class Forward:
         self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
         self.compiled = False  # while it is probed
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
-        # That of the probe: a GPU's kernels for fp32 are not wanted where products are in bfloat16.
-        self.precision: Precision = "fp32" if self.device.type == "cpu" else precision
-        self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
-        self.precision = precision
+        self.precision: Precision = precision
+        self.path: Literal["packed", "padded"] = "packed"
+        self.root: Callable[[Callable[[], Any]], Any] | None = None  # gathers the shards for a pass
+        self.choose_path()
         self.compiled = compiled
         if compiled:
             self.layers = self._compiled_layers()
         self.last_packing: Packing | None = None
-        self.root: Callable[[Callable[[], Any]], Any] | None = None  # what the model's shards are gathered around
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
     def alike(
@@ -176,9 +176,16 @@ class Forward:
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
         """``__call__`` with a given plan, so that two models may share it."""
-        if self.root is None:
-            return Outputs(*self._outputs(batch, packing, entropy, with_candidates))
-        return Outputs(*self.root(lambda: self._outputs(batch, packing, entropy, with_candidates)))
+        return Outputs(*self._gathered(lambda: self._outputs(batch, packing, entropy, with_candidates)))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a part of the weights alone."""
+        return self.root is not None
+
+    def _gathered(self, compute: Callable[[], T]) -> T:
+        """``compute`` where the weights that it reads are gathered, if they lie in parts."""
+        return compute() if self.root is None else self.root(compute)
 
     def _outputs(
         self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool
@@ -200,7 +207,7 @@ class Forward:
 
     def read_scores(self, batch: Batch) -> Tensor:
         """The head's scores alone, ``[B, T]`` or ``[B, T, C]``; the LM head is not computed."""
-        return self._scores(self._states(batch, self.plan(batch), predicts=False))
+        return self._gathered(lambda: self._scores(self._states(batch, self.plan(batch), predicts=False)))
 
     @torch.no_grad()
     def top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
@@ -208,6 +215,9 @@ class Forward:
 
         ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V.
         """
+        return self._gathered(lambda: self._top_candidates(batch, k))
+
+    def _top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         states = self._states(batch, self.plan(batch), predicts=True)
 
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -373,6 +383,14 @@ class Forward:
                 pieces.append(checkpoint(run, part, own, use_reentrant=False))
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
+    def choose_path(self) -> None:
+        """Find out whether batches can be packed, on the device where the model is."""
+        precision = self.precision
+        if self.device.type == "cpu":  # a GPU's kernels for fp32 are not wanted where products are in bfloat16
+            self.precision = "fp32"
+        self.path = "packed" if self._packed_agrees() else "padded"
+        self.precision = precision
+
     @torch.no_grad()
     def _packed_agrees(self) -> bool:
         """Compare the log-probabilities of both paths on a small ragged batch with a shared prompt."""
@@ -395,8 +413,12 @@ class Forward:
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
         self.path = path
-        states = self._states(batch, self.plan(batch), predicts=True)
-        return states.spread(self._predictions(states, "none")[0])
+
+        def compute() -> Tensor:
+            states = self._states(batch, self.plan(batch), predicts=True)
+            return states.spread(self._predictions(states, "none")[0])
+
+        return self._gathered(compute)
 
 
 class ActorCritic:
@@ -426,6 +448,11 @@ class ActorCritic:
     def path(self) -> Literal["packed", "padded"]:
         """``packed`` where both models are."""
         return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Both are, or neither."""
+        return self.policy.is_sharded
 
     @property
     def attention(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from posttrain.types import Batch
 from posttrain.world import ONE, World
@@ -49,6 +49,19 @@ def split_rows(
         seen.update(groups[b] for b in unit)
         used += cost
     return [*pieces, current] if current or world.size == 1 else pieces
+
+
+def even_pieces(
+    pieces: Sequence[list[int]], batch: Batch, world: World, *, is_sharded: bool
+) -> Iterator[tuple[list[int], bool]]:
+    """Each piece, and whether it counts.
+
+    A pass of a model in parts gathers weights from all processes, so that all make as many: who has fewer pieces passes
+    the first unit again, which counts for nothing.
+    """
+    most = max(world.gather([len(pieces)], "number of micro-batches")) if is_sharded else len(pieces)
+    yield from ((rows, True) for rows in pieces)
+    yield from [(list(range(batch.rows_per_unit)), False)] * (most - len(pieces))
 
 
 def _span(order: Sequence[int], costs: Sequence[int], world: World) -> list[int]:

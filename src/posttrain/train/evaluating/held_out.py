@@ -23,7 +23,7 @@ from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out
 from posttrain.evals.measures import default_ks
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import split_rows
+from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, TrainSection, task_words
@@ -137,6 +137,12 @@ def choose_held_out(
     return chosen
 
 
+def is_read(task: Task, n: int) -> bool:
+    """Whether a task has responses to evaluate an objective on, so that no answers are sampled."""
+    size = len(task.examples)
+    return size > 0 and any(task.examples[i].responses for i in held_out_indices(size, n))
+
+
 def _is_shown(example: Example) -> bool:
     """Whether there is an answer that can be imitated."""
     return example.answer is not None or example.solution is not None or bool(example.responses)
@@ -155,10 +161,11 @@ def evaluate_loss(
         NonFiniteLoss: a loss that is NaN or infinite.
     """
     batch, total, right = held_out.batch(), 0.0, 0.0
-    for rows in split_rows(batch, tokens_per_micro, world=world):
+    pieces = split_rows(batch, tokens_per_micro, world=world)
+    for rows, counts in even_pieces(pieces, batch, world, is_sharded=policy.is_sharded):
         part = batch.select(rows)
         outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
-        mask = part.mask.to(likeliest.device)
+        mask = part.mask.to(likeliest.device) if counts else torch.zeros_like(part.mask, device=likeliest.device)
         total -= float(with_float64(outputs.logprobs[mask]).double().sum())
         right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
     total, right = (sum(parts) for parts in zip(*world.gather([(total, right)], "held-out loss"), strict=True))

@@ -2,7 +2,8 @@
 
 Every GPU has its share of the rows. Memory is that of ``train/memory`` for this share. ``none``: every GPU holds the
 whole model. ``fsdp2``: weights, gradients, optimizer, reference and heads are cut into as many parts, and two layers
-and what stands outside of the layers are gathered at a time. The key/value cache and activations are each GPU's own.
+and what stands outside of the layers are gathered at a time; where the trainer samples, the whole model stays beside
+the parts (with its heads), and the reference is whole. The key/value cache and activations are each GPU's own.
 
 Seconds are rates of the data sheet times the shares of them that are assumed (``MFU``, ``BANDWIDTH_SHARE``), with n
 matrix weights, answers of the longest kind unless told otherwise, and for each token:
@@ -122,13 +123,15 @@ def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str, gpu: 
     if sharding == "none" or count == 1:
         return whole
     parts = {part.name: getattr(whole, part.name) for part in fields(whole)}
-    for name in ("weights", "gradients", "optimizer", "reference", "heads"):
+    samples = words_of(recipe).samples
+    for name in ("weights", "gradients", "optimizer", "heads", *(() if samples else ("reference",))):
         parts[name] = -(-parts[name] // count)
     size = bytes_of(recipe)
     tensors = weights_of(config.get_text_config())
     of_layers = sum(w.numel // w.times for w in tensors if ".0." in w.name)
     outside = sum(w.numel for w in tensors if ".0." not in w.name)
-    parts["weights"] += size * (outside + 2 * of_layers)
+    parts["weights"] += size * (outside + 2 * of_layers) + (whole.weights if samples else 0)
+    parts["heads"] += whole.heads // 4 if samples else 0  # of weight, gradient and two moments
     return Memory(**parts)
 
 
@@ -247,6 +250,8 @@ def _ladder(recipe: Recipe) -> Iterator[tuple[str, Callable[[Recipe], Recipe]]]:
         if tokens >= 256:
             yield f"train.tokens_per_micro: {tokens}", changed("train", tokens_per_micro=tokens)
     yield "train.rows_per_micro: 1", changed("train", rows_per_micro=1)
+    if rollout is None and recipe.eval.every and not recipe.eval.beside:  # sharded, no whole model is kept then
+        yield "eval.beside: true", changed("eval", beside=True)
     if rollout is not None:
         slots = int(rollout.engine.options.get("slots", 64))
         for fewer in (slots // 4, slots // 16):
