@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 75820
+MAX_PACKAGE_LINES = 75930
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
@@ -30,10 +30,10 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4660,
-    "engines": 8440,
+    "engines": 8520,
     "evals": 2960,
     "reward_models": 1620,
-    "train": 7590,
+    "train": 7600,
     "interpret": 7550,
     "runs": 3630,
     "sweeps": 3250,

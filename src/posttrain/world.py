@@ -9,10 +9,11 @@ imports nothing, so that any room can be told of one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Within = Callable[[Callable[[], Any]], Any]  # gathers a model in parts around what is computed
 
 
 class World:

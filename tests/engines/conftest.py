@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_follower import FakeFollower
 
+from fake_follower import FakeFollower
 from posttrain.engines.vllm import http as vllm_http
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter

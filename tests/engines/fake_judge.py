@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fake_vllm import FakeVllm
-
 from posttrain.types import Completion
 
 TEXTS = re.compile(r"<(text-[0-9a-f]{16}) ([a-z-]+)>\n(.*?)\n</\1>", re.DOTALL)

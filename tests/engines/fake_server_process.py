@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 from fake_follower import FakeFollower
-
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 

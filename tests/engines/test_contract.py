@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from engine_contract import EngineCase, EngineContract, keys_of, tiny_case
-from fake_vllm import FakeVllm, model_answer
 
+from fake_vllm import FakeVllm, model_answer
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.scripted import ScriptedEngine

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from fake_judge import TEXTS, Answer, FakeJudge, by_length, quoted, said
-from fake_vllm import Reply, Reset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_vllm import Reply, Reset
 from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines.judging.asking import Opinion, Question, RemoteJudge, Unusable, compare, mark_of, rate

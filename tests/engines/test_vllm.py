@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 
+from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling

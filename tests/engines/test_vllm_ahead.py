@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_follower import SYNC, FakeFollower
 
+from fake_follower import SYNC, FakeFollower
 from inline_sampling import sample_inline
 from posttrain.errors import EngineMismatch, RecipeError
 from posttrain.models.load import LoadedModel, load_model

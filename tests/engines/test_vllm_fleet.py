@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import keys_of
-from fake_follower import SYNC, FakeFollower
-from fake_vllm import Reset
 from respondents import Scripted, wordy
 
+from fake_follower import SYNC, FakeFollower
+from fake_vllm import Reset
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import follow as follow_module

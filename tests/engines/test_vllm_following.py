@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import keys_of
+
 from fake_follower import SYNC, FakeFollower
 from fake_vllm import FakeVllm, model_answer
-
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.follow import FollowingEngine, Own

@@ -82,7 +82,8 @@ def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float
     trained = [p for _, p in parts.parameters]
     for of, moment in zip(kinds, moments, strict=True):
         of.append(str(moment.dtype))
-    named = {n: p for module in (parts.model, *parts.heads.values()) for n, p in module.named_parameters()}
+    modules = {"": parts.model, **{f"{name}.": module for name, module in parts.heads.items()}}
+    named = {place + n: p for place, module in modules.items() for n, p in module.named_parameters()}
     beside = [_own_shape(named[name]) for name, _ in parts.parameters]
     held = (gradients, map(_own_shape, moments), map(_own_shape, trained), kinds, beside)
     shapes = zip((tuple(p.shape) for p in trained), *held, strict=True)

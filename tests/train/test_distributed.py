@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from fake_follower import FakeFollower
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
@@ -373,6 +374,33 @@ def test_shards_train_as_one_process(
     """The norm among them: it is that of the whole gradient, and not of one process's part."""
     train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
     check_same(alone(case, dtype), tmp_path, dtype)
+
+
+@pytest.mark.parametrize("case", ["grpo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("ppo", "lora", "kto"))])
+def test_answers_of_a_server_leave_each_process_its_part(case: str, several: World, tmp_path: Path) -> None:
+    """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model."""
+    tiny = load_model(ModelSection(dtype="float64"), seed=0)
+    folders = {}
+    for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
+        folders[name] = tmp_path / name
+        with FakeFollower(tiny.model, tiny.tokenizer) as server:
+            engine = {"name": "vllm", "url": server.url}
+            shown = {
+                **CASES[case].get("eval", {}),
+                **EVALUATION,
+                "drift_prompts": 5,
+                "engine": {**engine, "logprobs": True},
+            }
+            about = {} if case == "kto" else {"rollout": {**SHORT, "engine": engine}}
+            recipe = recipe_of(case, "float64", **about, eval=shown, train={"steps": 3}, **scale)
+            _, events = train_case(world, recipe, folders[name])
+            assert server.label.endswith(":3")
+            shapes, _ = shard_case(world, recipe)
+        assert not any("scale.sharding" in facts["message"] for facts in events.of("notice"))
+    check_same(folders["alone"], folders["parted"], "float64", steps=3)
+    ours, theirs = ([row.metrics for row in _evaluations(folder)] for folder in folders.values())
+    assert theirs == [pytest.approx(row, rel=1e-7, abs=1e-12) for row in ours]
+    assert [kept[0] for *_, kept in shapes] == [-(-whole[0] // several.size) for whole, *_ in shapes]
 
 
 def test_each_process_has_its_part_of_what_is_trained(several: World) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.engines.conversation import Conversation, Respondent, begin, converse_by_generating
 from posttrain.errors import UsageError
 from posttrain.types import Completion
-from posttrain.world import ONE, World
+from posttrain.world import ONE, Within, World
 
 UNLIMITED_CONTEXT = 1 << 31
 
@@ -75,6 +75,14 @@ class Engine(ABC):
             RunFailure: the weights could not be transferred.
         """
         self.version = version
+
+    def take_parts(self, within: Within) -> None:
+        """The model lies in parts, one in each process of ``world``; ``within`` gathers them around what is computed.
+
+        Raises:
+            UsageError: the engine computes with the model itself.
+        """
+        raise UsageError("scale.sharding: this engine computes with the model itself, of which each process has a part")
 
     def rest(self) -> None:  # noqa: B027
         """Nothing is sampled until the next ``sync``: give back the memory that the trainer needs meanwhile."""

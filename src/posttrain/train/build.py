@@ -37,7 +37,7 @@ from posttrain.train.files import LEDGER
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_weights
 from posttrain.train.streams import Streams, scoring_temperature
-from posttrain.world import ONE, World, whole
+from posttrain.world import ONE, Within, World, whole
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
@@ -180,15 +180,19 @@ def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineSite:
-    """Where an engine stands: a folder for what it keeps, the processes that train."""
+    """Where an engine stands: a folder for what it keeps, the processes that train, what gathers a model in parts."""
 
     folder: Path | None = None
     world: World = ONE
+    within: Within | None = None
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""
         built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        return built.settle(self.folder, self.world, self.world.starts_servers and where == "rollout.engine")
+        engine = built.settle(self.folder, self.world, self.world.starts_servers and where == "rollout.engine")
+        if self.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(self.within)
+        return engine
 
 
 @dataclass(frozen=True)
@@ -223,10 +227,11 @@ def _build_base(
     forward, heads = forward_with_head(recipe, words.objective, policy)
     method = _build_method(words, forward)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
-    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     context = context_length(loaded.model.config)
     reference = _build_reference(words, policy)
     shards = _build_shards(recipe, (forward, policy), heads, site.world, reference, device is None)
+    site = replace(site, within=shards.within if shards else None)
+    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
     read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
     fixed = (words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
@@ -234,12 +239,12 @@ def _build_base(
 
 
 def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
-    """Whether the trainer's processes sample with the model: rollouts, or answers to evaluate."""
-    if eval_tasks and not words.recipe.eval.beside:
-        from posttrain.train.evaluating.held_out import is_read
+    """Whether the trainer's processes sample with the model itself."""
+    if words.recipe.rollout is not None or words.shape == "demonstration" or not eval_tasks:
+        return words.samples()
+    from posttrain.train.evaluating.held_out import is_read
 
-        return words.samples or not all(is_read(task, words.recipe.eval.n) for task in eval_tasks)
-    return words.samples
+    return words.samples(all(is_read(task, words.recipe.eval.n) for task in eval_tasks))
 
 
 def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
@@ -278,6 +283,8 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
             entry = registry.find("engine", word.name, "eval.engine")
             engine = base.site.build(base.loaded, entry, word.options, "eval.engine")
         except UsageError as error:
+            if base.site.within is not None and not words.engine.traits.get("takes_weights"):
+                raise
             notices.append(f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead")
     limit, world = recipe.within(base.context), base.site.world
     sampler = Sampler(engine, base.loaded.tokenizer, base.grader, limit, world=world, stage=base.stage)

@@ -70,15 +70,20 @@ class Words:
         """Whether a reward model is trained, which writes no answers."""
         return bool(self.objective.traits.get("head") == "score")
 
-    @property
-    def samples(self) -> bool:
-        """Whether the trainer's processes sample with the model, as far as the recipe alone says: rollouts, or answers
-        to evaluate. (Tasks without responses are evaluated so, too.)
+    def samples(self, reads: bool | None = None) -> bool:
+        """Whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+
+        ``reads``: whether evaluations read responses instead; by default as the recipe alone says (a task may have no
+        responses to read).
         """
-        options = self.recipe.eval
-        if self.recipe.rollout is not None or not options.every or options.beside:
-            return self.recipe.rollout is not None
-        return self.shape == "demonstration" or bool(options.drift_prompts)
+        rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
+        if reads is None:
+            reads = not rollout and self.shape != "demonstration"
+        answers = bool(options.every) and not options.beside and (not reads or bool(options.drift_prompts))
+        if answers and options.engine is not None:
+            engines.append(registry.find("engine", options.engine.name, "eval.engine"))
+        in_place = [not engine.traits.get("takes_weights") for engine in engines]
+        return (rollout and in_place[0]) or (answers and in_place[-1])
 
     @property
     def guarantee(self) -> str:

@@ -34,7 +34,7 @@ from posttrain.errors import EngineLost, PeerFailure, PosttrainError, RunFailure
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
-from posttrain.world import World, local_rank, own_part, whole
+from posttrain.world import Within, World, local_rank, own_part, whole
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -364,17 +364,20 @@ class Shards:
         policy: Forward | None = None,
     ) -> None:
         self._mesh = init_device_mesh(device.type, (world.size,))
+        self.within: Within | None = None  # gathers the model, where there is no whole one
         self.keeps_whole, self.model, self.heads = keeps_whole, whole.model, heads
         if keeps_whole:
             self.model = copy.deepcopy(whole.model)
             self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
         self.forward = self._sharded(whole)
         if not keeps_whole:
-            assert isinstance(self.forward, Forward), "a critic values what is sampled"
-            for forward in {self.forward, policy or self.forward}:
-                forward.root = self.forward.root
-                forward.choose_path()  # again, where the parts are
-            self._pairs = []
+            forward = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
+            if policy is not None:
+                policy.root = forward.root
+            critics = [self.forward.critic] if isinstance(self.forward, ActorCritic) else []
+            for each in dict.fromkeys([forward, policy or forward, *critics]):
+                each.choose_path()  # again, where the parts are
+            self.within, self._pairs = forward.root, []
             return
         own = {"": (whole.model, self.model), **{f"{n}.": (heads[n], self.heads[n]) for n in heads}}
         self._pairs = [
@@ -389,7 +392,7 @@ class Shards:
         """A line where a process needs more memory than for its part."""
         told = (
             "scale.sharding: the trainer's processes sample, so each keeps a whole model beside its part of it; "
-            "without rollouts, eval.beside: true or eval.every: 0 leave the part alone"
+            "a vLLM server that answers (rollout.engine, eval.engine) or eval.beside: true leave the part alone"
         )
         return [told] if self.keeps_whole else []
 

@@ -192,7 +192,7 @@ class ColocatedEngine(Engine):
             scores = [read_scores(answer, body["prompt"], self._vocab_size) for answer, body in answers]
         except Unreadable as error:
             raise RunFailure(f"vLLM in this process: an answer that cannot be used, to the probe: {error}") from None
-        return largest_difference(self.model, scores)
+        return largest_difference(self.model, lambda compute: compute(), scores)
 
     def take_notices(self) -> list[str]:
         """See ``Engine.take_notices``."""

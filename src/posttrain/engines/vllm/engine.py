@@ -29,6 +29,7 @@ from posttrain.engines.vllm.protocol import (
     read_models,
     seed_of,
 )
+from posttrain.engines.weights import Reader
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.option_types import Few
 from posttrain.registry import register
@@ -199,7 +200,7 @@ class VllmEngine(Engine):
     ) -> None:
         server_address(url)
         self.url = url.strip().rstrip("/")
-        self.model, self.tokenizer, self.wanted = model, tokenizer, tuple(wanted)
+        self.model, self.tokenizer, self.wanted, self.reader = model, tokenizer, tuple(wanted), Reader(model)
         self.timeout_seconds, self.concurrency, self.retries = timeout_seconds, concurrency, retries
         self.logprobs, self.tolerance = logprobs, tolerance
         self._served: ServedModel | None = None
@@ -359,7 +360,7 @@ class VllmEngine(Engine):
         alone = [body for body in bodies if served.is_adapter and "prompt_logprobs" in body]
         together = [body for body in bodies if body not in alone]
         scored = [*self._all(server, ask, together), *map(ask, alone)]
-        return largest_difference(self.model, scored)
+        return self.reader.compute(partial(largest_difference, scored=scored))
 
     def _vocab_size(self) -> int | None:
         return None if self.model is None else int(self.model.get_input_embeddings().weight.shape[0])

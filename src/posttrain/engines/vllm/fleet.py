@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +30,7 @@ from posttrain.engines.vllm.protocol import CompletionRequest
 from posttrain.engines.vllm.server import free_port, interpreter
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.types import Completion
-from posttrain.world import World
+from posttrain.world import Within, World
 
 Result = TypeVar("Result")
 Groups = list[list[Completion]]
@@ -252,6 +253,9 @@ class FollowingFleet(AskedFleet):
     def __init__(self, members: Sequence[Member], own: Own | None) -> None:
         super().__init__(members)
         self.own, self.restarts = own, 0
+        self.reader = members[0].reader
+        for member in members:
+            member.reader = self.reader
         self.version = -1
         self._lost: dict[int, str] = {}
         self._notices: list[str] = []
@@ -272,6 +276,10 @@ class FollowingFleet(AskedFleet):
                 raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
         return super().settle(folder, world)
 
+    def take_parts(self, within: Within) -> None:
+        """See ``Engine.take_parts``."""
+        self.reader.take_parts(within, self.world)
+
     @property
     def context_tokens(self) -> int:
         """As the servers said when they were given weights: one that is lost since is found when it is asked."""
@@ -286,8 +294,7 @@ class FollowingFleet(AskedFleet):
         """
         if version == self.version:
             return
-        if self.world.is_main:
-            self._hand_over(version, range(len(self.members)))
+        self.reader.by_main(lambda: self._hand_over(version, range(len(self.members))))
         self._tell()
         self.version = version
 
@@ -364,12 +371,15 @@ class FollowingFleet(AskedFleet):
             lost = {k: why for theirs in self.world.gather([self._lost], "lost servers") for k, why in theirs.items()}
             if not lost:
                 return result[0]
-            if self.world.is_main:
-                for number, why in sorted(lost.items()):
-                    if self.members[number].is_current:  # of several processes, none asks any more
-                        self._replace(number, why)
-                self._hand_over(self.version, sorted(lost))
+            self.reader.by_main(partial(self._give_back, lost))
             self._tell()
+
+    def _give_back(self, lost: dict[int, str]) -> None:
+        """Start lost servers again, with the weights of now."""
+        for number, why in sorted(lost.items()):
+            if self.members[number].is_current:  # of several processes, none asks any more
+                self._replace(number, why)
+        self._hand_over(self.version, sorted(lost))
 
     def _hand_over(self, version: int, numbers: Sequence[int]) -> None:
         """Give these servers the weights; those that do not run yet are started, side by side."""

@@ -26,10 +26,10 @@ from posttrain.engines.vllm.probe import default_tolerance
 from posttrain.engines.vllm.protocol import ServedModel
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
-from posttrain.engines.weights import checkpoint_weights, save_without_weights
+from posttrain.engines.weights import save_without_weights
 from posttrain.errors import EngineLost, EngineMismatch, RunFailure
 from posttrain.types import Completion
-from posttrain.world import World
+from posttrain.world import Within, World
 
 if TYPE_CHECKING:
     from posttrain.engines.vllm.placed import PlacedServer
@@ -97,6 +97,10 @@ class FollowingEngine(VllmEngine):
         fleet = following_fleet(self.model, self.tokenizer, [None], self.own, self.collectives, **asking)
         return fleet.settle(folder, world, is_placed)
 
+    def take_parts(self, within: Within) -> None:
+        """See ``Engine.take_parts``."""
+        self.reader.take_parts(within, self.world)
+
     def sync(self, version: int) -> None:
         """See ``Engine.sync``. The first one starts the server, where the run has one of its own.
 
@@ -105,8 +109,7 @@ class FollowingEngine(VllmEngine):
         """
         if version == self.version:
             return
-        if self.world.is_main:
-            self._alive(lambda: self._transfer(version))
+        self.reader.by_main(lambda: self._alive(lambda: self._transfer(version)))
         self.url, self._token = self.world.tell((self.url, self._token), "the server's weights")
         self.version = version
 
@@ -145,7 +148,7 @@ class FollowingEngine(VllmEngine):
 
     def weights(self) -> Any:
         """What is handed over (see ``checkpoint_weights``)."""
-        return checkpoint_weights(self.model)
+        return self.reader.weights()
 
     def _probe(self, server: HttpServer, served: ServedModel) -> None:
         """Not before every batch: every sync ends with it."""

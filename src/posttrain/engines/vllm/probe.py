@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, Unreadable
 from posttrain.randomness import generator
+from posttrain.world import Within
 
 # The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
 PROMPT_TOKENS = (300, 40, 7, 3)
@@ -74,13 +76,17 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
         raise Unreadable(f"token id {outside}, but the model's vocabulary has {vocab_size} entries")
 
 
-def largest_difference(model: Any, scored: Sequence[Scores]) -> float:
-    """The largest difference between the server's log-probabilities and the model's own, at temperature 1, in nats."""
+def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
+    """The largest difference between the server's log-probabilities and the model's own, at temperature 1, in nats.
+
+    ``within``: where its passes are computed, for one that lies in parts.
+    """
     worst = 0.0
     with sampling_mode(model):
         device = next(model.parameters()).device
         for scores in scored:
-            logits = model(input_ids=torch.tensor([scores.ids], device=device), use_cache=False).logits[0].float()
+            ids = torch.tensor([scores.ids], device=device)
+            logits = within(partial(model, input_ids=ids, use_cache=False)).logits[0].float()
             own = logits.log_softmax(-1).cpu()
             where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
             theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])

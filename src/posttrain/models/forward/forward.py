@@ -23,6 +23,7 @@ from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
 from posttrain.types import Batch, Outputs
+from posttrain.world import Within
 
 if TYPE_CHECKING:
     from posttrain.models.forward.compiled import CompiledLayers
@@ -131,7 +132,7 @@ class Forward:
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
-        self.root: Callable[[Callable[[], Any]], Any] | None = None  # gathers the shards for a pass
+        self.root: Within | None = None  # gathers the shards for a pass
         self.choose_path()
         self.compiled = compiled
         if compiled:

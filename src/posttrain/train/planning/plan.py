@@ -123,7 +123,7 @@ def memory_per_gpu(recipe: Recipe, config: Any, count: int, sharding: str, gpu: 
     if sharding == "none" or count == 1:
         return whole
     parts = {part.name: getattr(whole, part.name) for part in fields(whole)}
-    samples = words_of(recipe).samples
+    samples = words_of(recipe).samples()
     for name in ("weights", "gradients", "optimizer", "heads", *(() if samples else ("reference",))):
         parts[name] = -(-parts[name] // count)
     size = bytes_of(recipe)

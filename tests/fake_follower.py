@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
 
+from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
 from posttrain.engines.vllm.plugin.posttrain_vllm import Receiver
 
 # The routes of one hand-over of weights.
