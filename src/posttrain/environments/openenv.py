@@ -161,7 +161,9 @@ def _actions(door: _Door) -> tuple[_Action, ...]:
         plain = json.loads(json.dumps(told, allow_nan=False).replace("<|", "< |"))
         return tuple(_Action(**dict(zip(_Action.model_fields, one, strict=True))) for one in plain)
     except ValidationError as error:
-        raise UsageError(f"environment.url: {door.url}: an action that no model can take: {first_fault(error)}") from None
+        raise UsageError(
+            f"environment.url: {door.url}: an action that no model can take: {first_fault(error)}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"environment.url: {door.url}: its actions are no JSON ({error})") from None
 

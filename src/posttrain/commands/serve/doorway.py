@@ -92,9 +92,7 @@ async def serve(application: Application, door: socket.socket, announce: Callabl
 
     # No proxy is asked who the visitor is, and no line of a log holds the token.
     kept: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False, "ws": "none"}
-    config = uvicorn.Config(
-        application, http=PatientProtocol, backlog=BACKLOG, timeout_graceful_shutdown=1, **kept
-    )
+    config = uvicorn.Config(application, http=PatientProtocol, backlog=BACKLOG, timeout_graceful_shutdown=1, **kept)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[door]))
     while not (server.started or serving.done()):
