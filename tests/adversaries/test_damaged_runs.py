@@ -83,6 +83,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("status.json", status(headline={"metric": "accuracy"}), "headline is no mapping of beside, higher_is_better"),
     ("status.json", status(headline=asdict(ACCURACY) | {"unit": "furlongs"}), "headline is damaged"),
     ("status.json", status(headline=asdict(ACCURACY) | {"beside": ["nothing"]}), "headline is damaged"),
+    ("status.json", status(headline=asdict(ACCURACY) | {"beside": [["nothing"]]}), "headline is damaged"),
     ("status.json", status(headline=asdict(ACCURACY) | {"label": "x" * 81}), "headline is damaged"),
     ("status.json", status(updated=float("inf")), "inf where a number is expected"),
     ("status.json", status(step=10**400), "a whole number above"),
