@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
-from numbers import Real
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
@@ -332,7 +331,7 @@ class OpenEnv:
 
 
 def _is_reward(reward: Any) -> bool:
-    return reward is None or (isinstance(reward, Real) and abs(reward) <= sys.float_info.max)
+    return reward is None or (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:

@@ -117,7 +117,7 @@ def read_meeting(folder: Path, method: str, seed: int) -> Meeting:
             "win_rate_proxy": _stated(other, "win_rate"),
             "reward_judge": reward_gain(items, None),
             "reward_proxy": reward_gain(items, proxy),
-            "length_ratio": _ratio(*(_number(results, f"characters_{side}") for side in "ab"), len(items)),
+            "length_ratio": _ratio(_number(results, "characters_a"), _number(results, "characters_b"), len(items)),
         }
         for name, source in (("win_rate_similar", results), ("kl", results)):
             key = {"kl": "kl_ab"}.get(name, name)
@@ -131,7 +131,7 @@ def read_meeting(folder: Path, method: str, seed: int) -> Meeting:
 
 
 def _stated(results: Mapping[str, Any], name: str) -> Estimate:
-    return Estimate(*(_number(results, f"{name}{end}") for end in ("", "_low", "_high")), 1)
+    return Estimate(_number(results, name), _number(results, f"{name}_low"), _number(results, f"{name}_high"), 1)
 
 
 def _number(results: Mapping[str, Any], name: str) -> float:
