@@ -110,6 +110,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("metrics.jsonl", b"[1]\n", "not a line of metrics"),
     ("metrics.jsonl", b'{"step": 1e999, "metrics": {}}\n', "OverflowError"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"a": ' + b"9" * 400 + b"}}\n", "OverflowError"),
+    ("metrics.jsonl", b'{"step": ' + b"9" * 400 + b', "metrics": {"a": 1}}\n', "a step of 400 digits"),
     ("metrics.jsonl", DEEP + b"\n", "RecursionError"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": 1}}\n', "surrogates not allowed"),
     ("notes.json", b'{"tags": 3, "remarks": []}', "not iterable"),
