@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from posttrain.runs.models import find_source
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.application import ApiDoor
+from posttrain.commands.serve.application import Api, ApiDoor
 
 PORT = 8000
 
@@ -76,6 +77,29 @@ def test_who_hangs_up_is_not_answered(opened: OpenedModel) -> None:
 
     run(work)
     assert (answerer.num_batches, answerer.largest_batch) == (1, 1)
+
+
+def test_others_are_answered_while_a_long_text_is_read(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, is_free = Api(Answerer(opened), "tiny", max_tokens=8), threading.Event()
+
+    def slowly(text: str | None, add_special_tokens: bool = True) -> list[int]:
+        assert is_free.wait(60), "nobody else was answered meanwhile"
+        return [5]
+
+    monkeypatch.setattr(api, "_encode", slowly)
+
+    class Text:
+        async def stream(self) -> Any:
+            yield b'{"prompt": "x"}'
+
+    async def work() -> Any:
+        long = asyncio.create_task(api.tokenize(Text()))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        await api.models(None)  # type: ignore[arg-type]
+        is_free.set()
+        return await long
+
+    assert json.loads(run(work).body)["tokens"] == [5]
 
 
 def test_a_failure_reaches_everyone_of_its_batch_and_nobody_else(

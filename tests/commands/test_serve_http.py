@@ -229,6 +229,17 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, b"{", 400, None, "no JSON"),
         (CHAT, b"[" * 100_000, 400, None, "no JSON"),
         (CHAT, b'"\xff"', 400, None, "no JSON"),
+        (CHAT, b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "messages", "required"),
+        (
+            CHAT,
+            b'{"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": '
+            + b"[" * 900
+            + b"]" * 900
+            + b"}}}]}",
+            400,
+            None,
+            "nested too deeply",
+        ),
         (COMPLETE, {"prompt": "x " * 3000}, 400, None, "maximum context length is 1024"),
         (COMPLETE, {"prompt": [9_999]}, 400, None, "token id 9999"),
         (COMPLETE, {"prompt": [-1]}, 400, None, "token id -1"),

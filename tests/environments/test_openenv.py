@@ -211,6 +211,7 @@ FULL = "; start it with max_concurrent_envs of at least rollout.prompts x rollou
         (KeyError(), None, "KeyError"),
         (seen(["a"], 1), None, "no observation and reward: ['a'], 1"),
         (seen({"a": 1}, float("nan")), None, "no observation and reward: {'a': 1}, nan"),
+        (seen({"a": 1}, 10**400), None, f"no observation and reward: {{'a': 1}}, {'1' + '0' * 79}"),
         (seen({"a": 1}, "much"), None, "no observation and reward: {'a': 1}, 'much'"),
     ],
 )
@@ -239,6 +240,9 @@ def test_a_field_that_the_example_has_not_is_a_failure(package: None, serve: Cal
     assert "environment.fields: the example has no 'size'; it has level, id, prompt, answer" in session.failure
 
 
+TWICE = {"anyOf": [{"$ref": "#/$defs/A"}] * 30}  # each reference holds 30 more
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -250,6 +254,13 @@ def test_a_field_that_the_example_has_not_is_a_failure(package: None, serve: Cal
         (b" " * (1 << 20) + b"{}", 200, "is no JSON object"),
         ({"state": {}}, 200, "/schema names no action"),
         ({"action": {"properties": {"a-b": {}}}}, 200, "'a-b' is not a valid parameter name"),
+        ({"action": {"properties": ["to"]}}, 200, r"an action that no model can take: arguments\.properties"),
+        ({"action": {"properties": {"to": "left"}}}, 200, r"arguments\.properties\.to"),
+        ({"action": {"required": 7}}, 200, r"arguments\.required"),
+        ({"action": {"$defs": {"Side": 7}}}, 200, r"arguments\.\$defs\.Side"),
+        ({"action": {"description": 7}}, 200, "no model can take: description"),
+        (b'{"action": {"properties": {"to": {"default": NaN}}}}', 200, "its actions are no JSON"),
+        ({"action": {"properties": {"to": TWICE}, "$defs": {"A": TWICE}}}, 200, "more than 10000 parts"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused(

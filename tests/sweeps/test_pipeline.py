@@ -193,6 +193,51 @@ def test_damaged_records_are_one_message(tmp_path: Path) -> None:
             read_meeting(tmp_path, "a", 0)
 
 
+WRITTEN: dict[str, Any] = {
+    "results": {"characters_a": 100.0, "characters_b": 90}
+    | {f"{name}{end}": 0.5 for name in ("win_rate", "kl_ab") for end in ("", "_low", "_high")},
+    "others": {"p": {"win_rate": 0.6, "win_rate_low": 0.5, "win_rate_high": 0.7}},
+}
+
+
+def read_written(folder: Path, results: Any, item: Any) -> Meeting:
+    for name, content in (("results.json", results), ("items.jsonl", item)):
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode() + b"\n")
+    return read_meeting(folder, "a", 0)
+
+
+def test_a_contest_that_none_has_written_is_one_message(tmp_path: Path) -> None:
+    good = answered(0, 3.0, 0.0)
+    whole = read_written(tmp_path, WRITTEN, good)
+    assert whole.items == [good]
+    assert whole.measures["length_ratio"].mean == pytest.approx(100 / 90)
+    changes: list[Any] = [b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]
+    numbers = ("win_rate", "kl_ab_high", "characters_a")
+    wrong = (None, "0.5", True, [0.5], 10**400, math.inf)
+    changes += [WRITTEN | {"results": WRITTEN["results"] | {name: value}} for name in numbers for value in wrong]
+    for results in changes:
+        with pytest.raises(DataError, match="its files are damaged"):
+            read_written(tmp_path, results, good)
+    answer = good["a"][0]
+    answers = [answer | change for change in ({"score": "1"}, {"score": math.nan}, {"scores": []}, {"text": 7})]
+    items = [good | change for change in ({"index": []}, {"question": None}, {"b": []}, *({"a": [x]} for x in answers))]
+    for item in (*items, [], b"[" * 100_000):
+        with pytest.raises(DataError, match="its files are damaged"):
+            read_written(tmp_path, WRITTEN, item)
+
+
+def test_words_that_no_evaluation_was_started_with(tmp_path: Path) -> None:
+    part = next(part for part in plan_of(tmp_path).parts if part.name == "grpo-seed0-contest")
+    path, text = part.settings
+    path.parent.mkdir(parents=True)
+    for content, is_own in ((text.encode(), True), (b"[" * 100_000, False), (b"\xff", False), (b"{}", False)):
+        path.write_bytes(content)
+        assert (part.conflict() is None) == is_own
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert part.conflict() == f"{part.folder}: made with other settings of {part.group}"
+
+
 def test_shipped_pipelines_can_be_planned(tmp_path: Path) -> None:
     from posttrain.recipes.document import recipe_names
 

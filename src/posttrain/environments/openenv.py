@@ -6,24 +6,24 @@ import asyncio
 import http.client
 import inspect
 import json
-import math
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
-from numbers import Real
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import WithJsonSchema
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
 from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.environments.contract import NO_TOOLS, EnvironmentFailed
 from posttrain.environments.tools import result_text
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.registry import register
-from posttrain.untrusted import harmless
+from posttrain.untrusted import first_fault, harmless
 
 KEY_VARIABLE = "OPENENV_API_KEY"
 MAX_SCHEMA_BYTES = 1 << 20
+MOST_PARTS = 10_000  # of a schema whose references are written out, which may double at each
 SEEDS = 1 << 31  # what servers take: many of them seed NumPy's older generator
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -101,12 +101,20 @@ class _Door(NamedTuple):
         return _client_class()(base_url=self.url, headers=headers, **seconds)
 
 
-class _Action(NamedTuple):
-    """What a model may do: ``schema`` is that of its arguments; ``is_tool``: it calls a tool of that name."""
+class _Schema(BaseModel):
+    """What is read of the schema of an action's arguments."""
+
+    properties: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+    definitions: dict[str, dict[str, Any]] = Field({}, alias="$defs")
+
+
+class _Action(BaseModel):
+    """What a model may do: ``arguments`` is the schema of its arguments; ``is_tool``: it calls a tool of that name."""
 
     name: str
     description: str
-    schema: Mapping[str, Any]
+    arguments: _Schema
     is_tool: bool
 
 
@@ -141,17 +149,22 @@ def _actions(door: _Door) -> tuple[_Action, ...]:
         raise UsageError(f"environment.url: {door.url}/schema names no action; is it an OpenEnv server?")
     if stated.get("title") in _MCP_ACTIONS:
         tools = asyncio.run(_list_tools(door))
-        actions = [
-            _Action(tool.get("name", ""), tool.get("description", ""), tool["input_schema"], True) for tool in tools
-        ]
+        told = [(tool.get("name", ""), tool.get("description", ""), tool["input_schema"], True) for tool in tools]
     else:
-        actions = [_Action("act", stated.get("description") or "Takes an action.", stated, False)]
-    # A marker of a chat template in what a stranger's server says of its tools stays text.
-    actions = [_Action(*json.loads(json.dumps(action).replace("<|", "< |"))) for action in actions]
-    for action in actions:
-        if not _NAME.fullmatch(str(action.name)) or action.name in NO_TOOLS:
-            raise UsageError(f"environment.url: {door.url}: no model can be given a tool named {action.name!r:.80}")
-    return tuple(actions)
+        told = [("act", stated.get("description") or "Takes an action.", stated, False)]
+    for name, *_ in told:
+        if not _NAME.fullmatch(str(name)) or name in NO_TOOLS:
+            raise UsageError(f"environment.url: {door.url}: no model can be given a tool named {name!r:.80}")
+    try:
+        # A marker of a chat template in what a stranger's server says of its tools stays text.
+        plain = json.loads(json.dumps(told, allow_nan=False).replace("<|", "< |"))
+        return tuple(_Action(**dict(zip(_Action.model_fields, one, strict=True))) for one in plain)
+    except ValidationError as error:
+        raise UsageError(
+            f"environment.url: {door.url}: an action that no model can take: {first_fault(error)}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"environment.url: {door.url}: its actions are no JSON ({error})") from None
 
 
 async def _list_tools(door: _Door) -> list[dict[str, Any]]:
@@ -193,12 +206,12 @@ def _fetch(door: _Door, path: str) -> dict[str, Any]:
 
 def _method(action: _Action) -> Callable[..., Any]:
     """A tool as a method: its signature says what the action takes."""
-    required = action.schema.get("required", [])
+    required, room = action.arguments.required, [MOST_PARTS]
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, stated in action.schema.get("properties", {}).items():
+    for name, stated in action.arguments.properties.items():
         if name == "metadata" and name not in required:  # every action of OpenEnv has it
             continue
-        described = _inlined(stated, action.schema.get("$defs", {}))
+        described = _inlined(stated, action.arguments.definitions, room)
         default = inspect.Parameter.empty if name in required else described.get("default")
         kind: Any = _type(described) if default is not None else _type(described) | None
         kind = Annotated[kind, WithJsonSchema(described)]
@@ -218,21 +231,28 @@ def _method(action: _Action) -> Callable[..., Any]:
     return method
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> Any:
-    """A schema with what it refers to in its place; anything where that goes on and on."""
-    if isinstance(schema, list):
-        return [_inlined(item, definitions, depth) for item in schema]
-    if not isinstance(schema, dict) or not depth:
+def _inlined(schema: Any, definitions: Mapping[str, Any], room: list[int], depth: int = 16) -> Any:
+    """A schema with what it refers to in its place; anything where that goes on and on.
+
+    Raises:
+        UsageError: it has more parts than ``room`` says, which is lowered by them.
+    """
+    room[0] -= 1
+    if room[0] < 0:
+        raise UsageError(f"environment openenv: its actions have more than {MOST_PARTS} parts, references written out")
+    if not isinstance(schema, dict | list) or not depth:
         return schema if depth else {}
+    if isinstance(schema, list):
+        return [_inlined(item, definitions, room, depth - 1) for item in schema]
     if "$ref" in schema:
-        return _inlined(definitions.get(str(schema["$ref"]).rpartition("/")[2], {}), definitions, depth - 1)
+        return _inlined(definitions.get(str(schema["$ref"]).rpartition("/")[2], {}), definitions, room, depth - 1)
     kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
-    return {key: _inlined(value, definitions, depth - 1) for key, value in kept.items()}
+    return {key: _inlined(value, definitions, room, depth - 1) for key, value in kept.items()}
 
 
 def _type(schema: Mapping[str, Any]) -> Any:
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if values and all(isinstance(value, str | int) for value in values):
+    if isinstance(values, list) and values and all(isinstance(value, str | int) for value in values):
         return Literal[tuple(values)]
     kind = schema.get("type")
     return _TYPES.get(kind, Any) if isinstance(kind, str) else Any
@@ -293,7 +313,7 @@ class OpenEnv:
 
     def _told(self, result: Any) -> str:
         observation, reward = result.observation, result.reward
-        if not isinstance(observation, dict) or not isinstance(reward, Real | None) or not math.isfinite(reward or 0.0):
+        if not isinstance(observation, dict) or not _is_reward(reward):
             raise EnvironmentFailed(f"{self._door.url}: no observation and reward: {observation!r:.80}, {reward!r:.80}")
         self._total += float(reward or 0.0)
         self._due += float(reward or 0.0)
@@ -308,6 +328,10 @@ class OpenEnv:
         if not shown:
             return ""
         return result_text(shown[names[0]] if [str] == list(map(type, shown.values())) else shown)
+
+
+def _is_reward(reward: Any) -> bool:
+    return reward is None or (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:

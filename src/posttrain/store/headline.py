@@ -192,6 +192,8 @@ def read_headline(stored: Any) -> Headline:
     beside = stored["beside"]
     is_one = all(isinstance(text, str) and len(text) <= _MAX_CHARACTERS for text in texts)
     is_one = is_one and isinstance(stored["higher_is_better"], bool) and stored["unit"] in get_args(Unit)
-    if not (is_one and isinstance(beside, list | tuple) and all(name in NAMES for name in beside)):
+    if not (
+        is_one and isinstance(beside, list | tuple) and all(isinstance(name, str) and name in NAMES for name in beside)
+    ):
         raise ValueError("headline is damaged")
     return Headline(**{**stored, "beside": tuple(beside)})

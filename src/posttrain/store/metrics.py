@@ -193,7 +193,9 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
             json.dumps(data, ensure_ascii=False).encode()
         metrics = {str(name): float(value) for name, value in data["metrics"].items()}
         timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
-        return MetricsRow(int(data["step"]), metrics, timing)
+        if abs(step := int(data["step"])) >= 1 << 53:
+            raise ValueError(f"a step of {len(str(step))} digits")
+        return MetricsRow(step, metrics, timing)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"
         raise DataError(path, what, number) from None

@@ -6,26 +6,31 @@ under the proxy alone. Whoever writes longer answers wins more often under most 
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.ranking import pair_wins
 from posttrain.evals.statistics import half_width, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.store.reading import read_record
 from posttrain.sweeps.pipeline import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
 from posttrain.sweeps.study import Answer, Answers, StudyResults
 from posttrain.sweeps.study_report import begin_report, describe_training
+from posttrain.untrusted import first_fault
 
 NUM_SAMPLES = 4
+MAX_ITEMS_BYTES = 1 << 30
 # What is told of a policy: measure -> (column, whether it is a share).
 MEASURES: Mapping[str, tuple[str, bool]] = {
     "win_rate": ("wins, by the judge", True),
@@ -46,6 +51,32 @@ class Estimate:
     low: float
     high: float
     n: int
+
+
+# What an evaluation against another model has written, as far as it is read here.
+Score = Annotated[float, Field(allow_inf_nan=False)] | None
+
+
+class _Written(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Answer(_Written):
+    text: str
+    score: Score
+    scores: dict[str, Score] = {}
+
+
+class _Item(_Written):
+    index: int
+    question: str
+    a: list[_Answer] = Field(min_length=1)
+    b: list[_Answer] = Field(min_length=1)
+
+
+class _Contest(_Written):
+    results: dict[str, Any]
+    others: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,29 +107,38 @@ def read_meeting(folder: Path, method: str, seed: int) -> Meeting:
         DataError: a file is damaged.
     """
     try:
-        content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        lines = (folder / ITEMS).read_text(encoding="utf-8").splitlines()
-        items = [json.loads(line) for line in lines]
-        results = content["results"]
-        [(proxy, other)] = content["others"].items()
+        content = _Contest.model_validate_json(read_record(folder / RESULTS))
+        lines = read_record(folder / ITEMS, MAX_ITEMS_BYTES).splitlines()
+        items = [_Item.model_validate_json(line).model_dump() for line in lines]
+        results = content.results
+        [(proxy, other)] = content.others.items()
         measures = {
             "win_rate": _stated(results, "win_rate"),
             "win_rate_proxy": _stated(other, "win_rate"),
             "reward_judge": reward_gain(items, None),
             "reward_proxy": reward_gain(items, proxy),
-            "length_ratio": _ratio(results["characters_a"], results["characters_b"], len(items)),
+            "length_ratio": _ratio(_number(results, "characters_a"), _number(results, "characters_b"), len(items)),
         }
         for name, source in (("win_rate_similar", results), ("kl", results)):
             key = {"kl": "kl_ab"}.get(name, name)
             if key in source:
                 measures[name] = _stated(source, key)
         return Meeting(method, seed, measures, items)
+    except ValidationError as error:
+        raise DataError(folder, f"its files are damaged ({first_fault(error)}); delete the folder and repeat") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(str(folder), f"its files are damaged ({error!r}); delete the folder and repeat") from None
+        raise DataError(folder, f"its files are damaged ({error!r}); delete the folder and repeat") from None
 
 
-def _stated(results: Mapping[str, float], name: str) -> Estimate:
-    return Estimate(results[name], results[f"{name}_low"], results[f"{name}_high"], 1)
+def _stated(results: Mapping[str, Any], name: str) -> Estimate:
+    return Estimate(_number(results, name), _number(results, f"{name}_low"), _number(results, f"{name}_high"), 1)
+
+
+def _number(results: Mapping[str, Any], name: str) -> float:
+    value = results[name]
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max:  # of what does not exist it is NaN
+        raise TypeError(f"{name} is {value!r:.40}")
+    return float(value)
 
 
 def _ratio(own: float, other: float, n: int) -> Estimate:

@@ -15,13 +15,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from posttrain.errors import PosttrainError, RecipeError, RunConflict
+from posttrain.errors import DataError, PosttrainError, RecipeError, RunConflict
 from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.runs.directory import RunDirectory, RunStatus, refuse_live_folder, wait_for_end
 from posttrain.store.durable import refuse_links, storage_errors
 from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.reading import read_json
 from posttrain.strict_yaml import write_yaml
 
 Standing = Literal["new", "unfinished", "finished"]
@@ -154,8 +155,8 @@ class Sampling(Part):
 
     def conflict(self) -> str | None:
         try:
-            before = json.loads(self.settings[0].read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            before = read_json(self.settings[0])
+        except (FileNotFoundError, DataError):
             before = None
         return None if before == list(self.command) else f"{self.folder}: made with other settings of {self.group}"
 

@@ -27,6 +27,10 @@ HUB = "hf:"
 _HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 ROLES = ("system", "user", "assistant")
+# pyarrow's own errors derive from these; dates, durations and zones that Python has not raise the last three.
+_NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError, ArithmeticError)
+MAX_LINE_BYTES = 1 << 28
+MAX_DIGITS = 300  # a number of more is beyond floating point
 _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
 # A message's keys, and the names of its roles, in the two common layouts: of chat templates, and of ShareGPT.
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
@@ -203,7 +207,10 @@ def _read_lines(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    size = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
+                    raise DataError(path, f"{size}; write one object to a line, and shorter texts", number)
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
                     yield Row(str(path), number, _parse_object(text, path, number))
@@ -217,14 +224,32 @@ def _read_lines(path: Path) -> Iterator[Row]:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from None
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} stands twice in an object")
+    return held
+
+
+_JSON = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_without_twice)
+
+
 def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = _JSON.decode(text)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}: {text[:60]!r}"
         raise DataError(path, f"not JSON: {error.msg} at {where}; write one object to a line", number) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; very deep nesting
-        raise DataError(path, f"not usable JSON: {error}; give a flatter object with shorter numbers", number) from None
+    except (ValueError, RecursionError) as error:  # a number of hundreds of digits, a key twice, very deep nesting
+        what = f"not usable JSON: {error}; give a flatter object with shorter numbers, and each key once"
+        raise DataError(path, what, number) from None
     if not isinstance(value, dict):
         raise DataError(path, f"a line must be one JSON object; got {_shown(value)}", number)
     return value
@@ -241,7 +266,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for data in batch.to_pylist():
                 number += 1
                 yield Row(str(path), number, data)
-    except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
+    except _NOT_PARQUET as error:
         raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
 
 

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -131,6 +132,7 @@ class Api:
         self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
         self.conversations = Conversations(answerer.opened)
         self.started = int(time.time())
+        self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
 
     def application(self) -> Starlette:
         """All of them as an ASGI application."""
@@ -163,9 +165,9 @@ class Api:
         if (asked.prompt is None) == (asked.messages is None):
             raise wire.BadRequest("give one of prompt and messages", "prompt")
         ids = (
-            self._encode(asked.prompt, asked.add_special_tokens)
+            await self._beside(self._encode, asked.prompt, asked.add_special_tokens)
             if asked.messages is None
-            else self.conversations.encode(asked.messages, asked.offered)
+            else await self._beside(self.conversations.encode, asked.messages, asked.offered)
         )
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
@@ -174,7 +176,7 @@ class Api:
         asked = wire.read_request(wire.ChatRequest, await _read_json(request))
         self._check_model(asked.model)
         limit = asked.max_completion_tokens or asked.max_tokens
-        prompt = self.conversations.encode(asked.messages, asked.offered)
+        prompt = await self._beside(self.conversations.encode, asked.messages, asked.offered)
         order = self._order(asked, [prompt], limit, self.template.opening)
         if asked.offered:
             order = replace(order, call_tag=self.conversations.call_tag)
@@ -191,7 +193,7 @@ class Api:
             raise wire.BadRequest("echo: not together with stream; ask for one of them", "echo")
         if asked.max_tokens == 0 and not asked.echo:
             raise wire.BadRequest("max_tokens: 0 is for echo, which tells the prompt back", "max_tokens")
-        order = self._order(asked, self._prompts(asked), asked.max_tokens, "")
+        order = self._order(asked, await self._beside(self._prompts, asked), asked.max_tokens, "")
         form = self._form(CompletionForm, asked, asked.logprobs)
         ready = Asked(order, form, "completions", asked.logprobs, asked.echo, _wants_usage(asked))
         return await self._answer(request, ready, asked.stream, samples=asked.max_tokens != 0)
@@ -212,6 +214,10 @@ class Api:
             raise wire.BadRequest(
                 f"there is no model {name!r} here; it has {self.name!r}", "model", "model_not_found", 404
             )
+
+    async def _beside(self, work: Callable[..., Result], *about: Any) -> Result:
+        """What is read of a request that may be long, while others are answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
     def _encode(self, text: str | None, add_special_tokens: bool = True) -> list[int]:
         """A text of the client's own, in which a marker is the token that it is."""

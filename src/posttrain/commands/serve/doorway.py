@@ -88,10 +88,11 @@ async def serve(application: Application, door: socket.socket, announce: Callabl
     """Answer at ``door`` until Ctrl-C; ``announce`` is called once it can be asked."""
     import uvicorn
 
+    from posttrain.commands.serve.patience import BACKLOG, PatientProtocol
+
     # No proxy is asked who the visitor is, and no line of a log holds the token.
-    config = uvicorn.Config(
-        application, log_level="warning", access_log=False, proxy_headers=False, ws="none", timeout_graceful_shutdown=1
-    )
+    kept: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False, "ws": "none"}
+    config = uvicorn.Config(application, http=PatientProtocol, backlog=BACKLOG, timeout_graceful_shutdown=1, **kept)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[door]))
     while not (server.started or serving.done()):

@@ -136,7 +136,8 @@ class Conversations:
         calls = tuple((call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ())
         told, ids = self._sampled.get(calls[0][0] if calls else "", (None, []))
         if told == Said(said.text, calls):
-            self._sampled.move_to_end(calls[0][0])
+            self._sampled.pop(calls[0][0], None)  # and behind the others again
+            self._sampled[calls[0][0]] = (told, ids)
             return list(ids)
         for n, (_, _, arguments) in enumerate(calls):
             if not _is_object(arguments):

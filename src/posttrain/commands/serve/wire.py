@@ -295,6 +295,8 @@ def read_request(kind: type[Request], body: Any) -> Request:
             )
     try:
         return kind.model_validate({key: value for key, value in body.items() if key in own})
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -17,6 +17,7 @@ from posttrain.engines.rollout import Sampler
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
 from posttrain.errors import RunFailure, UsageError
+from posttrain.option_types import LARGEST_COUNT
 from posttrain.render import encode_prompt
 from posttrain.types import Message
 
@@ -322,8 +323,8 @@ class RemoteJudge(Judge):
             try:
                 text = _text_of(answer)
                 told = answer.get("usage") or {}
-                spent[0] += int(told.get("prompt_tokens") or 0)
-                spent[1] += int(told.get("completion_tokens") or 0)
+                spent[0] += _count(told.get("prompt_tokens"))
+                spent[1] += _count(told.get("completion_tokens"))
                 return question.read(text)
             except Unreadable as error:
                 raise Interrupted(str(error)) from None
@@ -400,9 +401,19 @@ class LocalJudge(Judge):
 
 def _text_of(answer: Any) -> str:
     try:
-        return str(answer["choices"][0]["message"]["content"] or "")
+        content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
         raise Unreadable(f"an answer without a text ({type(error).__name__})") from None
+    if not isinstance(content, str | None):
+        raise Unreadable(f"an answer whose text is {content!r:.80}")
+    return (content or "").encode("utf-8", "replace").decode()  # half of a surrogate pair can be kept nowhere
+
+
+def _count(told: Any) -> int:
+    """A number of tokens that a server tells, or leaves out."""
+    if told is not None and (type(told) is not int or not 0 <= told <= LARGEST_COUNT):
+        raise ValueError("no number of tokens")
+    return told or 0
 
 
 def _read(question: Question, text: str, tokens_in: int, tokens_out: int) -> Opinion:

@@ -300,7 +300,7 @@ class VllmEngine(Engine):
             theirs = server.call("POST", "/tokenize", body, read=lambda answer: answer["tokens"])
         except Refused:
             return  # a gateway that passes only /v1 on; ids are checked in every answer
-        except (Unanswered, KeyError, TypeError) as error:
+        except (Unanswered, Unreadable) as error:
             raise UsageError(f"{self.url}: /tokenize gives no tokens ({error})") from None
         if theirs != list(own):
             raise UsageError(

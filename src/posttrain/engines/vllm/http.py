@@ -10,17 +10,21 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
 from posttrain.addresses import server_address
-from posttrain.engines.vllm.protocol import Interrupted, read_error
+from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_error, read_json
 
 Result = TypeVar("Result")
 # Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
 CONNECT_SECONDS = 10.0
+LONGEST_SECONDS = 1e6  # what every clock of the operating system can count
+MAX_ANSWER_BYTES = 64 << 20
+# What a reader trips over where an answer is not of the form that it reads.
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class Unanswered(Exception):
@@ -39,12 +43,13 @@ class HttpServer:
     """A server at ``url``, for one piece of work; a context manager that hangs up at its end.
 
     ``call`` may be used by many threads. ``timeout_seconds`` is how long an attempt may wait for the
-    answer; a request is sent at most ``retries + 1`` times, with growing pauses between.
+    whole answer, which has at most ``MAX_ANSWER_BYTES``; a request is sent at most ``retries + 1`` times, with growing
+    pauses between. A redirection is not followed.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float, retries: int, token: str | None = None) -> None:
         self.scheme, self.host, self.port, self.prefix = server_address(url)
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = min(timeout_seconds, LONGEST_SECONDS)
         self.retries = retries
         self.headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if token:
@@ -81,6 +86,7 @@ class HttpServer:
 
         Raises:
             Unanswered: every attempt failed, or ``close`` was called.
+            Unreadable: the answer is not of the form that ``read`` reads.
             Refused: any other HTTP error.
         """
         attempts = 1 + (self.retries if retries is None else retries)
@@ -92,25 +98,31 @@ class HttpServer:
             try:
                 status, content = self._exchange(method, path, body)
                 if status == 200:
-                    return read(json.loads(content))
+                    return _read(read, read_json(content))
                 failure = f"HTTP {status}: {read_error(content)}"
                 if status not in PASSING:
                     raise Refused(status, read_error(content))
             except (OSError, http.client.HTTPException) as error:
                 self._hang_up()
                 failure = self._explain(error)
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                failure = f"what came is not JSON: {read_error(content)[:80]}"
             except Interrupted as error:
                 failure = str(error)
         raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
 
     def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        connection = getattr(self._mine, "connection", None) or self._connect()
+        connection = getattr(self._mine, "connection", None)
+        if connection is None or connection.sock is None:  # the server closes after every answer
+            connection = self._connect()
         data = None if body is None else json.dumps(body).encode()
-        connection.request(method, self.prefix + path, body=data, headers=self.headers)
-        response = connection.getresponse()
-        return response.status, response.read()
+        with _within(connection.sock, self.timeout_seconds):
+            connection.request(method, self.prefix + path, body=data, headers=self.headers)
+            response = connection.getresponse()
+            content = response.read(MAX_ANSWER_BYTES + 1)
+            if len(content) > MAX_ANSWER_BYTES:
+                raise http.client.HTTPException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            if response.length:
+                raise http.client.IncompleteRead(content, response.length)
+        return response.status, content
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
@@ -121,7 +133,7 @@ class HttpServer:
         with self._lock:
             if self._closed.is_set():
                 raise ConnectionAbortedError
-            self._connections.add(connection)
+            self._connections = {one for one in self._connections if one.sock is not None} | {connection}
         return connection
 
     def _hang_up(self) -> None:
@@ -141,3 +153,41 @@ class HttpServer:
         if isinstance(error, ConnectionError | http.client.IncompleteRead):
             return "the connection broke off"
         return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _within(sock: socket.socket, seconds: float) -> Iterator[None]:
+    """Hangs up ``seconds`` from now: the socket's own limit is for a single piece, and pieces may come for ever.
+
+    Raises:
+        TimeoutError: it did.
+        http.client.HTTPException: what came is no HTTP.
+    """
+    late = threading.Event()
+
+    def hang_up() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException):
+        if not late.is_set():
+            raise
+    except ValueError as error:  # the length of a body, or of a piece of it, is no number
+        raise http.client.HTTPException(str(error)) from None
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
+
+
+def _read(read: Callable[[Any], Result], answer: Any) -> Result:
+    try:
+        return read(answer)
+    except _MISFITS as error:
+        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None

@@ -58,13 +58,15 @@ def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
         choice = answer["choices"][0]
         ids = (*prompt, *map(int, choice["token_ids"]))
         _check_ids(ids, vocab_size)
+        if len(ids) > len(prompt) + NEW_TOKENS:
+            raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
         of_prompt = choice.get("prompt_logprobs") or []
         places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
         for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
             places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
-    if not places:
+    if not any(places.values()) or not all(0 < place < len(ids) for place in places):
         raise Unreadable("no log-probabilities of a probe")
     _check_ids([token for tokens in places.values() for token in tokens], vocab_size)
     return Scores(ids, places)

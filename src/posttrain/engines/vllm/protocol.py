@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.types import Completion, Finish
+from posttrain.untrusted import harmless
 
 LogprobsMode = Literal["raw", "processed"]
 ALL_MODES: frozenset[LogprobsMode] = frozenset({"raw", "processed"})
@@ -24,6 +26,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 MODE_TOKENS = 8
 # Above this a number is no log-probability, rounding included.
 MAX_LOGPROB = 1e-3
+LARGEST_FLOAT = sys.float_info.max
 
 
 class Unreadable(Exception):
@@ -105,6 +108,9 @@ def read_models(answer: Any) -> list[ServedModel]:
     try:
         cards = [dict(card) for card in answer["data"]]
         contexts = {str(card["id"]): card.get("max_model_len") for card in cards}
+        for context in contexts.values():
+            if context is not None and (type(context) is not int or context < 1):
+                raise ValueError(f"max_model_len is {context!r:.80}")
         return [
             ServedModel(
                 name=str(card["id"]),
@@ -180,15 +186,17 @@ def _read_ids(choice: dict[str, Any], request: CompletionRequest, vocab_size: in
     if outside:
         raise Unreadable(f"token id {outside[0]}, but the model's vocabulary has {vocab_size} entries")
     read = choice.get("prompt_token_ids")
-    if read is not None and tuple(read) != request.prompt:
-        raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
+    if read is not None and (not isinstance(read, list) or tuple(read) != request.prompt):
+        size = f"of {len(read)} tokens" if isinstance(read, list) else f"{read!r:.80}"
+        raise Unreadable(f"it read a prompt {size} that is not the one sent, of {len(request.prompt)}")
     return tuple(ids)
 
 
 def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tuple[int, ...]) -> tuple[float, ...]:
     if not request.logprobs:
         return (math.nan,) * len(ids)
-    logprobs = choice.get("logprobs") or {}
+    logprobs = choice.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, dict) else {}
     values, tokens = logprobs.get("token_logprobs"), logprobs.get("tokens")
     if not isinstance(values, list) or not isinstance(tokens, list) or len(values) != len(ids):
         count = len(values) if isinstance(values, list) else "no"
@@ -196,8 +204,8 @@ def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tupl
     if tokens != [f"token_id:{token}" for token in ids]:
         raise Unreadable("log-probabilities of other tokens than those of the completion")
     for value in values:
-        if not isinstance(value, int | float) or not math.isfinite(value) or value > MAX_LOGPROB:
-            raise Unreadable(f"{value!r} where a log-probability should be; is the server's --logprobs-mode one?")
+        if type(value) not in (int, float) or not -LARGEST_FLOAT <= value <= MAX_LOGPROB:
+            raise Unreadable(f"{value!r:.80} where a log-probability should be; is the server's --logprobs-mode one?")
     return tuple(min(float(value), 0.0) for value in values)
 
 
@@ -245,13 +253,26 @@ def read_mode(completion: Completion) -> LogprobsMode:
     return "processed" if all(value == 0 for value in completion.logprobs) else "raw"
 
 
+def read_json(content: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+        Interrupted: it is none, or none that can be read.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        said = harmless(" ".join(content[:80].decode(errors="replace").split()))
+        raise Interrupted(f"what came is not JSON: {said or 'nothing'}") from None
+
+
 def read_error(content: bytes) -> str:
     """What an error's body says, in one line."""
     text = content.decode("utf-8", errors="replace")
     try:
-        body = json.loads(text)
+        body = read_json(content)
         body = body.get("error", body)
         text = str(body.get("message") or body.get("detail") or text)
-    except (ValueError, AttributeError):
+    except (Interrupted, AttributeError):
         pass  # a proxy's page: shown as it is
-    return " ".join(text.split())[:500] or "no explanation"
+    return harmless(" ".join(text.split())[:500]) or "no explanation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
@@ -103,11 +104,12 @@ class OwnServer:
             RunFailure: it ended, or took longer than ``START_SECONDS``; with the end of its log.
         """
         deadline = time.monotonic() + START_SECONDS
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
         while True:
             if self.pid is None:
                 raise RunFailure(f"the vLLM server ended before it was ready. {self.tail()}")
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            with contextlib.suppress(urllib.error.URLError, OSError, http.client.HTTPException):
+                opener.open(f"{self.url}/health", timeout=5).close()
                 return
             if time.monotonic() > deadline:
                 self.stop()

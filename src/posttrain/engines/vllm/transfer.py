@@ -22,11 +22,13 @@ from torch import distributed as dist
 
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.plugin.posttrain_vllm import address_towards, broadcast, join
+from posttrain.engines.vllm.protocol import Unreadable
 from posttrain.errors import RunFailure
 
 Collectives = Literal["gloo", "nccl"]
 NamedWeights = Iterable[tuple[str, Tensor]]
 LOOK_SECONDS = 0.002
+MOST_WORKERS = 1 << 16
 
 
 class WeightSender:
@@ -46,7 +48,7 @@ class WeightSender:
     def __init__(self, server: HttpServer, host: str, collectives: Collectives, timeout_seconds: float) -> None:
         self.collectives, self.updates = collectives, 0
         timeout = timedelta(seconds=timeout_seconds)
-        size = 1 + int(ask(server, "GET", "/get_world_size", read=lambda answer: answer["world_size"]))
+        size = 1 + ask(server, "GET", "/get_world_size", read=_num_workers)
         address = address_towards(_address_of(host))
         listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = int(listening.getsockname()[1])
@@ -128,7 +130,7 @@ def ask(
     route = path.partition("?")[0]
     try:
         return server.call(method, path, body, read=read, retries=0)
-    except Unanswered as error:
+    except (Unanswered, Unreadable) as error:
         raise RunFailure(f"{route}: {error}") from None
     except Refused as error:
         missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
@@ -146,6 +148,13 @@ def _meanwhile(server: HttpServer, path: str, body: Any) -> Iterator[Future[Any]
         except BaseException:
             server.close()  # the request, if it waits for an answer, stops waiting
             raise
+
+
+def _num_workers(answer: Any) -> int:
+    count = answer["world_size"]
+    if type(count) is not int or not 0 < count <= MOST_WORKERS:
+        raise Unreadable(f"a world_size of {count!r:.80}")
+    return count
 
 
 def _address_of(host: str) -> str:

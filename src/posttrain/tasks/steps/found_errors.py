@@ -64,7 +64,7 @@ def read_mr_gsm8k(row: Row, separator: str) -> Example:
 def _first_error(row: Row, num_steps: int) -> int:
     """The index, from 0, of the step that is named from 1; a text of digits will do."""
     named = row.data.get("model_output_solution_first_error_step")
-    if re.fullmatch(r"\d+", str(named)) and 1 <= int(str(named)) <= num_steps:
+    if re.fullmatch(r"\d{1,9}", str(named)) and 1 <= int(str(named)) <= num_steps:
         return int(str(named)) - 1
     raise Dropped("a wrong solution whose first wrong step is not among its steps")
 
