@@ -123,14 +123,17 @@ class Forward:
         self.head = None if head is None else head.to(self.device)
         self.reads: Reads = reads
         self.scores_only = scores_only
-        install_packed_attention(causal_lm(model))
+        # Without SDPA in transformers (scores are capped, or there are sinks) a model keeps its own attention, padded.
+        takes_sdpa = bool(getattr(causal_lm(model), "_supports_sdpa", False))
+        if takes_sdpa:
+            install_packed_attention(causal_lm(model))
         self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
         self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
         self.compiled = False  # while it is probed
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         # That of the probe: a GPU's kernels for fp32 are not wanted where products are in bfloat16.
         self.precision: Precision = "fp32" if self.device.type == "cpu" else precision
-        self.path: Literal["packed", "padded"] = "packed" if self._packed_agrees() else "padded"
+        self.path: Literal["packed", "padded"] = "packed" if takes_sdpa and self._packed_agrees() else "padded"
         self.precision = precision
         self.compiled = compiled
         if compiled:
