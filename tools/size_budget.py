@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 75600
+MAX_PACKAGE_LINES = 75620
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2470,
@@ -32,13 +32,13 @@ ROOMS: dict[str, int] = {
     "models": 4580,
     "engines": 8440,
     "evals": 2960,
-    "reward_models": 1620,
-    "train": 7460,
+    "reward_models": 1630,
+    "train": 7470,
     "interpret": 7550,
     "runs": 3630,
     "sweeps": 3250,
     "reports": 3120,
-    "commands": 8830,
+    "commands": 8840,
 }
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    GptOssConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Olmo2Config,
