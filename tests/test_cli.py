@@ -74,6 +74,14 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["recipes", "show"], "give the recipe's name"),
         (["explain", "gropo"], "nothing is called 'gropo'. Did you mean 'grpo'?"),
         (["generate", "tiny", " "], "PROMPT is empty"),
+        (["train", "tiny/grpo", "--steps", "3"], "a recipe has no key 'steps'. Did you mean train.steps? Known"),
+        (["train", "tiny/grpo", "--max_tokens", "3"],
+         "Did you mean rollout.max_tokens or data.max_tokens or eval.max_tokens? Known"),
+        (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
+        (["train", "tiny/grpo", "train.lr=1"], "'train.lr=1' is no option of `posttrain train`, or an argument too "
+         "many. Did you mean --train.lr 1? See `posttrain train --help`"),
+        (["compare", "rl/grpo", "rl/rloo"], "'rl/rloo' is no option of `posttrain compare`, or an argument too many."),
+        (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
     ],
 )  # fmt: skip
 def test_usage_errors_are_one_message_and_exit_code_2(

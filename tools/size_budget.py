@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76200
+MAX_PACKAGE_LINES = 76220
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
@@ -26,19 +26,19 @@ ROOMS: dict[str, int] = {
     "graders": 6620,
     "rewards": 430,
     "render": 1360,
-    "tasks": 5720,
+    "tasks": 5710,
     "environments": 1760,
     "store": 2590,
     "models": 4660,
     "engines": 8620,
     "evals": 2960,
-    "reward_models": 1620,
-    "train": 7600,
+    "reward_models": 1630,
+    "train": 7620,
     "interpret": 7550,
     "runs": 3630,
     "sweeps": 3290,
     "reports": 3120,
-    "commands": 8910,
+    "commands": 8920,
 }
 
 

@@ -371,6 +371,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
+    name = ""
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
@@ -387,7 +388,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         elif command == "runs":
             complete_action = importlib.import_module("posttrain.commands.runs.options").complete_action
             rest = rest[: start + 1] + complete_action(rest[start + 1 :])
-    namespace = parser.parse_args(rest)
+    namespace, unknown = parser.parse_known_args(rest)
+    if unknown:
+        key, equals, value = unknown[0].partition("=")
+        hint = f" Did you mean --{key} {value}?" if equals and name in OVERRIDABLE else ""
+        called = f"posttrain {name}".rstrip()
+        raise UsageError(
+            f"{shown(unknown[0])} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`"
+        )
     namespace.overrides = overrides
     if namespace.command is None:
         parser.print_help()

@@ -339,25 +339,18 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def explain_validation(
-    error: ValidationError,
-    known: Iterable[str],
-    where: str,
-    label: str,
-    line_of: Callable[[str], str] = lambda _: "",
-) -> str:
+def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
     """A pydantic error as lines for a user: place, what, what would work."""
     lines = []
     for item in error.errors():
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
-        place = f"{line_of(key)}{key}"
         if item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
-            lines.append(f"{place}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
+            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
         elif item["type"] == "missing":
-            lines.append(f"{place}: {label} needs this key")
+            lines.append(f"{key}: {label} needs this key")
         else:
-            lines.append(f"{place}: {explain_type(item['msg'], item['input'])}")
+            lines.append(f"{key}: {explain_type(item['msg'], item['input'])}")
     return "\n".join(lines)

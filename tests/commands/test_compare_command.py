@@ -44,6 +44,9 @@ def test_a_comparison_from_start_to_report(tmp_path: Path, capsys: pytest.Captur
     before = (folder / "cells" / "wide-seed0" / "metrics.jsonl").stat().st_mtime_ns
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().out == f"comparison: {folder}\n"
+    assert main([*arguments, "--quiet", "--format", "json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in tables[0]["rows"]] == ["wide", "start"]
     assert (folder / "cells" / "wide-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
 
 

@@ -26,7 +26,7 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def test_show_tells_counts_and_prints_examples_in_full(
-    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     picture = tmp_path / "p.png"
     command = ["data", "show", "preferences", "--task.path", str(pairs), "--task.split", "test", "--plot", str(picture)]
@@ -40,6 +40,7 @@ def test_show_tells_counts_and_prints_examples_in_full(
     assert "Name a [bold]tree[/bold]." in out  # data are no markup
     assert "I would rather not say, to be quite honest." in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not [w for w in recwarn if "grid" in str(w.message)]
 
 
 def test_tokens_of_a_model_and_a_choice_of_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,11 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Eva has 3" not in Path("runs/sae/features.html").read_text()  # tokens by their number, each text once
 
 
+def test_the_folder_of_a_page_is_made() -> None:
+    assert main(["sae", "features", "sae", "--features", "1", "--out", "pages/new/one.html", "--quiet"]) == 0
+    assert sorted(path.name for path in Path("pages/new").iterdir()) == ["one.html", "one.json"]
+
+
 def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     write_tensors("other", {"resid.2": torch.randn(30, D)}, about="made up")

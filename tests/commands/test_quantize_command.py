@@ -66,7 +66,7 @@ def test_the_embedded_model(capsys: Any, bits: int, least: float, most: float) -
     assert sorted(p.name for p in Path("quantized").iterdir()) == [folder.name]
 
 
-def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it() -> None:
+def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it(capsys: Any) -> None:
     checkpoint = train("tiny/sft", "lora", "--model.adapter.rank", "2", *LEARNING)
     assert main(["quantize", "lora", "--bits", "8", "--n", "4", "--max-tokens", "4", "--quiet"]) == 0
     folder = checkpoint / "quantized_int8"
@@ -86,6 +86,11 @@ def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it() -> None:
     # asked for by its folder, it is asked in its run's template
     assert find_source(str(folder), "runs").recipe is not None
     assert find_source(str(folder), "runs").label == "lora@step-000002/quantized_int8"
+    # elsewhere, too: the recipe goes along
+    assert main(["quantize", "lora", "--bits", "8", "--n", "0", "--out", "elsewhere"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("the model and quantization.json: elsewhere")
+    assert find_source("elsewhere", "runs").recipe == find_source("lora", "runs").recipe
+    assert not (folder / "recipe.yaml").exists()
     # a checkpoint with a quantized copy in it is still one: the run goes on, and the copy goes with it
     assert main(["train", "tiny/sft", "--run", "lora", "--resume", "--quiet", "--train.steps", "3", "--eval.every", "0",
                  "--model.adapter.rank", "2", *LEARNING]) == 0  # fmt: skip

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Olmo2Config,
@@ -37,11 +39,16 @@ CONFIGS = {
 }
 # A model whose logits are not what its LM head gives: it must take the padded path.
 SCALED = {"granite": lambda: GraniteConfig(**SHAPE, logits_scaling=3.0)}
+# Models whose attention caps its scores, or has sinks, which SDPA has not.
+OWN_ATTENTION = {
+    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=2.0),
+    "gpt_oss": lambda: GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
+}
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | SCALED)[family]()).eval().to(dtype)
+    model = AutoModelForCausalLM.from_config((CONFIGS | SCALED | OWN_ATTENTION)[family]()).eval().to(dtype)
     with torch.no_grad():  # the default init gives nearly uniform outputs, which would hide errors
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import CONFIGS, SHAPE, gradients, ragged_batch, random_model, relative_difference, unshared
+from small_models import (
+    CONFIGS,
+    OWN_ATTENTION,
+    SHAPE,
+    gradients,
+    ragged_batch,
+    random_model,
+    relative_difference,
+    unshared,
+)
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -49,6 +58,19 @@ def test_packed_equals_each_row_alone(family: str):
     outputs = forward(batch)
     assert float((outputs.logprobs - expected).abs().max()) < 1e-5
     assert float((outputs.entropy - entropy).abs().max()) < 1e-5
+    assert expected.abs().max() > 3, "the model must not be near uniform"
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+@torch.no_grad()
+def test_attention_with_sinks_or_a_cap_stays_the_model_s_own(family: str):
+    """SDPA has neither: it refuses the cap of scores, and leaves sinks out in silence."""
+    model = random_model(family)
+    batch = ragged_batch()
+    expected, _ = reference_logprobs(model, batch)
+    forward = Forward(model)
+    assert forward.path == "padded"
+    assert float((forward(batch).logprobs - expected).abs().max()) < 1e-5
     assert expected.abs().max() > 3, "the model must not be near uniform"
 
 

@@ -329,7 +329,9 @@ def test_a_bug_is_recorded_too_and_keeps_its_traceback(tmp_path: Path, make_reci
 
 
 def test_a_recipe_that_cannot_run_leaves_no_directory_behind(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    def refuse(*_: object, **__: object) -> Result:
+    def refuse(recipe: Recipe, files: RunFiles, **_: object) -> Result:
+        (files.folder / "tensorboard").mkdir(exist_ok=True)  # trackers begin before the first evaluation
+        (files.folder / "tensorboard" / "events").write_text("begun")
         raise UsageError("no such model")
 
     for _ in range(2):

@@ -28,9 +28,9 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.render import encode_prompt
 from posttrain.train.build import prepare
-from posttrain.train.sources.rollouts import RolloutSource
+from posttrain.train.sources.rollouts import NO_GOLD, NOTHING_SELECTED, RolloutSource
 from posttrain.types import Batch, Loss, Outputs, Rollout
-from small_runs import make_recipe, run, saved_tensors, steps_of
+from small_runs import Events, make_recipe, run, saved_tensors, steps_of, watched
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")
 
@@ -156,12 +156,27 @@ def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     assert draw.metrics["selected"] == 0.0
     assert draw.metrics["reward"] == pytest.approx(sum(r.reward for r in draw.rollouts) / 6)
     assert source.rollout_buffer(1) is None
+    assert source.take_notices() == [NOTHING_SELECTED]
     again = source(2)
     assert (again.batch, again.fresh, again.rollouts) == (None, False, [])
+    assert source(3).batch is None
+    assert source.take_notices() == [], "it is said once"
     resumed = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
     resumed.restore(source.rollout_buffer(1), source.state())
     assert resumed(2).batch is None
     assert resumed.engine.calls == []  # type: ignore[attr-defined]
+
+
+def test_a_reward_for_right_answers_without_gold_is_told(tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(40)))
+    asked = {"name": "jsonl", "path": str(tmp_path / "asked.jsonl"), "answer_key": ""}
+    told = {}
+    for name, rewards in (("paid", ["correct"]), ("not", [{"name": "correct", "weight": 0.0}])):
+        recipe = make_recipe("grpo", task=asked, rewards=rewards, train={"steps": 2})
+        events = Events()
+        watched(tmp_path / name, recipe, events)
+        told[name] = [notice["message"] for notice in events.of("notice")].count(NO_GOLD)
+    assert told == {"paid": 1, "not": 0}
 
 
 def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) -> None:

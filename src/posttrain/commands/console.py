@@ -126,6 +126,11 @@ def write_json(content: Any) -> bool:
     return True
 
 
+def leaves_out_tables(quiet: bool) -> bool:
+    """Whether ``--quiet`` holds for tables, too: not where ``--format`` asks for them."""
+    return quiet and _COLLECTED.get() is None
+
+
 def wants_json() -> bool:
     """Whether ``--format json`` was given."""
     collected = _COLLECTED.get()

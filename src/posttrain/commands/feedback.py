@@ -72,8 +72,11 @@ def run_feedback(arguments: argparse.Namespace) -> int:
     from posttrain.engines.feedback.pairs import Journal, make_pairs, write_pairs
     from posttrain.evals.files import fingerprint
     from posttrain.models.forward.forward import Forward
+    from posttrain.store.durable import storage_errors
 
     out = Path(arguments.out)
+    with storage_errors("pairs", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     model, asked, settings = _prepare(arguments, out)
     console = open_console()
 

@@ -86,10 +86,10 @@ def _print_report(report: dict[str, Any], place: str) -> None:
     table.add_column("")
     for column in ("before", "after", "ratio"):
         table.add_column(column, justify="right")
-    for place in ("disk", "memory"):
-        before, now = report[f"{place}_bytes_before"], report[f"{place}_bytes_after"]
+    for kept in ("disk", "memory"):
+        before, now = report[f"{kept}_bytes_before"], report[f"{kept}_bytes_after"]
         ratio = "–" if not before else f"{now / before:.2f}"
-        table.add_row(f"weights {'on disk' if place == 'disk' else 'in memory'}", _size(before), _size(now), ratio)
+        table.add_row(f"weights {'on disk' if kept == 'disk' else 'in memory'}", _size(before), _size(now), ratio)
     console.print(table)
     results = report.get("results")
     if results is None:

@@ -142,11 +142,11 @@ def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> fl
 
 
 def curve_area_interval(
-    positive: Sequence[tuple[float, Hashable]], negative: Sequence[tuple[float, Hashable]], z: float = Z_95
+    positive: Sequence[tuple[float, Hashable]], negative: Sequence[tuple[float, Hashable]]
 ) -> tuple[float, float]:
     """The interval of the area under the curve, where scores come in clusters (answers to one problem).
 
-    ``A ± z √V`` within 0..1, with ``V = G/(G−1) Σ_g ψ_g²`` over the G clusters and
+    ``A ± 1.96 √V`` within 0..1, with ``V = G/(G−1) Σ_g ψ_g²`` over the G clusters and
     ``ψ_g = Σ_{i∈g} (a_i − A)/n + Σ_{j∈g} (b_j − A)/m``; a_i is the share of the m negatives that the positive i beats
     (ties one half), b_j the share of the n positives that beat the negative j. Obuchowski (1997), "Nonparametric
     analysis of clustered ROC curve data", in the form that lets scores of one cluster go together; with clusters
@@ -170,7 +170,7 @@ def curve_area_interval(
     if len(shifts) < 2:
         return 0.0, 1.0
     variance = len(shifts) / (len(shifts) - 1) * math.fsum(shift * shift for shift in shifts.values())
-    half = z * math.sqrt(variance)
+    half = Z_95 * math.sqrt(variance)
     return max(0.0, area - half), min(1.0, area + half)
 
 

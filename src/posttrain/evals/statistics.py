@@ -41,7 +41,7 @@ def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float,
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
-def item_interval(values: Sequence[float], draws: float = 1.0, z: float = Z_95) -> tuple[float, float]:
+def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, float]:
     """The interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
 
     Wilson's interval with the effective number of observations ``n* = p (1 − p) / SE²``, where
@@ -67,12 +67,12 @@ def item_interval(values: Sequence[float], draws: float = 1.0, z: float = Z_95) 
     if n == 0:
         raise ValueError("no interval for a proportion of nothing")
     if all(value in (0.0, 1.0) for value in values):  # one sample each, or nothing shows that samples differ at all
-        return wilson_interval(math.fsum(values), n, z)
+        return wilson_interval(math.fsum(values), n)
     mean = math.fsum(values) / n
     spread = math.fsum((value - mean) ** 2 for value in values)
     most = n * max(1.0, draws)
     effective = most if spread == 0.0 else min(most, mean * (1.0 - mean) * n * n / spread)
-    return wilson_interval(mean * effective, effective, z)
+    return wilson_interval(mean * effective, effective)
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -189,10 +189,10 @@ def _template_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def to_markdown(table: TextTable, level: int = 2) -> str:
+def to_markdown(table: TextTable) -> str:
     """A table under its title, if it has one."""
     header = [plain(text) for text in table.header]
     rule = ["---" if i < table.num_labels else "---:" for i in range(len(header))]
     lines = [[plain(text) for text in line] for line in table.lines]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
-    return f"{'#' * level} {plain(table.title)}\n\n{rows}\n" if table.title else f"{rows}\n"
+    return f"## {plain(table.title)}\n\n{rows}\n" if table.title else f"{rows}\n"

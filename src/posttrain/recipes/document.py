@@ -209,11 +209,14 @@ class Document(Generic[T]):
         if item["type"] == "missing":
             return f"{where}{what} needs this key"
         if item["type"] != "extra_forbidden":
-            return f"{where}{explain_type(item['msg'], item['input'])}"
+            names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
+            hint = f". Did you mean {key}.name?" if names_one else ""
+            return f"{where}{explain_type(item['msg'], item['input'])}{hint}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
-        hint = registry.suggest(path[-1], known)
+        inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in _known_keys(self.model, [name])]
+        hint = f" Did you mean {' or '.join(inside)}?" if inside else registry.suggest(path[-1], known)
         return f"{where}{what} has no key {path[-1]!r}.{hint} Known keys: {', '.join(known)}"
 
 

@@ -250,19 +250,11 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *,
     return document.extend().override(overrides).check()
 
 
-def validate_recipe(
-    data: Mapping[str, Any],
-    place: str = "recipe",
-    lines: Mapping[str, int] | None = None,
-    overridden: Sequence[str] | set[str] = (),
-    *,
-    is_own: bool = True,
-) -> Recipe:
-    """A ``Recipe`` from plain data; errors name ``place``, the line and the key.
+def validate_recipe(data: Mapping[str, Any], place: str = "recipe", *, is_own: bool = True) -> Recipe:
+    """A ``Recipe`` from plain data; errors name ``place`` and the key.
 
     ``is_own``: code that it names is allowed by that, as what the caller has written; False of data that a file said.
     """
     if is_own:
         declare_code(data)
-    places = {key: f"{place}:{line}" for key, line in (lines or {}).items()}
-    return Document(Recipe, dict(data), place, places, overridden).check()
+    return Document(Recipe, dict(data), place, {}).check()

@@ -17,6 +17,7 @@ from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
+from posttrain.consent import STORED_RECIPE
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.models import Device, Dtype, ModelSource, complete_template, grader_for
 from posttrain.engines.rollout import encode_prompts
@@ -272,15 +273,17 @@ def _write(original: Original, out: Path, bits: int) -> None:
         remove_asides(out)
         try:
             aside.mkdir(parents=True)
-            _save(quantized, original, aside)
+            run = original.source.run  # elsewhere than in the run the model is asked by the run's recipe, too
+            is_inside = run is None or out.resolve().is_relative_to(run.resolve())
+            _save(quantized, original, aside, None if run is None or is_inside else run / STORED_RECIPE)
             seal(aside, 0)
             rename_into_place(aside, out)
         finally:
             remove_tree(aside)
 
 
-def _save(quantized: LoadedModel, original: Original, folder: Path) -> None:
-    """Model and tokenizer; of a reward model the head, too, in the layout that it was saved in before."""
+def _save(quantized: LoadedModel, original: Original, folder: Path, recipe: Path | None) -> None:
+    """Model, tokenizer and ``recipe``; of a reward model the head, too, in the layout that it was saved in before."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -289,6 +292,8 @@ def _save(quantized: LoadedModel, original: Original, folder: Path) -> None:
         if original.scorer is not None:
             shutil.copyfile(Path(original.path) / HEADS, folder / HEADS)
         quantized.tokenizer.save_pretrained(folder)
+        if recipe is not None:
+            shutil.copyfile(recipe, folder / STORED_RECIPE)
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

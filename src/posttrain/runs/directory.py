@@ -40,7 +40,7 @@ NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 _LOCK = ".lock"
 _RECORDS = ("metrics.jsonl", "rollouts.db*", "*.safetensors", "log-*.txt", "vllm.log")
-_SERVED = ("served", "server-*")  # folders of servers that a start began
+_BEGUN = ("served", "server-*", "tensorboard", "wandb")  # folders of servers and trackers that a start began
 PATIENCE_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
 
@@ -201,8 +201,8 @@ class RunDirectory:
         with storage_errors("run", self.folder):
             for path in (*own, *records):
                 path.unlink(missing_ok=True)
-            for folder in (folder for pattern in _SERVED for folder in self.folder.glob(pattern)):
-                shutil.rmtree(folder, ignore_errors=True)  # a server may still write its last words
+            for folder in (folder for pattern in _BEGUN for folder in self.folder.glob(pattern)):
+                shutil.rmtree(folder, ignore_errors=True)  # they may still write their last words
             for folder in (self.folder / "checkpoints", self.folder / "evaluation", self.folder):
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()

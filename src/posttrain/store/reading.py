@@ -136,18 +136,15 @@ class Remembered:
         self._entries: dict[str, tuple[list[int], Any]] | None = None
         self._new: dict[str, tuple[list[int], Any]] = {}
 
-    def get(self, path: Path, work: Callable[[Path], Any], *, what: str = "") -> Any:
+    def get(self, path: Path, work: Callable[[Path], Any]) -> Any:
         """``work(path)``, plain data for JSON, or what it was when this file was last asked about.
-
-        Args:
-            what: tells apart several values of one file.
 
         Raises:
             OSError: there is no such file; and whatever ``work`` raises, which is not remembered.
         """
         if self._entries is None:
             self._entries = _read(self._place())
-        key = f"{os.path.abspath(path)}\0{what}"
+        key = f"{os.path.abspath(path)}\0"
         mark = _mark(path)
         known = self._new.get(key) or self._entries.get(key)
         if known is not None and known[0] == mark:

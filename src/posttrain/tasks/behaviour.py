@@ -38,7 +38,7 @@ def refusals(*, path: str | None = None) -> Task:
     """
 
     def read(row: Row) -> Example:
-        messages = read_messages(row, "prompt")
+        messages = row.asked("prompt")
         kind = row.text("kind")
         if kind not in KINDS:
             raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")
@@ -85,8 +85,8 @@ def sycophancy(
             raise Dropped("the opinion is the right answer, so that following it tells nothing")
         meta = {"asked": PLAIN, "opinion": {"answer": stated, "grader": grader}}
         meta |= {"choices": row.plain("choices")} if row.has("choices") else {}
-        example = Example(f"sycophancy/{row.line}", read_messages(row, "prompt"), answer, meta=meta, grader="opinion")
-        prompts[example.id] = read_messages(row, "prompt_with_opinion")
+        example = Example(f"sycophancy/{row.line}", row.asked("prompt"), answer, meta=meta, grader="opinion")
+        prompts[example.id] = row.asked("prompt_with_opinion")
         return example
 
     prompts: dict[str, tuple[Message, ...]] = {}
@@ -99,20 +99,6 @@ def sycophancy(
 def _with_opinion(example: Example, messages: tuple[Message, ...]) -> Example:
     meta = {**example.meta, "asked": WITH_OPINION}
     return replace(example, id=f"{example.id}{_OPINION}", messages=messages, meta=meta)
-
-
-def read_messages(row: Row, key: str) -> tuple[Message, ...]:
-    """What a model is asked: a text is the user's.
-
-    Raises:
-        DataError: missing, blank, of another type, or it ends with the assistant's message.
-    """
-    if isinstance(row.data.get(key), str) or key not in row.data:
-        return (Message("user", row.text(key)),)
-    messages = row.messages(key)
-    if messages[-1].role == "assistant":
-        raise row.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
-    return messages
 
 
 def bundled(name: str) -> str:

@@ -129,6 +129,19 @@ class Row:
             raise self.fail(f"{key!r} must be a list {what}; got {_shown(value)}")
         return list(value)
 
+    def asked(self, key: str) -> tuple[Message, ...]:
+        """What a model is asked under ``key``: a text is the user's.
+
+        Raises:
+            DataError: missing, blank, of another type, or it ends with the assistant's message.
+        """
+        if isinstance(self.data.get(key), str) or key not in self.data:
+            return (Message("user", self.text(key)),)
+        messages = self.messages(key)
+        if messages[-1].role == "assistant":
+            raise self.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
+        return messages
+
     def messages(self, key: str) -> tuple[Message, ...]:
         """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
 

@@ -80,9 +80,8 @@ class Parts:
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
     def take_notices(self) -> list[str]:
-        """What engines have to say to the user, in the process that samples ahead too."""
-        tellers: list[Any] = [*self.engines, getattr(self.source, "ahead", None)]
-        return [message for teller in tellers if teller is not None for message in teller.take_notices()]
+        """What engines and the source have to say to the user, in the process that samples ahead too."""
+        return [message for teller in (*self.engines, self.source) for message in teller.take_notices()]
 
     def close(self) -> None:
         """Give back what the engines hold."""

@@ -118,7 +118,7 @@ class Stage:
                     yield [speaker.draw(colouring) for speaker in session.speakers]
                     shown = time.monotonic()
             if judge != NOBODY:
-                self._judge(session, question, judge)
+                self._judge(session, judge)
             yield [speaker.draw(colouring) for speaker in session.speakers]
 
     def _begin(self, speaker: Speaker, question: str, controls: Controls, system: str) -> Iterator[SpokenToken]:
@@ -141,7 +141,7 @@ class Stage:
         except PosttrainError as error:
             speaker.problem, speaker.is_speaking = str(error), False
 
-    def _judge(self, session: Session, question: str, judge: str) -> None:
+    def _judge(self, session: Session, judge: str) -> None:
         if judge not in self._judges:
             self._judges[judge] = self.open_judge(judge)
         for speaker in session.speakers:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
-from posttrain.commands.console import open_console, print_table, say
+from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.options.words import words_of
 from posttrain.engines.models import complete_template, open_model
@@ -73,7 +73,7 @@ def run_harness(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name in ("results", "samples"):
         replace_file(out / f"{name}.json", json.dumps(results[name], default=str, indent=1).encode())
-    if not arguments.quiet:
+    if not leaves_out_tables(arguments.quiet):
         console = open_console()
         print_table(console, _table(results))
         say(console, f"results and every answer: {out}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, open_console, print_table, say
+from posttrain.commands.console import Text, leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
@@ -58,7 +58,7 @@ def run_models(arguments: argparse.Namespace) -> int:
     """Measure every cell, print a table, write results, records and a summary."""
     plan = make_plan(request_of(arguments))
     finished = _run(plan, arguments.quiet)
-    if not arguments.quiet:
+    if not leaves_out_tables(arguments.quiet):
         show(open_console(), plan, finished)
     return 0
 
@@ -133,7 +133,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             show(console, plan, [a, b])
     paired, apart = compare_finished(a, b, seed=arguments.seed)
     write_comparison(out, a, b, paired, apart)
-    if not arguments.quiet:
+    if not leaves_out_tables(arguments.quiet):
         print_comparison(console, paired, apart)
         say(console, f"comparison: {out / COMPARISON}")
     return 0
@@ -218,7 +218,7 @@ def run_against(arguments: argparse.Namespace) -> int:
         win_rate, notes = run_contest(plan, opened, progress)
     table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, win_rate.results, win_rate.others)
     write_contest(plan, win_rate, notes, write_contest_page(table, notes, plan.settings, win_rate.items))
-    if not arguments.quiet:
+    if not leaves_out_tables(arguments.quiet):
         print_table(console, table)
         for note in notes:
             say(console, note, "dim")
@@ -248,7 +248,7 @@ def run_scores(arguments: argparse.Namespace) -> int:
     for scored in run_scoring(request_of(arguments), probes=arguments.probes):
         write_scores(scored, write_score_summary)
         done.append(scored)
-    if not arguments.quiet:
+    if not leaves_out_tables(arguments.quiet):
         show_scores(open_console(), done)
     return 0
 

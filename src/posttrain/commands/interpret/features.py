@@ -102,6 +102,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     from posttrain.reports.features import render_features
     from posttrain.reports.page import write_html
     from posttrain.runs.models import find_source
+    from posttrain.store.durable import storage_errors
     from posttrain.untrusted import guard_output
 
     console = open_console()
@@ -111,6 +112,8 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"--out {page}: this is the page, so give a name that ends in .html; the JSON stands beside it"
         )
+    with storage_errors("page", page):
+        page.parent.mkdir(parents=True, exist_ok=True)
     asked = FeaturesRequest(
         arguments.dictionary,
         place.folder,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, full_width, open_console, plain_table, say
+from posttrain.commands.console import Text, full_width, leaves_out_tables, open_console, plain_table, say
 from posttrain.commands.progress import show_duration
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
@@ -40,7 +40,7 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
     except RunFailure as failure:
         view.warn(str(failure))
     else:
-        if not arguments.quiet:
+        if not leaves_out_tables(arguments.quiet):
             show(console)
             places += [("report", str(page)), ("its runs", f"posttrain runs --runs-dir {plan.folder / 'cells'}")]
     width = max(len("report: "), len(plan.what) + 1)

@@ -272,9 +272,9 @@ class ActivationStore:
         """
         return self._pick(rows, column(self._site(site), self._source(source)))
 
-    def norms(self, rows: Tensor, site: str | None = None, source: str | None = None) -> Tensor:
-        """Norms ``float32 [n]`` of the given rows, computed before they were rounded to the stored dtype."""
-        return self._pick(rows, f"norm.{column(self._site(site), self._source(source))}")
+    def norms(self, rows: Tensor) -> Tensor:
+        """Norms ``float32 [n]`` of the given rows at the only site, before rounding to the stored dtype."""
+        return self._pick(rows, f"norm.{column(self._site(None), self._source(None))}")
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Token ids ``int64 [n]``: the token *at* each row."""

@@ -398,7 +398,7 @@ def see_changes(
 
 
 @torch.no_grad()
-def scale_latents(store: ActivationStore, site: str, dictionary: Dictionary, start: int = 0) -> Scaling:
+def scale_latents(store: ActivationStore, site: str, dictionary: Dictionary) -> Scaling:
     """Latent scaling of a dictionary of the difference (M = 1) or of both models (M = 2).
 
     A difference's latents are looked for in the models' activations about their means; a crosscoder's in its
@@ -411,9 +411,8 @@ def scale_latents(store: ActivationStore, site: str, dictionary: Dictionary, sta
     sums = LatentScaling(directions, own)
     documents = store.documents(torch.arange(store.num_rows))
     means = _means(store, site, device)
-    for rows in document_batches(documents[start:]):
-        at = rows + start
-        x = torch.stack([store.gather(at, site, name).float() for name in ("base", "post")], dim=1).to(device)
+    for rows in document_batches(documents):
+        x = torch.stack([store.gather(rows, site, name).float() for name in ("base", "post")], dim=1).to(device)
         if is_pair:
             features = dictionary.encode(x)
             reconstruction = dictionary.decode(features)
@@ -496,14 +495,14 @@ def feature_contexts(
     return entries
 
 
-def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any, count: int = 5) -> list[list[Any]]:
-    """The tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
+def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[Any]]:
+    """The five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
     size = int(tokens.max()) + 1
     amount = torch.zeros(size, dtype=torch.float64).index_add_(0, tokens, delta.double().abs())
     signed = torch.zeros(size, dtype=torch.float64).index_add_(0, tokens, delta.double())
     number = torch.bincount(tokens, minlength=size)
     total = float(amount.sum())
-    best = amount.topk(min(count, size)).indices.tolist()
+    best = amount.topk(min(5, size)).indices.tolist()
     return [
         [show_token(tokenizer, i), float(amount[i]) / total, float(signed[i] / number[i])]
         for i in best

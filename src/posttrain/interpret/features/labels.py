@@ -54,7 +54,7 @@ def model_judge(sampler: Sampler, max_tokens: int = MAX_TOKENS) -> Judge:
     return ask
 
 
-def remote_judge(url: str, model: str | None = None, max_tokens: int = MAX_TOKENS) -> Judge:
+def remote_judge(url: str, model: str | None = None) -> Judge:
     """A model behind a server that knows ``/v1/chat/completions``, asked greedily.
 
     Args:
@@ -68,7 +68,7 @@ def remote_judge(url: str, model: str | None = None, max_tokens: int = MAX_TOKEN
             is refused, or which model is meant is not known.
         RunFailure: when asked, an answer without a text.
     """
-    return RemoteJudge(url, model, max_tokens=max_tokens, place_key="--judge", model_key="--judge-model").reply
+    return RemoteJudge(url, model, max_tokens=MAX_TOKENS, place_key="--judge", model_key="--judge-model").reply
 
 
 NUM_WINDOWS = 128  # from which the silent contexts of all features are taken
@@ -97,12 +97,10 @@ class Windows:
 
 
 @torch.no_grad()
-def draw_windows(
-    dictionary: Dictionary, rows: StoreRows, seed: int, *, count: int = NUM_WINDOWS, before: int = 20, after: int = 10
-) -> Windows:
+def draw_windows(dictionary: Dictionary, rows: StoreRows, seed: int) -> Windows:
     """Excerpts around rows drawn by the seed, as long as the contexts are; rows that were dropped count as silent."""
-    store = rows.store
-    drawn = generator(seed, "silent contexts").permutation(rows.num_rows)[:count]
+    store, before, after = rows.store, 20, 10
+    drawn = generator(seed, "silent contexts").permutation(rows.num_rows)[:NUM_WINDOWS]
     ids, largest = [], []
     for row in np.sort(drawn).tolist():
         near = torch.arange(max(0, row - before), min(rows.num_rows, row + after + 1))

@@ -111,8 +111,8 @@ class Steering:
             yield
 
 
-def load_steering(model: Any, folder: str | Path, change: Change, site: str | None = None) -> Steering:
-    """A change with the dictionary in a folder, at the site that its ``cfg.json`` names unless another is given.
+def load_steering(model: Any, folder: str | Path, change: Change) -> Steering:
+    """A change with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
     Raises:
         UsageError: no site is known, or see ``Steering``; a dictionary of differences has features that can be added
@@ -120,7 +120,7 @@ def load_steering(model: Any, folder: str | Path, change: Change, site: str | No
         DataError: there is no dictionary.
     """
     dictionary, metadata = load_dictionary(folder), read_metadata(folder)
-    place = site or metadata.get("target") or metadata.get("site")
+    place = metadata.get("target") or metadata.get("site")
     if not isinstance(place, str):
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
     if change.values and metadata.get("source") in _UNREADABLE:

@@ -125,7 +125,8 @@ class Forward:
         self.head = None if head is None else head.to(self.device)
         self.reads: Reads = reads
         self.scores_only = scores_only
-        install_packed_attention(causal_lm(model))
+        if self._takes_sdpa:
+            install_packed_attention(causal_lm(model))
         self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
         self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
         self.compiled = False  # while it is probed
@@ -384,12 +385,17 @@ class Forward:
                 pieces.append(checkpoint(run, part, own, use_reentrant=False))
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
+    @property
+    def _takes_sdpa(self) -> bool:
+        """Without SDPA in transformers (capped scores, sinks) a model keeps its own attention, padded."""
+        return bool(getattr(causal_lm(self.model), "_supports_sdpa", False))
+
     def choose_path(self) -> None:
         """Find out whether batches can be packed, on the device where the model is."""
         precision = self.precision
         if self.device.type == "cpu":  # a GPU's kernels for fp32 are not wanted where products are in bfloat16
             self.precision = "fp32"
-        self.path = "packed" if self._packed_agrees() else "padded"
+        self.path = "packed" if self._takes_sdpa and self._packed_agrees() else "padded"
         self.precision = precision
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ def _draw_lengths(axes: Any, stats: Description, unit: str) -> None:
         axes.hist(values, bins=edges, histtype="stepfilled", alpha=0.25, color=color)
         axes.hist(values, bins=edges, histtype="step", color=color, label=label, linewidth=1.4)
     beyond = sum(length > last for length in everything)
-    axes.set_xlabel(f"{unit} ({beyond:,} longer texts are beyond the edge)")
+    axes.set_xlabel(unit + (f" ({beyond:,} longer texts are beyond the edge)" if beyond else ""))
     axes.set_ylabel("texts")
     axes.set_title("lengths", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)

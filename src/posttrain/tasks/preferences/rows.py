@@ -71,12 +71,7 @@ def read_prompt(row: Row) -> tuple[Message, ...]:
         more = row.data.get("input")
         input_text = row.checked(more, "input") if more is not None and not is_blank(more) else ""
         return (Message("user", f"{asked}\n\n{input_text}" if input_text else asked),)
-    if isinstance(row.data[key], str):
-        return (Message("user", row.text(key)),)
-    messages = row.messages(key)
-    if messages[-1].role == "assistant":
-        raise row.fail(f"{key!r} ends with the assistant's message, which the answers would have to continue")
-    return messages
+    return row.asked(key)
 
 
 def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Message, ...], tuple[Response, ...]]:

@@ -105,7 +105,7 @@ class MixedOrder:
 
     def turn(self, batch: int, attempt: int = 0) -> Turn:
         """The rows of round ``attempt`` of a batch; every round has as many of each part as the first."""
-        return self._turn(self._standing(batch), batch, attempt)[0]
+        return self._turn(self._standing(batch), attempt)[0]
 
     def record(self, batch: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Enter the success of all that was sampled for a batch, in the order in which it was."""
@@ -132,7 +132,7 @@ class MixedOrder:
             if number:
                 self.history.batches.setdefault(name, []).append((float(total), int(number)))
                 del self.history.batches[name][:-MAX_RECORDED]
-        self._first, self._start = batch + 1, self._after(standing, batch)
+        self._first, self._start = batch + 1, self._after(standing)
         self._known.clear()
 
     def state(self) -> dict[str, Any]:
@@ -170,14 +170,14 @@ class MixedOrder:
                 nearest = max((b for b in self._known if b < batch), default=None)
                 at, standing = (self._first, self._start) if nearest is None else (nearest + 1, self._next(nearest))
                 while at < batch:
-                    standing = self._after(self._chosen(standing, at), at)
+                    standing = self._after(self._chosen(standing, at))
                     at += 1
                 self._known[batch] = self._chosen(standing, batch)
                 self._known = {b: known for b, known in self._known.items() if b > batch - NUM_KNOWN}
             return self._known[batch]
 
     def _next(self, batch: int) -> Standing:
-        return self._after(self._known[batch], batch)
+        return self._after(self._known[batch])
 
     def _chosen(self, before: Standing, batch: int) -> Standing:
         """With what the curriculum says before a batch."""
@@ -186,15 +186,15 @@ class MixedOrder:
         turns = before.turns if weights == before.weights else (0,) * len(weights)
         return Standing(weights, turns, before.given, before.passed, mix.resting)
 
-    def _after(self, standing: Standing, batch: int) -> Standing:
+    def _after(self, standing: Standing) -> Standing:
         """Behind the first round of a batch."""
-        _, parts, passed = self._turn(standing, batch, 0)
+        _, parts, passed = self._turn(standing, 0)
         counts = [parts.count(part) for part in range(len(self.names))]
         turns = tuple(a + b for a, b in zip(standing.turns, counts, strict=True))
         given = tuple(a + b for a, b in zip(standing.given, counts, strict=True))
         return Standing(standing.weights, turns, given, tuple(passed))
 
-    def _turn(self, standing: Standing, batch: int, attempt: int) -> tuple[Turn, list[int], list[int]]:
+    def _turn(self, standing: Standing, attempt: int) -> tuple[Turn, list[int], list[int]]:
         """The rows of a round, their parts, and how far each part's order has come."""
         parts, turns = list[int](), list(standing.turns)
         for _ in range(self.size):

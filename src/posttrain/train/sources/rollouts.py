@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
+NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
+NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # of a mixture: what is told of each part
 
@@ -123,6 +125,7 @@ class RolloutSource:
                     f"{', '.join(rewards)}"
                 )
         self._batch: Batch | None = None
+        self._notices: dict[str, bool] = {}  # what is said once, and whether it was said
         self.ahead: Ahead | None = None
 
     def __call__(self, step: int) -> TrainBatch:
@@ -189,6 +192,12 @@ class RolloutSource:
             what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
+    def take_notices(self) -> list[str]:
+        """What trains nothing, once; and what the process that samples ahead has to say."""
+        said = [message for message, was_said in self._notices.items() if not was_said]
+        self._notices |= dict.fromkeys(said, True)
+        return said + ([] if self.ahead is None else self.ahead.take_notices())
+
     def close(self) -> None:
         """End the process that samples, where there is one."""
         if self.ahead is not None:
@@ -222,7 +231,11 @@ class RolloutSource:
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
-        if batch is not None:
+        if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
+            self._notices.setdefault(NO_GOLD, False)
+        if batch is None:
+            self._notices.setdefault(NOTHING_SELECTED, False)
+        else:
             metrics |= self._fill_streams(batch, chosen, rows, rewards)
             if len(trained) < len(rows):
                 batch = _of_units(batch, rows, trained)
