@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 75600
+MAX_PACKAGE_LINES = 75740
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2470,
@@ -30,12 +30,12 @@ ROOMS: dict[str, int] = {
     "environments": 1730,
     "store": 2590,
     "models": 4580,
-    "engines": 8440,
+    "engines": 8510,
     "evals": 2960,
     "reward_models": 1620,
-    "train": 7460,
+    "train": 7510,
     "interpret": 7550,
-    "runs": 3630,
+    "runs": 3660,
     "sweeps": 3250,
     "reports": 3120,
     "commands": 8830,

@@ -128,7 +128,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         from posttrain.train.evaluating.held_out import build_eval_tasks
 
         eval_tasks = build_eval_tasks(recipe)
-    base = _build_base(recipe, task, EngineSite(folder, world), folder)
+    samples = recipe.rollout is None or not recipe.rollout.staleness
+    base = _build_base(recipe, task, EngineSite(folder, world, samples), folder)
     words, model, heads = base.words, base.loaded.model, base.heads
     source: SupervisedSource | RolloutSource
     if base.read is not None:
@@ -144,7 +145,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     elif eval_tasks and world.is_main:
         from posttrain.train.evaluating.beside import Beside
 
-        beside = Beside(recipe, folder)
+        beside = Beside(recipe, folder, world.starts_servers)
     shards = _build_shards(recipe, base.method.forward, heads, world)
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
@@ -178,15 +179,35 @@ def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineSite:
-    """Where an engine stands: a folder for what it keeps, the processes that train."""
+    """Where an engine stands: a folder for what it keeps, the processes that train.
+
+    ``samples``: whether rollouts are drawn here; else whatever is asked here is about evaluations.
+    """
 
     folder: Path | None = None
     world: World = ONE
+    samples: bool = True
+
+    @classmethod
+    def beside(cls, folder: Path | None, starts_servers: bool, samples: bool) -> EngineSite:
+        """In a process beside the trainer's, which has the trainer's place (``starts_servers``: of its world)."""
+        if not starts_servers:
+            return cls(folder, ONE, samples)
+        from posttrain.train.distributed import Attending, Meeting
+
+        world = Attending(Meeting.attend())
+        world.starts_servers = True
+        return cls(folder, world, samples)
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""
         built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        return built.settle(self.folder, self.world, self.world.starts_servers and where == "rollout.engine")
+        if not self.world.starts_servers:
+            return built.settle(self.folder, self.world)
+        from posttrain.engines.vllm.placed import EVAL_SERVERS, SERVERS
+
+        draws = self.samples and where == "rollout.engine"
+        return built.settle(self.folder, self.world, SERVERS if draws else EVAL_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -267,18 +288,19 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
     return evaluator, notices
 
 
-def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, list[str]]:
+def prepare_evaluating(recipe: Recipe, folder: Path, starts_servers: bool = False) -> tuple[Evaluator, Base, list[str]]:
     """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
 
     Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine and rewards
-    keep things in ``folder``.
+    keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:
         UsageError: as ``prepare``.
     """
     from posttrain.train.evaluating.held_out import build_eval_tasks
 
-    base = _build_base(recipe, build_task(recipe.task), EngineSite(folder), folder)
+    site = EngineSite.beside(folder, starts_servers, samples=False)
+    base = _build_base(recipe, build_task(recipe.task), site, folder)
     evaluator, notices = _build_evaluator(base, build_eval_tasks(recipe))
     return evaluator, base, notices
 
@@ -316,11 +338,13 @@ def _build_shards(
     return Shards(forward, heads, world)
 
 
-def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[RolloutSource, Any]:
+def prepare_sampling(
+    recipe: Recipe, folder: Path | None = None, starts_servers: bool = False
+) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
     Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``), whose engine and
-    rewards keep things in ``folder``.
+    rewards keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:
         UsageError: as ``prepare``.
@@ -330,7 +354,8 @@ def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[Rollou
     policy = _build_policy(words, loaded)
     context = context_length(loaded.model.config)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
-    engine = EngineSite(folder).build(loaded, words.engine, words.engine_options, "rollout.engine")
+    site = EngineSite.beside(folder, starts_servers, samples=True)
+    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
     return source, loaded.model
@@ -445,7 +470,8 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
         from posttrain.train.sources.partial import PartialAhead
 
         kind = PartialAhead
-    return kind(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+    ledger = Ledger(folder / LEDGER) if folder is not None else None
+    return kind(source, recipe, model, ledger, starts_servers=world.starts_servers)
 
 
 def _build_credit(words: Words) -> Credit:
