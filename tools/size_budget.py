@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 75740
+MAX_PACKAGE_LINES = 75750
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2470,
@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "reward_models": 1620,
     "train": 7510,
     "interpret": 7550,
-    "runs": 3660,
+    "runs": 3670,
     "sweeps": 3250,
     "reports": 3120,
     "commands": 8830,

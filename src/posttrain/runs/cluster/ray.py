@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain import __version__
@@ -232,12 +232,12 @@ class Cluster:
         bundles = [{kind: 1}] * size + [{"GPU": gpus} if gpus else {kind: 1} for gpus in servers.values()]
         if any(self.count(what) < number for what, number in _sum(bundles).items()):
             raise self.refusal(size, bundles, "")
-        room = Room(self, placement_group(bundles, strategy="PACK"), bundles, tuple(servers))
-        try:
-            room.wait(should_stop)
+        room = Room(self, bundles, tuple(servers))
+        if not servers:
             yield room
-        finally:
-            remove_placement_group(room.group)  # with the actors of servers, and these end with theirs
+            return
+        with room.group_of(bundles[size:], should_stop) as room.group:
+            yield room
 
     def count(self, kind: str) -> int:
         """How many GPUs or CPUs its nodes have."""
@@ -265,29 +265,37 @@ class Cluster:
 
 
 class Room:
-    """What a run has of a ``cluster``, for as long as it works; Ray finds other nodes for what was on one that is lost.
+    """What a run has of a ``cluster``: for servers as long as it works, for processes until one of them is lost.
 
-    The last bundles of the placement ``group`` are for ``servers``, by name, and those before for processes.
+    The last ``bundles`` are for ``servers``, by name, in a placement ``group`` for which Ray finds another node where
+    one is lost; those before are for processes.
     """
 
-    def __init__(self, cluster: Cluster, group: Any, bundles: Sequence[dict[str, int]], servers: Sequence[str]) -> None:
-        self.cluster, self.group, self.bundles, self.servers = cluster, group, bundles, servers
+    group: Any = None
+
+    def __init__(self, cluster: Cluster, bundles: Sequence[dict[str, int]], servers: Sequence[str]) -> None:
+        self.cluster, self.bundles, self.servers = cluster, bundles, servers
         self.size = len(bundles) - len(servers)
 
-    def wait(self, should_stop: Callable[[], bool]) -> None:
-        """Until all of it is there.
+    @contextmanager
+    def group_of(self, bundles: Sequence[dict[str, int]], should_stop: Callable[[], bool]) -> Iterator[Any]:
+        """A placement group of some bundles, inside the block; actors that it still has then end with it.
 
         Raises:
-            UsageError: that takes too long. PeerFailure: the same, where the cluster's ``cause`` is known.
+            UsageError: there is no room. PeerFailure: the same, where the cluster's ``cause`` is known.
         """
-        deadline = time.monotonic() + PLACE_SECONDS
-        while placement_group_table(self.group).get("state") != "CREATED":
-            if should_stop():
-                raise KeyboardInterrupt
-            if time.monotonic() > deadline:
-                waited = f" In {PLACE_SECONDS:g} s they did not become free."
-                raise self.cluster.refusal(self.size, self.bundles, waited)
-            time.sleep(LOOK_SECONDS / 5)
+        group = placement_group(list(bundles), strategy="PACK")
+        try:
+            deadline = time.monotonic() + PLACE_SECONDS
+            while not group.wait(1):
+                if should_stop():
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    waited = f" In {PLACE_SECONDS:g} s they did not become free."
+                    raise self.cluster.refusal(self.size, self.bundles, waited)
+            yield group
+        finally:
+            remove_placement_group(group)
 
     @contextmanager
     def ranks(self, should_stop: Callable[[], bool]) -> Iterator[Ranks]:
@@ -297,22 +305,23 @@ class Room:
             PeerFailure: a node was lost, and there is none in its place.
             UsageError: a node has another posttrain.
         """
-        self.wait(should_stop)
-        actors = [_actor(Actor, self.group, index, self.bundles[index]) for index in range(self.size)]
-        try:
-            yield self._ordered(actors)
-        finally:
-            ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
-            for actor in actors:
-                ray.kill(actor)
+        own = self.bundles[: self.size]
+        with self.group_of(own, should_stop) as group:
+            actors = [_actor(Actor, group, index, needs) for index, needs in enumerate(own)]
+            try:
+                yield self._ordered(actors)
+            finally:
+                ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
+                for actor in actors:
+                    ray.kill(actor)
 
     def start_server(self, name: str, order: Mapping[str, Any]) -> Placed:
         """Start a server as the ``order`` says, wherever there is room for it."""
         proof = Path(order["model"]) / PROOF
         with storage_errors("run", proof):
             told = {**order, "proof": proof.read_text(encoding="utf-8"), "version": __version__}
-        index = self.size + self.servers.index(name)
-        return Placed(_actor(ServerActor, self.group, index, self.bundles[index]), told, _passed_on())
+        index = self.servers.index(name)
+        return Placed(_actor(ServerActor, self.group, index, self.bundles[self.size + index]), told, _passed_on())
 
     def _ordered(self, actors: list[Any]) -> Ranks:
         cluster = self.cluster
