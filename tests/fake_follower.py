@@ -37,6 +37,7 @@ class FakeFollower(FakeVllm):
         self.gets |= {
             "/health": lambda body: {},
             "/weight_info": lambda body: {"weight_version": self.label},
+            "/is_paused": lambda body: {"is_paused": self.paused.is_set()},
             "/get_world_size": lambda body: {"world_size": 1},
         }
         steps = {

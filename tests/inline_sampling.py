@@ -30,7 +30,8 @@ class Killed(BaseException):
 class InlineProcess:
     """A ``SamplingProcess`` that is none: another model in this process, told the same in the same words."""
 
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+    def __init__(self, recipe: Recipe, folder: Path | None, starts_servers: bool = False) -> None:
+        assert not starts_servers, "whoever started this process starts none"
         self.notices: list[str] = []
         self.source, self.model = prepare_sampling(recipe, None if folder is None else folder / KEPT)
 

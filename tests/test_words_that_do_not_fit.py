@@ -81,6 +81,16 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
             "rollout.engine.port: 8000 is about a vLLM server, and with colocate: true there is none",
         ),
         (
+            "--rollout.engine vllm --rollout.engine.servers 2 --rollout.engine.url http://127.0.0.1:9",
+            "rollout.engine.servers: 2 are started by a run, and rollout.engine.url names servers that run; give",
+        ),
+        (
+            "--rollout.engine vllm --rollout.engine.url [http://127.0.0.1:9,http://localhost:9]",
+            "rollout.engine.url: http://127.0.0.1:9 and http://localhost:9 are one server; name each of them once",
+        ),
+        ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url: 'ftp://there' is no"),
+        ("--eval.engine vllm --eval.engine.url there", "eval.engine.url: 'there' is no server's URL"),
+        (
             "--rollout.staleness 1 --scale.processes 2",
             "rollout.staleness: 1 samples in a process beside training, and 2 processes train here",
         ),

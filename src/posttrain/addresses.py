@@ -7,7 +7,7 @@ import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 from posttrain.errors import UsageError, hide_secrets
 from posttrain.option_types import shorten
@@ -65,13 +65,13 @@ def key_for(url: str, where: str, variable: str) -> str | None:
     )
 
 
-def checked_url(url: str) -> str:
+def checked_url(url: str, about: ValidationInfo) -> str:
     """The URL, if it is a server's and holds no secret: what recipes, records and results may keep.
 
     Raises:
         UsageError: it is none, or a name, a password or a key stands in it.
     """
-    server_address(url)
+    server_address(url, f"{(about.context or {}).get('where', 'engine')}.{about.field_name}")
     return url
 
 

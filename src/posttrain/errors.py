@@ -17,7 +17,6 @@
         ├── CheckpointError           no checkpoint verifies
         ├── StorageError              the disk is full or not writable
         ├── PeerFailure               another process of the run failed: its message, its exit code
-        ├── EngineLost                the run's own server is gone, in the midst of what several processes asked of it
         └── EngineMismatch            sampler and trainer disagree about the same tokens
 
 A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
@@ -171,10 +170,6 @@ class PeerFailure(RunFailure):
     def __init__(self, message: str, exit_code: int = RunFailure.exit_code, is_loss: bool = False) -> None:
         super().__init__(message)
         self.exit_code, self.is_loss = exit_code, is_loss
-
-
-class EngineLost(RunFailure):
-    """The server that a run started for several processes is gone, and some have answers of it by now."""
 
 
 class EngineMismatch(RunFailure):

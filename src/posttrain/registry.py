@@ -183,7 +183,7 @@ class Entry:
         """
         model = self.options_model()
         try:
-            checked = model(**options)
+            checked = model.model_validate(dict(options), context={"where": where or self.kind})
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
             raise RecipeError(explain_validation(error, list(model.model_fields), where or self.kind, label)) from None

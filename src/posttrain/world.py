@@ -50,8 +50,8 @@ class World:
         """True for all where it is True for any."""
         return flag
 
-    def order(self, facts: Mapping[str, Any]) -> None:
-        """Rank 0: ask who started the processes for a server; what is to be known of it is ``delivered``."""
+    def order(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Ask who started the processes for a server of a name; what is to be known of it is ``delivered``."""
         assert self.starts_servers, "nobody started this process who could start a server for it"
 
     def delivered(self, key: str) -> Any:

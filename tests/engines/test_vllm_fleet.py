@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from respondents import Scripted, wordy
 
 from fake_follower import SYNC, FakeFollower
 from fake_vllm import Reset
+from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import follow as follow_module
@@ -27,7 +29,7 @@ from posttrain.engines.vllm.fleet import FollowingFleet
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.runs.launch import launch
+from posttrain.train.checks import words_of
 from posttrain.world import ONE, World
 from small_runs import Events, end_of, make_recipe, recorded, run, start, train_command, watched
 
@@ -285,16 +287,17 @@ def test_one_that_dies_in_the_middle_is_asked_again_for_what_is_missing(
     started.trouble = staticmethod(dies_at(1, 8))  # type: ignore[method-assign,assignment]
     engine = own_fleet(tiny, tmp_path)
     engine.sync(4)
+    second = engine.members[1].url
     groups = engine.generate(PROMPTS, KEYS, SAMPLING)
     assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING))
     seeds = [asked_seeds(server.fake) for server in started.all]
     assert seeds == [[1, 2, 3, 4, 5], [6, 7, 8], [11, 12, 13, 14, 15], [8, 9, 10]], (
         "the fourth is in the second's place"
     )
-    assert started.all[3].port == started.all[1].port
+    assert started.all[3].port != started.all[1].port, "whoever still asks there is answered by nobody"
     assert [server.fake.label.rpartition(":")[2] for server in started.all] == ["4"] * 4
     (said,) = engine.take_notices()
-    assert said.startswith(f"vLLM server 2 of 3 failed: {engine.members[1].url}: no completion of prompt 2: ")
+    assert said.startswith(f"vLLM server 2 of 3 failed: {second}: no completion of prompt 2: ")
     assert said.endswith(
         "it is started again, given the weights of now, and asked for what it had not answered, with the same seeds"
     )
@@ -439,16 +442,24 @@ class Ranks:
 def test_of_two_processes_either_may_lose_one(
     losing: int, tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path
 ) -> None:
-    """Rank 0 starts it again, for both; what rank 1 alone has lost is asked of the new one by rank 1 alone."""
+    """Rank 0 starts it again, for both; what rank 1 alone has lost is asked of the new one by rank 1 alone.
+
+    What rank 0 has lost it starts at once: rank 1 is not answered before by the server that lives.
+    """
     keys = [[[1, 2], [3, 4]], [[21, 22], [23, 24]]]
     # pieces go round by rank: rank 0's second is server 1's, rank 1's first is server 1's
-    dies, is_dead, too_early = dies_at(1, (3, 22)[losing]), threading.Event(), []
+    dies, is_dead, too_early, there = dies_at(1, (3, 22)[losing]), threading.Event(), [], [0]
 
     def trouble(server: OwnStandIn, body: dict[str, Any]) -> None:
         if server.number == 2 and not server.fake.label.endswith(":1"):
             too_early.append(body["seed"])
         if losing == 0 and server.number == 1 and body["seed"] > 20:
             is_dead.wait(20)  # then rank 1 tries again at that address
+        if losing == 0 and server.number == 0 and body["seed"] > 20:
+            deadline = time.monotonic() + 20
+            while len(started.all) < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            there[0] = len(started.all)
         try:
             dies(server, body)
         except Reset:
@@ -473,6 +484,7 @@ def test_of_two_processes_either_may_lose_one(
         assert said[rank] == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], keys[rank], SAMPLING))
     assert len(started.all) == 3, "rank 0 alone starts servers"
     assert too_early == [], "nobody asks a server that has no weights yet"
+    assert there == [(3, 0)[losing]]
     assert len(engines[0].take_notices()) == 1
     assert engines[1].take_notices() == []
     asked = [sorted(asked_seeds(server.fake)) for server in started.all]
@@ -490,25 +502,30 @@ class Elsewhere(World):
     def __init__(self, model: Any, trouble: Callable[[str, dict[str, Any]], None], problem: str = "") -> None:
         self.model, self.trouble, self.problem = model, trouble, problem
         self.orders: list[dict[str, Any]] = []
+        self.numbers: dict[str, str] = {}
         self.fakes: dict[str, FakeFollower] = {}
         self.said: dict[str, Any] = {}
 
-    def order(self, facts: Any) -> None:
-        self.orders.append(facts)
-        place = f"{facts['number']}/{facts['generation']}"
+    def order(self, name: str, facts: Any) -> None:
+        """Its orders are numbered, so that a test can name them."""
+        self.orders.append({"name": name, **facts})
+        place = f"{name}/{facts['mark']}"
+        self.numbers[place] = f"{name[-1]}/{len([order for order in self.orders if order['name'] == name])}"
         card = {"id": "policy", "root": facts["model"], "max_model_len": 512}
 
         def trouble(count: int, body: dict[str, Any]) -> None:
             if is_completion(body):
-                self.trouble(place, body)
+                self.trouble(number, body)
 
-        self.fakes[place] = FakeFollower(self.model, cards=[card], trouble=trouble)
-        self.fakes[place].__enter__()
-        told = {"problem": self.problem} if self.problem else {"url": self.fakes[place].url}
-        self.said[f"server {place}"] = told
+        number = self.numbers[place]
+        self.fakes[number] = FakeFollower(self.model, cards=[card], trouble=trouble)
+        self.fakes[number].__enter__()
+        told = {"problem": self.problem} if self.problem else {"url": self.fakes[number].url}
+        self.said[f"server {number}"] = told
 
     def delivered(self, key: str) -> Any:
-        return self.said.get(key)
+        kind, place = key.split()
+        return self.said.get(f"{kind} {self.numbers.get(place)}")
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -527,15 +544,15 @@ def test_servers_that_are_placed_elsewhere(
 
     world = Elsewhere(tiny.model, hang)
     engine = vllm(tiny.model, tiny.tokenizer, servers=servers, port=7000, **(ASKING | {"concurrency": 1}))
-    engine = engine.settle(tmp_path, world, is_placed=True)
+    engine = engine.settle(tmp_path, world, "server")
     assert isinstance(engine, FollowingFleet)
     engine.sync(2)
     groups = engine.generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING)
     let_go.set()
     assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:2], [[1, 2], [3, 4]], SAMPLING))
-    assert [(order["number"], order["generation"]) for order in world.orders] == [
-        *((number + 1, 1) for number in range(servers)),
-        (1, 2),
+    assert [(order["name"], order["anew"]) for order in world.orders] == [
+        *((f"server-{number + 1}", False) for number in range(servers)),
+        ("server-1", True),
     ]
     assert [order["options"]["port"] for order in world.orders] == [*range(7000, 7000 + servers), 7000]
     assert Path(world.orders[0]["model"], "config.json").is_file()
@@ -546,11 +563,77 @@ def test_servers_that_are_placed_elsewhere(
     assert told.startswith(f"vLLM server 1 of {servers} failed: node 10.0.0.7 is gone; it is started again")
 
 
+class Kept(Elsewhere):
+    """One server is there already, from the processes before."""
+
+    def __init__(self, model: Any, there: FakeFollower) -> None:
+        super().__init__(model, lambda place, body: None)
+        self.there = there
+
+    def order(self, name: str, facts: Any) -> None:
+        super().order(name, facts)
+        if not facts["anew"]:
+            number = self.numbers[f"{name}/{facts['mark']}"]
+            self.said[f"server {number}"] = {"url": self.there.url, "is_kept": True}
+
+
+def served_by(model: Any, folder: Path) -> FakeFollower:
+    card = {"id": "policy", "root": str(folder / "server-1" / "served"), "max_model_len": 512}
+    return FakeFollower(model, cards=[card])
+
+
+def test_a_server_that_lives_is_given_the_weights_of_now(tiny: LoadedModel, tmp_path: Path) -> None:
+    """And makes a new group with the process that is there now: the one before had made one with it, too."""
+    with served_by(tiny.model, tmp_path) as there:
+        for version in (3, 7):
+            world = Kept(tiny.model, there)
+            engine = vllm(tiny.model, tiny.tokenizer, **ASKING).settle(tmp_path, world, "server")
+            engine.sync(version)
+            groups = engine.generate(PROMPTS[:1], [[1, 2]], SAMPLING)
+            assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS[:1], [[1, 2]], SAMPLING))
+            assert [order["anew"] for order in world.orders] == [False]
+            assert there.label.endswith(f":{version}")
+        assert there.said.count("/init_weight_transfer_engine") == 2
+        assert engine.take_notices() == []
+
+
+def test_a_server_between_two_versions_is_not_kept(tiny: LoadedModel, tmp_path: Path) -> None:
+    with served_by(tiny.model, tmp_path) as there:
+        there.paused.set()
+        world = Kept(tiny.model, there)
+        engine = vllm(tiny.model, tiny.tokenizer, **ASKING).settle(tmp_path, world, "server")
+        engine.sync(3)
+        assert [order["anew"] for order in world.orders] == [False, True]
+        assert there.said == []
+        assert world.fakes["1/2"].label.endswith(":3")
+
+
+def test_a_kept_server_that_takes_no_weights_is_started_again(tiny: LoadedModel, tmp_path: Path) -> None:
+    with served_by(tiny.model, tmp_path) as there:
+        there.refuses = "/init_weight_transfer_engine"
+        world = Kept(tiny.model, there)
+        engine = vllm(tiny.model, tiny.tokenizer, **ASKING).settle(tmp_path, world, "server")
+        engine.sync(3)
+        assert [order["anew"] for order in world.orders] == [False, True]
+        (said,) = engine.take_notices()
+        assert said.startswith(f"vLLM server 1 of 1 failed: {there.url}: the weights could not be handed over")
+
+
+def test_one_server_for_several_processes_is_a_fleet_of_one(
+    tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that one that dies is started again for all of them."""
+    monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
+    engine = vllm(tiny.model, tiny.tokenizer, **ASKING).settle(tmp_path, Ranks().world(0))
+    assert isinstance(engine, FollowingFleet)
+    assert [member.folder for member in engine.members] == [tmp_path / "server-1"]
+
+
 def test_what_a_node_lacks_is_for_the_user_to_mend(tiny: LoadedModel, tmp_path: Path) -> None:
     world = Elsewhere(tiny.model, lambda place, body: None, problem="node 10.0.0.7: POSTTRAIN_VLLM is not set")
     engine = vllm(tiny.model, tiny.tokenizer, servers=2, **ASKING)
     with pytest.raises(UsageError, match=r"^node 10\.0\.0\.7: POSTTRAIN_VLLM is not set"):
-        engine.settle(tmp_path, world, is_placed=True).sync(0)
+        engine.settle(tmp_path, world, "server").sync(0)
 
 
 # Whole runs.
@@ -603,35 +686,50 @@ URL = "http://127.0.0.1:9"
         ({"servers": 0}, r"rollout\.engine\.servers: .*greater than or equal to 1"),
         (
             {"servers": 2, "url": [URL, "http://127.0.0.1:8"]},
-            r"engine\.servers: 2 are started by a run, and engine\.url",
+            r"^rollout\.engine\.servers: 2 are started by a run, and rollout\.engine\.url names servers that run",
         ),
-        ({"servers": 2, "url": URL}, r"engine\.servers: 2 are started by a run, and engine\.url"),
+        ({"servers": 2, "url": URL}, r"^rollout\.engine\.servers: 2 are started by a run, and rollout\.engine\.url"),
         (
             {"url": [URL, "http://localhost:9/v1/"]},
-            r"engine\.url: http://127\.0\.0\.1:9 and http://localhost:9/v1/ are one",
+            r"^rollout\.engine\.url: http://127\.0\.0\.1:9 and http://localhost:9/v1/ are one",
         ),
-        ({"servers": 1025}, r"engine\.servers: 1025; 1024 at most"),
-        ({"url": []}, r"engine\.url: an empty list"),
-        ({"url": [URL, "ftp://there"]}, r"engine\.url: 'ftp://there' is no server's URL"),
-        ({"servers": 2, "gpus": [0, 1, 2]}, r"engine\.gpus: 3 GPUs cannot be shared out among 2 servers"),
-        ({"servers": 2, "gpus": [1, 1]}, r"engine\.gpus: \[1, 1\] names one twice"),
-        ({"servers": 2, "port": 65535}, r"engine\.port: 65536 is no port"),
+        ({"servers": 1025}, r"^rollout\.engine\.servers: 1025; 1024 at most"),
+        ({"url": []}, r"^rollout\.engine\.url: an empty list"),
+        ({"url": "ftp://there"}, r"^rollout\.engine\.url: 'ftp://there' is no server's URL"),
+        ({"url": [URL, "ftp://there"]}, r"^rollout\.engine\.url: 'ftp://there' is no server's URL"),
+        ({"servers": 2, "gpus": [0, 1, 2]}, r"^rollout\.engine\.gpus: 3 GPUs cannot be shared out among 2 servers"),
+        ({"servers": 2, "gpus": [1, 1]}, r"^rollout\.engine\.gpus: \[1, 1\] names one twice"),
+        ({"servers": 2, "port": 65535}, r"^rollout\.engine\.port: 65536 is no port"),
+        ({"port": -1}, r"^rollout\.engine\.port: -1 is no port"),
         ({"servers": 2, "restarts": -1}, r"engine\.restarts: -1; give 0 or more"),
     ],
 )
-def test_what_is_refused(engine: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
-    with pytest.raises((UsageError, RecipeError), match=message) as caught:
-        launch(make_recipe("grpo", rollout={"engine": {"name": "vllm", **engine}}), root=tmp_path / "runs")
+def test_what_is_refused(engine: dict[str, Any], message: str) -> None:
+    """When the recipe is read, so by a dry run, too."""
+    with pytest.raises(UsageError, match=message) as caught:
+        make_recipe("grpo", rollout={"engine": {"name": "vllm", **engine}})
     assert caught.value.exit_code == 2
-    assert not (tmp_path / "runs").exists()
 
 
-def test_an_evaluation_starts_no_servers(tiny: LoadedModel) -> None:
-    with pytest.raises(
-        UsageError, match=r"engine\.servers: 2 are started .* an evaluation starts none; give engine\.url"
-    ):
-        vllm(None, tiny.tokenizer, servers=2)
+def test_an_evaluation_starts_no_servers() -> None:
+    message = r"^--engine\.servers: 2 are started .* an evaluation starts none; give --engine\.url"
+    with pytest.raises(RecipeError, match=message):
+        registry.find("engine", "vllm").options({"servers": 2}, "--engine")
+
+
+def test_one_port_for_two_fleets() -> None:
+    """Of rollouts, and of evaluations with options of their own."""
+    engine = {"name": "vllm", "servers": 2, "port": 8000}
+    for port, message in ((8001, r"^eval\.engine\.port: at port 8001 a server of rollout\.engine listens"), (8002, "")):
+        evaluation = {"every": 1, "engine": {"name": "vllm", "port": port, "retries": 0}}
+        recipe = make_recipe("grpo", rollout={"engine": engine}, eval=evaluation).resolve()
+        with pytest.raises(RecipeError, match=message) if message else nullcontext():
+            words_of(recipe)
+    same = {"every": 1, "engine": engine}
+    assert words_of(make_recipe("grpo", rollout={"engine": engine}, eval=same).resolve()).guarantee == "L1"
+    ahead = make_recipe("grpo", rollout={"engine": engine, "staleness": 1}, eval=same).resolve()
+    with pytest.raises(RecipeError, match=r"^eval\.engine\.port: at port 8000 "):
+        words_of(ahead)
 
 
 def test_gpus_and_ports_are_shared_out(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
@@ -660,8 +758,6 @@ def test_an_evaluation_beside_needs_servers_of_its_own() -> None:
     rollout = {"engine": {"name": "vllm", "url": [URL, "http://127.0.0.1:8"]}, "staleness": 1, "max_tokens": 6}
     for url, is_refused in ((URL, True), ("http://127.0.0.1:7", False)):
         evaluation = {"every": 2, "n": 2, "engine": {"name": "vllm", "url": url}}
-        from posttrain.train.checks import words_of
-
         recipe = make_recipe("grpo", rollout=rollout, eval=evaluation).resolve()
         if is_refused:
             with pytest.raises(RecipeError, match=r"eval\.engine: the server of rollout\.engine"):

@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.engines.vllm import keeper
+from posttrain.engines.vllm import keeper, server
 from posttrain.engines.vllm.command import PLUGIN, ServerCommand
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.errors import RunFailure, UsageError
@@ -86,14 +87,27 @@ def test_the_server_ends_with_a_process_that_is_killed(tmp_path: Path, killed: s
 
 
 def test_a_port_in_use_and_a_python_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PORT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"engine\.port: {port} is in use"):
+        with pytest.raises(UsageError, match=rf"engine\.port: {port} cannot be had \(Address already in use"):
             free_port(port)
     assert free_port(0) > 0
     monkeypatch.setenv("POSTTRAIN_VLLM", "/no/such/python")
     with pytest.raises(UsageError, match="POSTTRAIN_VLLM is '/no/such/python', which is no program"):
         interpreter()
+
+
+def test_a_port_that_its_server_is_about_to_leave_is_waited_for() -> None:
+    """As where the process that had started one was killed, and another goes on."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    leaves = threading.Timer(1.0, taken.close)
+    leaves.start()
+    started = time.monotonic()
+    assert free_port(port) == port
+    assert time.monotonic() - started > 0.5
+    leaves.join()
 
 
 def test_what_makes_vllm_find_the_plug_in_is_shipped() -> None:

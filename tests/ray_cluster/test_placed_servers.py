@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from clusters import TESTS, Machines, end_of, is_alive, machines, node_of, recipe_of, wait_until
 
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import EvalSection, Word
 from posttrain.runs.launch import launch
+from posttrain.store.ledger import DIED, Ledger, count
 from small_runs import recorded
 
 STEPS = 5
@@ -122,6 +123,59 @@ def test_no_server_outlives_the_command(three_nodes: Machines, tmp_path: Path, p
     wait_until(lambda: not any(map(is_alive, pids)), 60)
 
 
+def test_servers_outlive_a_rank_and_those_of_evaluations_are_placed_too(
+    three_nodes: Machines, tmp_path: Path, python: str, undisturbed: list[Any]
+) -> None:
+    """The rank starts again from its checkpoint, with the servers that were there, each on a node of its own."""
+    note, run = tmp_path / "note", tmp_path / "runs" / "it"
+    recipe = asking(recipe_of("waits", processes=1, after=6, note=str(note)), 1)
+    recipe.eval = EvalSection(every=1, n=2, engine=Word(name="vllm", retries=0, timeout_seconds=110))
+    process = three_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=python)
+    wait_until((tmp_path / "note-0").is_file, process=process)
+    rank = int((tmp_path / "note-0").read_text())
+    servers = [int((run / name / "pid").read_text()) for name in ("server-1", "eval-server-1")]
+    assert len({id(node_of(three_nodes, pid)) for pid in (rank, *servers)}) == 3
+    os.kill(rank, signal.SIGKILL)
+    (tmp_path / "note-go").touch()
+    killed = time.time()
+    code, error = end_of(process)
+    assert code == 0, error
+    assert "All processes start again from " in error
+    assert "vLLM server" not in error
+    assert said(run) == undisturbed
+    assert servers == [int((run / name / "pid").read_text()) for name in ("server-1", "eval-server-1")]
+    print(f"\nrank of two servers killed: the run was over {time.time() - killed:.1f} s later, they were kept")
+    wait_until(lambda: not any(map(is_alive, servers)), 30)
+
+
+def test_sampling_ahead_with_servers_on_other_nodes(three_nodes: Machines, tmp_path: Path, python: str) -> None:
+    """The process that samples is killed, and the next one goes on with the servers; one is killed, and replaced."""
+    note, run = tmp_path / "note", tmp_path / "runs" / "it"
+    recipe = asking(recipe_of("waits", processes=1, after=14, note=str(note), seconds=2.0), 2)
+    recipe.rollout.staleness = 1
+    process = three_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=python)
+    wait_until((tmp_path / "note-0").is_file, process=process)
+    sampling = int((tmp_path / "note-0").read_text())  # that process grades, too
+    servers = [pid_of(run / "ahead", number) for number in (1, 2)]
+    assert len({id(node_of(three_nodes, pid)) for pid in (sampling, *servers)}) == 3
+    os.kill(sampling, signal.SIGKILL)
+    (tmp_path / "note-0").unlink()
+    wait_until((tmp_path / "note-0").is_file, process=process)  # another one has paid as many rewards
+    assert [pid_of(run / "ahead", number) for number in (1, 2)] == servers
+    os.kill(servers[1], signal.SIGKILL)
+    (tmp_path / "note-go").touch()
+    code, error = end_of(process)
+    assert code == 0, error
+    assert "while sampling ahead: vLLM server 2 of 2 failed: " in error
+    assert "All processes start again" not in error
+    assert pid_of(run / "ahead", 1) == servers[0]
+    assert pid_of(run / "ahead", 2) != servers[1]
+    assert [version for _, _, version, _ in said(run)[::8]] == [0, 0, 1, 2, 3]
+    book = Ledger(run / "ledger.jsonl").read()
+    assert count(book) == {"consumed": 4 * STEPS}
+    assert {event.reason for event in book if event.event == "dropped"} == {DIED}
+
+
 @pytest.fixture
 def own_nodes() -> Iterator[Machines]:
     with machines(4) as made:
@@ -133,12 +187,13 @@ def test_a_node_of_a_server_that_is_lost(
 ) -> None:
     """The server is started on the fourth node; the process that trains goes on."""
     note, run = tmp_path / "note", tmp_path / "runs" / "it"
-    recipe = asking(recipe_of("waits", processes=1, after=6, note=str(note)), 2)
+    recipe = asking(recipe_of("waits", processes=1, after=6, note=str(note), seconds=2.0), 2)
     process = own_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=python)
     wait_until((tmp_path / "note-0").is_file, process=process)
     first = pid_of(run, 2)
     own_nodes.kill(node_of(own_nodes, first))
     killed = time.time()
+    wait_until(lambda: not is_alive(first), 30)
     (tmp_path / "note-go").touch()
     code, error = end_of(process)
     assert code == 0, error
@@ -155,7 +210,7 @@ def test_no_room_for_servers(three_nodes: Machines, tmp_path: Path, python: str)
     code, error = three_nodes.ended(tmp_path, asking(recipe_of("fine"), 2), POSTTRAIN_VLLM=python)
     assert code == 2
     assert re.search(
-        r"scale\.processes: 2 of them and 2 servers \(rollout\.engine\) need 4 CPUs, and the cluster at .* has 3 ",
+        r"scale\.processes: 2 of them and 2 servers \(vLLM\) need 4 CPUs, and the cluster at .* has 3 ",
         error,
     ), error
     assert "Give fewer processes or servers" in error

@@ -160,13 +160,14 @@ def own_nodes(request: pytest.FixtureRequest) -> Iterator[Machines]:
 def test_a_node_that_is_lost(rank: int, own_nodes: Machines, tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """With another one in its place the run goes on there; without, it ends and says so."""
     has_spare, note = len(own_nodes.nodes) == 3, tmp_path / "note"
-    process = own_nodes.started(tmp_path, recipe_of("waits", after=6, note=str(note)))
+    process = own_nodes.started(tmp_path, recipe_of("waits", after=6, note=str(note), seconds=2.0))
     notes = [tmp_path / f"note-{r}" for r in range(2)]
     wait_until(lambda: all(path.is_file() and path.read_text() for path in notes), process=process)
-    lost = node_of(own_nodes, int(notes[rank].read_text()))
-    (tmp_path / "note-go").touch()
+    lost = node_of(own_nodes, pid := int(notes[rank].read_text()))
     killed = time.time()
     own_nodes.kill(lost)
+    wait_until(lambda: not is_alive(pid), 30)  # Ray's worker notices after a second or two: the run may be over then
+    (tmp_path / "note-go").touch()
     code, error = end_of(process)
     run = tmp_path / "runs" / "it"
     assert re.search(rf"rank {rank} of 2: its node [0-9.]+, or Ray's worker there, is gone", error), error

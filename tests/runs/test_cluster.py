@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,15 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
+from posttrain.engines.vllm.placed import placed_servers
 from posttrain.errors import MissingExtra, PeerFailure, RecipeError, UsageError
 from posttrain.runs.children import End
 from posttrain.runs.cluster import launcher
-from posttrain.runs.cluster.launcher import train_on_cluster
 from posttrain.runs.cluster.reports import Reading, reporting
-from posttrain.runs.cluster.servers import NO_SERVERS, Fleet, Servers, fleet_of
+from posttrain.runs.cluster.servers import Servers
 from posttrain.runs.launch import launch
 from posttrain.store.headline import ACCURACY
-from posttrain.train.distributed import LOOPBACK, Meeting
+from posttrain.train.distributed import LOOPBACK, Attending, Meeting
 from small_runs import Events, make_recipe
 
 KILLED = End(-9, "its process was ended by SIGKILL")
@@ -57,8 +58,7 @@ def test_restarts_are_rays() -> None:
 def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
     recipe, events, here = make_recipe("sft", scale=RAY), Events(), Meeting.open(2)
     report = reporting(Meeting(0, 2, here.store))
-    ordered: list[Any] = []
-    reading = Reading(here, recipe, events, ordered.append)
+    reading = Reading(here, recipe, events)
     told: list[tuple[str, dict[str, Any]]] = [
         ("start", {"recipe": recipe, "steps": 3, "dropped": {"too long": 2}, "resumed_from": None}),
         ("evaluation", {"step": 0, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.25}}),
@@ -91,13 +91,6 @@ def test_what_rank_0_reports_is_what_the_loop_has_told() -> None:
         ((1, "ValueError: no", 1), {1: KILLED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
         ((1, "ValueError: no", 1), {1: FAILED, 0: FAILED}, True, OWN, "rank 1 of 2: ValueError: no"),
         ((0, "no such model", 2), {0: End(2, "..."), 1: FAILED}, False, ASKED, "rank 0 of 2: no such model"),
-        (
-            (1, "the vLLM server is gone", 1, True),
-            {1: FAILED, 0: FAILED},
-            True,
-            LOST,
-            "rank 1 of 2: the vLLM server is gone",
-        ),
         # an exchange that did not come about; a program that cannot be started
         (None, {0: FAILED}, True, LOST, f"rank 0 of 2: {FAILED.how}"),
         (None, {0: FAILED}, False, OWN, f"rank 0 of 2: {FAILED.how}"),
@@ -125,9 +118,6 @@ class FakeRanks:
     def failed(self) -> bool:
         return any(end.code != 0 for end in self.ended.values())
 
-    def place(self, number: int, order: Any) -> Any:
-        raise AssertionError("no server was ordered")
-
     def start(self, folder: Path, port: int) -> None:
         meeting = Meeting(0, 2, dist.TCPStore(LOOPBACK, port, 2, is_master=False))
         self.tasks.append(meeting.take())
@@ -149,9 +139,23 @@ class FakeCluster:
         self.attempts, self.tasks = list(attempts), list[dict[str, Any]]()
 
     @contextmanager
-    def placed(self, size: int, device: str, should_stop: Callable[[], bool], fleet: Fleet) -> Iterator[FakeRanks]:
+    def room(
+        self, size: int, device: str, should_stop: Callable[[], bool], servers: dict[str, int]
+    ) -> Iterator[FakeCluster]:
         assert size == 2
-        assert fleet == NO_SERVERS
+        assert servers == {}
+        yield self
+
+    @property
+    def cluster(self) -> FakeCluster:
+        """Of the room, which this is, too."""
+        return self
+
+    def start_server(self, name: str, order: Any) -> Any:
+        raise AssertionError("no server was ordered")
+
+    @contextmanager
+    def ranks(self, should_stop: Callable[[], bool]) -> Iterator[FakeRanks]:
         yield FakeRanks(self.attempts.pop(0), self.tasks)
 
 
@@ -165,7 +169,7 @@ def test_it_starts_again_from_what_is_saved(restarts: int | None, tmp_path: Path
     cluster, events = FakeCluster(LOSS, LOSS, WELL), Events()
     recipe = make_recipe("sft", scale=RAY | {"restarts": restarts})
     task = {"folder": str(tmp_path), "resume": False}
-    result = train_on_cluster(cluster, task, recipe, events, lambda: False)  # type: ignore[arg-type]
+    result = launcher.train_on_cluster(cluster, task, recipe, events, lambda: False)  # type: ignore[arg-type]
     assert (result.step, result.reason) == (4, "finished")
     assert [told["resume"] for told in cluster.tasks] == [False, True, True]
     allowed = 3 if restarts is None else restarts
@@ -179,11 +183,11 @@ def test_it_gives_up(tmp_path: Path) -> None:
         cluster = FakeCluster(*[LOSS] * (restarts + 1))
         recipe = make_recipe("sft", scale=RAY | {"restarts": restarts})
         with pytest.raises(PeerFailure, match=rf"ended by SIGKILL\. It was started again {times} \(scale\.restarts\)"):
-            train_on_cluster(cluster, task, recipe, Events(), lambda: False)  # type: ignore[arg-type]
+            launcher.train_on_cluster(cluster, task, recipe, Events(), lambda: False)  # type: ignore[arg-type]
         assert cluster.attempts == []
     stopping = FakeCluster(LOSS)
     with pytest.raises(PeerFailure, match=r"ended by SIGKILL$"):
-        train_on_cluster(stopping, task, make_recipe("sft", scale=RAY), Events(), lambda: True)  # type: ignore[arg-type]
+        launcher.train_on_cluster(stopping, task, make_recipe("sft", scale=RAY), Events(), lambda: True)  # type: ignore[arg-type]
     assert len(stopping.tasks) == 1
 
 
@@ -194,17 +198,18 @@ def test_what_is_lost_starts_again_so_often_and_an_error_of_its_own_never(
     tasks: list[dict[str, Any]] = []
     lines: list[str] = []
 
-    def attempt(_cluster: Any, task: dict[str, Any], *_: Any) -> None:
+    def attempt(task: dict[str, Any], *_: Any) -> None:
         tasks.append(task)
         raise PeerFailure("rank 1 of 2: killed", is_loss=is_loss)
 
-    monkeypatch.setattr(launcher, "_attempt", attempt)
     scale = {"processes": 2, "launcher": "ray", "restarts": restarts}
     recipe = SimpleNamespace(scale=SimpleNamespace(**scale))
     cluster = SimpleNamespace(cause="")
     task = {"folder": str(tmp_path), "resume": False}
     with pytest.raises(PeerFailure, match="rank 1 of 2: killed") as failure:
-        launcher.train_on_cluster(cluster, task, recipe, lambda _, facts: lines.append(facts["message"]), lambda: False)
+        launcher._until_trained(
+            attempt, cluster, task, recipe, lambda _, facts: lines.append(facts["message"]), lambda: False
+        )
     assert [task["resume"] for task in tasks] == [False, *[True] * (attempts - 1)]
     often = f"It was started again {restarts} time{'s' * (restarts != 1)} (scale.restarts)"
     assert (often in str(failure.value)) == is_loss
@@ -224,49 +229,116 @@ class FakePlaced:
         self.has_ended = True
 
 
+@dataclass
+class Placing:
+    """Starts the servers that are ordered: ``servers``, one after the other."""
+
+    servers: list[FakePlaced]
+    orders: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, name: str, order: Any) -> Any:
+        self.orders.append((name, order["mark"]))
+        return self.servers.pop(0)
+
+
+def ordered(meeting: Meeting, mark: str, anew: bool = False, port: int = 0) -> None:
+    """What a process leaves that wants the server ``server-3``."""
+    facts = {"mark": mark, "anew": anew, "model": "there", "options": {"port": port}}
+    Attending(meeting).order("server-3", facts)
+
+
 def test_a_server_is_started_as_ordered_and_said_where_all_look() -> None:
     """The second order ends the first server, whose end nobody is told of any more."""
     meeting = Meeting.open(1)
-    first, second = FakePlaced(None, {"url": "http://a:1"}), FakePlaced({"url": "http://b:2"}, None, {"why": "gone"})
-    placed, ordered = [first, second], []
-
-    def place(number: int, order: Any) -> Any:
-        ordered.append((number, order["generation"]))
-        return placed.pop(0)
-
-    servers = Servers(meeting, place)
-    servers.order({"number": 3, "generation": 1})
-    servers.look()
-    assert meeting.said("server 3/1") is None
-    servers.look()
-    assert meeting.said("server 3/1") == {"url": "http://a:1"}
-    servers.order({"number": 3, "generation": 2})
+    first, second = FakePlaced({"url": "http://a:1"}), FakePlaced({"url": "http://b:2"}, None, {"why": "gone"})
+    placing = Placing([first, second])
+    servers = Servers(["server-3"], placing)
+    servers.look(meeting)
+    assert placing.orders == []
+    ordered(meeting, "m")
+    servers.look(meeting)
+    assert meeting.said("server server-3/m") is None
+    servers.look(meeting)
+    assert meeting.said("server server-3/m") == {"url": "http://a:1"}
+    ordered(meeting, "n", anew=True)
+    servers.look(meeting)
     assert first.has_ended
     for _ in range(3):
-        assert meeting.said("lost 3/2") is None
-        servers.look()
-    assert meeting.said("server 3/2") == {"url": "http://b:2"}
-    assert meeting.said("lost 3/2") == {"why": "gone"}
-    assert meeting.said("lost 3/1") is None
+        assert meeting.said("lost server-3/n") is None
+        servers.look(meeting)
+    assert meeting.said("server server-3/n") == {"url": "http://b:2"}
+    assert meeting.said("lost server-3/n") == {"why": "gone"}
+    assert meeting.said("lost server-3/m") is None
     assert second.has_ended
-    servers.look()
-    assert ordered == [(3, 1), (3, 2)]
+    servers.look(meeting)
+    assert placing.orders == [("server-3", "m"), ("server-3", "n")]
+
+
+def test_a_server_that_lives_is_given_back_to_processes_that_start_again() -> None:
+    """They meet elsewhere; one that is still being started is waited for, and one that was started otherwise ends."""
+    before, after = Meeting.open(1), Meeting.open(1)
+    lives, other = FakePlaced(None, {"url": "http://a:1"}), FakePlaced()
+    placing = Placing([lives, other])
+    servers = Servers(["server-3"], placing)
+    ordered(before, "m")
+    servers.look(before)
+    ordered(after, "n")
+    servers.look(after)
+    assert meeting_has(after, "n") is None
+    servers.look(after)
+    assert meeting_has(after, "n") == {"url": "http://a:1"}
+    ordered(after, "o")
+    servers.look(after)
+    assert meeting_has(after, "o") == {"url": "http://a:1", "is_kept": True}
+    assert not lives.has_ended
+    ordered(after, "p", port=7000)
+    servers.look(after)
+    assert lives.has_ended
+    assert placing.orders == [("server-3", "m"), ("server-3", "p")]
+
+
+def meeting_has(meeting: Meeting, mark: str) -> Any:
+    return meeting.said(f"server server-3/{mark}")
+
+
+OWN_SERVER = {"name": "vllm"}
+THEIRS = {"name": "vllm", "url": "http://127.0.0.1:9"}
+ROLLOUTS, EVALUATIONS = {"server-1": 0}, {"eval-server-1": 0}
 
 
 @pytest.mark.parametrize(
-    ("options", "rollout", "expected"),
+    ("engine", "rollout", "evaluation", "expected"),
     [
-        ({}, {}, Fleet(1, 0)),
-        ({"servers": 3}, {}, Fleet(3, 0)),
-        ({"servers": 2, "gpus": [0, 1, 2, 3]}, {}, Fleet(2, 2)),
-        ({"url": "http://127.0.0.1:9"}, {}, NO_SERVERS),
-        ({"colocate": True}, {}, NO_SERVERS),
-        ({"servers": 2}, {"staleness": 1}, NO_SERVERS),
+        (OWN_SERVER, {}, {}, ROLLOUTS),
+        (OWN_SERVER | {"servers": 3}, {}, {}, {"server-1": 0, "server-2": 0, "server-3": 0}),
+        (OWN_SERVER | {"servers": 2, "gpus": [0, 1, 2, 3]}, {}, {}, {"server-1": 2, "server-2": 2}),
+        (THEIRS, {}, {}, {}),
+        ({"name": "vllm", "colocate": True}, {}, {}, {}),
+        (OWN_SERVER, {"staleness": 1}, {}, ROLLOUTS),
+        # evaluations: by the rollouts' server, by one of their own, in another process than the one that samples
+        (OWN_SERVER, {}, {"every": 1}, ROLLOUTS),
+        (OWN_SERVER, {}, {"every": 1, "engine": OWN_SERVER}, ROLLOUTS),
+        (OWN_SERVER, {}, {"every": 1, "engine": OWN_SERVER | {"gpus": [4]}}, ROLLOUTS | {"eval-server-1": 1}),
+        (OWN_SERVER, {}, {"every": 1, "engine": "native"}, ROLLOUTS),
+        (OWN_SERVER, {"staleness": 1}, {"every": 1, "engine": OWN_SERVER}, ROLLOUTS | EVALUATIONS),
+        (OWN_SERVER, {}, {"every": 1, "beside": True, "engine": OWN_SERVER}, ROLLOUTS | EVALUATIONS),
+        ({"name": "native"}, {}, {"every": 1, "engine": OWN_SERVER}, EVALUATIONS),
+        ({"name": "native"}, {}, {"every": 0, "engine": OWN_SERVER}, {}),
     ],
 )
-def test_the_servers_that_are_placed(options: dict[str, Any], rollout: dict[str, Any], expected: Fleet) -> None:
-    recipe = make_recipe("grpo", rollout={"engine": {"name": "vllm", **options}, **rollout})
-    assert fleet_of(recipe) == expected
-    assert fleet_of(make_recipe("grpo")) == fleet_of(make_recipe("sft")) == NO_SERVERS
+def test_the_servers_that_are_placed(
+    engine: dict[str, Any], rollout: dict[str, Any], evaluation: dict[str, Any], expected: dict[str, int]
+) -> None:
+    """By name, with the number of GPUs that each has."""
+    recipe = make_recipe("grpo", rollout={"engine": engine, **rollout}, eval=evaluation)
+    assert placed_servers(recipe) == expected
+
+
+def test_servers_of_evaluations_alone() -> None:
+    assert placed_servers(make_recipe("sft", eval={"every": 1, "engine": OWN_SERVER})) == EVALUATIONS
+    assert placed_servers(make_recipe("sft")) == placed_servers(make_recipe("grpo")) == {}
+
+
+def test_gpus_that_cannot_be_shared_out() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.engine\.gpus: 1 GPUs cannot be shared out among 2 servers"):
-        fleet_of(make_recipe("grpo", rollout={"engine": {"name": "vllm", "servers": 2, "gpus": [1]}}))
+        placed_servers(make_recipe("grpo", rollout={"engine": {"name": "vllm", "servers": 2, "gpus": [1]}}))

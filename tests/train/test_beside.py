@@ -233,7 +233,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_is_owed(tmp_path: Path, monke
 
 def test_what_the_process_refuses_ends_the_run_with_its_words(tmp_path: Path) -> None:
     recipe = recipe_of("sft", is_beside=True)
-    settings = {"folder": str(tmp_path / "run")}
+    settings = {"folder": str(tmp_path / "run"), "servers": False}
     own = recipe.model_copy(deep=True)
     own.model.name = str(tmp_path / "nothing")
     asked = process.BesideProcess(worker.__name__, own, settings)

@@ -96,6 +96,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
 
 
+@pytest.fixture(scope="module")
+def own_servers() -> Iterator[None]:
+    """A run can start servers."""
+    if not os.environ.get("POSTTRAIN_VLLM"):
+        pytest.skip("POSTTRAIN_VLLM names no Python with vLLM; run `make test-vllm`")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """The embedded model, log-probabilities processed."""

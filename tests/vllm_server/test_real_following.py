@@ -28,7 +28,6 @@ from small_runs import Events, make_recipe, recorded, watched
 pytestmark = pytest.mark.vllm
 
 NUM_SYNCS = 200
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 PLUGIN_WITH_FAULT = """
 import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("real_plugin", {real!r})
@@ -55,18 +54,8 @@ def tiny() -> LoadedModel:
     return load_model(ModelSection(), seed=0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    if not os.environ.get("POSTTRAIN_VLLM"):
-        pytest.skip("POSTTRAIN_VLLM names no Python with vLLM; run `make test-vllm`")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
-
-
 @pytest.fixture(scope="module")
-def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FollowingEngine]:
+def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None) -> Iterator[FollowingEngine]:
     """With a plug-in that leaves tied heads old while a file lies beside it."""
     folder = tmp_path_factory.mktemp("following")
     real = command.PLUGIN / "posttrain_vllm.py"
@@ -176,7 +165,7 @@ def test_a_sync_with_a_fault_is_caught(engine: FollowingEngine, fault: Any, upda
     engine.sync(last)
 
 
-def test_training_from_end_to_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+def test_training_from_end_to_end_with_a_server_that_is_killed(tmp_path: Path, own_servers: None) -> None:
     """Started by the recipe, killed after the first step, started again; no answer is lost or comes twice."""
 
     class Killing(Events):

@@ -51,8 +51,12 @@ class Engine(ABC):
     folder: Path | None = None
     world: World = ONE
 
-    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
-        """The engine where it is to work; ``is_placed``: its servers are ordered of who started the processes.
+    def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
+        """The engine where it is to work.
+
+        Args:
+            placed_as: what its servers are called, with a number behind it, by who started the processes and is asked
+                to start them, too; None: the engine starts them itself.
 
         Raises:
             UsageError: what it needs is not there.

@@ -27,17 +27,16 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
-from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, one_process, words_of
 from posttrain.train.credit import Credit
-from posttrain.train.files import LEDGER
+from posttrain.train.files import LEDGER, EngineSite
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_weights
 from posttrain.train.streams import Streams, scoring_temperature
-from posttrain.world import ONE, Within, World, whole
+from posttrain.world import ONE, World, whole
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
@@ -130,7 +129,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    base = _build_base(words, task, EngineSite(folder, world), folder, eval_tasks)
+    samples = recipe.rollout is None or not recipe.rollout.staleness
+    base = _build_base(words, task, EngineSite(folder, world, samples), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards
     source: SupervisedSource | RolloutSource
     if base.read is not None:
@@ -146,7 +146,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     elif eval_tasks and world.is_main:
         from posttrain.train.evaluating.beside import Beside
 
-        beside = Beside(recipe, folder)
+        beside = Beside(recipe, folder, world.starts_servers)
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
@@ -175,23 +175,6 @@ def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
     if meant or policy.attention != "mask":
         return []
     return ["model.attention: neither variable-length nor flex attention works here; the trainer attends under masks"]
-
-
-@dataclass(frozen=True)
-class EngineSite:
-    """Where an engine stands: a folder for what it keeps, the processes that train, what gathers a model in parts."""
-
-    folder: Path | None = None
-    world: World = ONE
-    within: Within | None = None
-
-    def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
-        """What samples with a trained model's weights, by reference or handed over."""
-        built: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        engine = built.settle(self.folder, self.world, self.world.starts_servers and where == "rollout.engine")
-        if self.within is not None and entry.traits.get("takes_weights"):
-            engine.take_parts(self.within)
-        return engine
 
 
 @dataclass(frozen=True)
@@ -291,18 +274,19 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
     return evaluator, notices
 
 
-def prepare_evaluating(recipe: Recipe, folder: Path) -> tuple[Evaluator, Base, list[str]]:
+def prepare_evaluating(recipe: Recipe, folder: Path, starts_servers: bool = False) -> tuple[Evaluator, Base, list[str]]:
     """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
 
     Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine and rewards
-    keep things in ``folder``.
+    keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:
         UsageError: as ``prepare``.
     """
     from posttrain.train.evaluating.held_out import build_eval_tasks
 
-    base = _build_base(words_of(recipe), build_task(recipe.task), EngineSite(folder), folder)
+    site = EngineSite.beside(folder, starts_servers, samples=False)
+    base = _build_base(words_of(recipe), build_task(recipe.task), site, folder)
     evaluator, notices = _build_evaluator(base, build_eval_tasks(recipe))
     return evaluator, base, notices
 
@@ -353,11 +337,13 @@ def _build_shards(
     return shards
 
 
-def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[RolloutSource, Any]:
+def prepare_sampling(
+    recipe: Recipe, folder: Path | None = None, starts_servers: bool = False
+) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
     Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``); engine and rewards
-    keep things in ``folder``.
+    keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:
         UsageError: as ``prepare``.
@@ -367,7 +353,8 @@ def prepare_sampling(recipe: Recipe, folder: Path | None = None) -> tuple[Rollou
     policy = _build_policy(words, loaded)
     context = context_length(loaded.model.config)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
-    engine = EngineSite(folder).build(loaded, words.engine, words.engine_options, "rollout.engine")
+    site = EngineSite.beside(folder, starts_servers, samples=True)
+    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     unread = Streams(frozenset(), recipe, policy, context)
     source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
     return source, loaded.model
@@ -482,7 +469,8 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
         from posttrain.train.sources.partial import PartialAhead
 
         kind = PartialAhead
-    return kind(source, recipe, model, Ledger(folder / LEDGER) if folder is not None else None)
+    ledger = Ledger(folder / LEDGER) if folder is not None else None
+    return kind(source, recipe, model, ledger, starts_servers=world.starts_servers)
 
 
 def _build_credit(words: Words) -> Credit:

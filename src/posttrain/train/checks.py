@@ -213,11 +213,21 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
     )
     yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
+    ports = _ports(w.engine_options) & _ports(evaluating.options if evaluating else {})
+    listens = f": at port {min(ports, default=0)} a server of rollout.engine listens; give another one"
+    both = evaluating is not None and (apart or evaluating.options != w.engine_options)
+    yield both and bool(ports), "eval.engine.port", listens
     whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
     partial = w.recipe.rollout is not None and w.recipe.rollout.partial
     yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
     turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
     yield partial and not unplayed, "rollout.partial", turns
+
+
+def _ports(options: Mapping[str, Any]) -> set[int]:
+    """Where servers of a run's own are to listen."""
+    first = options.get("port", 0)
+    return set(range(first, first + options.get("servers", 1))) if first and not options.get("url") else set()
 
 
 def _urls(options: Mapping[str, Any]) -> set[str]:

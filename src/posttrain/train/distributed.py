@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from posttrain.errors import EngineLost, PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
@@ -121,22 +121,20 @@ class Meeting:
             yield event, facts
 
     def say(self, key: str, value: Any) -> None:
-        """That process: leave something for all."""
+        """Leave something for all; what was there under the key is gone."""
         self.store.set(f"said {key}", json.dumps(value))
 
     def said(self, key: str) -> Any:
-        """What that process has left under a key; None: nothing yet."""
+        """What was left under a key; None: nothing yet."""
         with suppress(dist.DistError, RuntimeError):  # it may be gone, and then all end
             if self.store.check([f"said {key}"]):
                 return json.loads(self.store.get(f"said {key}"))
         return None
 
-    def fail(self, rank: int, message: str, exit_code: int, is_loss: bool = False) -> None:
+    def fail(self, rank: int, message: str, exit_code: int) -> None:
         """Leave why a rank failed (``PeerFailure``); what was left first stays."""
         with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
-            self.store.compare_set(
-                FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code, is_loss])
-            )
+            self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
 
     def failure(self) -> PeerFailure | None:
         """Why the first rank failed, if one has."""
@@ -215,7 +213,7 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
             code = getattr(error, "exit_code", RunFailure.exit_code)
-            meeting.fail(meeting.rank, what, code, isinstance(error, EngineLost))
+            meeting.fail(meeting.rank, what, code)
         raise
 
 
@@ -243,15 +241,33 @@ def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
     return Processes(meeting, timeout_seconds)
 
 
-class Processes(World):
+class Attending(World):
+    """A process that knows where those of a run meet: what it wants from who started them it leaves there.
+
+    By itself it is alone, and stands beside one of them (it samples ahead of it, or evaluates).
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def order(self, name: str, facts: Mapping[str, Any]) -> None:
+        """See ``World.order``."""
+        self._meeting.say(f"order {name}", facts)
+
+    def delivered(self, key: str) -> Any:
+        """See ``World.delivered``."""
+        return self._meeting.said(key)
+
+
+class Processes(Attending):
     """A world of several processes, of which this one is ``rank``.
 
     Every method raises ``PeerFailure`` if another process failed, ended, or did not come in time; the message names it.
     """
 
     def __init__(self, meeting: Meeting, timeout_seconds: float) -> None:
-        self.rank, self.size = meeting.rank, meeting.size
-        self._meeting, self._timeout_seconds = meeting, timeout_seconds
+        super().__init__(meeting)
+        self.rank, self.size, self._timeout_seconds = meeting.rank, meeting.size, timeout_seconds
         self._num_exchanges = 0
 
     def gather(self, mine: Sequence[T], what: str) -> list[T]:
@@ -281,14 +297,6 @@ class Processes(World):
     def agree(self, flag: bool, what: str) -> bool:
         """See ``World.agree``."""
         return any(self.gather([flag], what))
-
-    def order(self, facts: Mapping[str, Any]) -> None:
-        """See ``World.order``."""
-        self._meeting.report("order", facts)
-
-    def delivered(self, key: str) -> Any:
-        """See ``World.delivered``."""
-        return self._meeting.said(key)
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:

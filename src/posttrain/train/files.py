@@ -1,11 +1,18 @@
-"""Where one run's training writes, and whom it tells."""
+"""Where one run's training writes, and whom it tells; where its engines stand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from posttrain.registry import Entry
+from posttrain.world import ONE, Within, World
+
+if TYPE_CHECKING:
+    from posttrain.engines.base import Engine
+    from posttrain.models.load import LoadedModel
 
 # Called with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and its facts.
 Observer = Callable[[str, dict[str, Any]], None]
@@ -51,3 +58,42 @@ class RunFiles:
         for name in ("checkpoints", "evaluation"):
             (root / name).mkdir(parents=True, exist_ok=True)
         return cls(root, root / "checkpoints", root / "metrics.jsonl", root / "rollouts.db", root / "evaluation")
+
+
+@dataclass(frozen=True)
+class EngineSite:
+    """Where an engine stands: a folder for what it keeps, the processes that train.
+
+    ``samples``: whether rollouts are drawn here; else whatever is asked here is about evaluations. ``within``: what
+    gathers a model that lies in parts alone.
+    """
+
+    folder: Path | None = None
+    world: World = ONE
+    samples: bool = True
+    within: Within | None = None
+
+    @classmethod
+    def beside(cls, folder: Path | None, starts_servers: bool, samples: bool) -> EngineSite:
+        """In a process beside the trainer's, which has the trainer's place (``starts_servers``: of its world)."""
+        if not starts_servers:
+            return cls(folder, ONE, samples)
+        from posttrain.train.distributed import Attending, Meeting
+
+        world = Attending(Meeting.attend())
+        world.starts_servers = True
+        return cls(folder, world, samples)
+
+    def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        """What samples with a trained model's weights, by reference or handed over."""
+        engine: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
+        if self.world.starts_servers:
+            from posttrain.engines.vllm.placed import EVAL_SERVERS, SERVERS
+
+            draws = self.samples and where == "rollout.engine"
+            engine = engine.settle(self.folder, self.world, SERVERS if draws else EVAL_SERVERS)
+        else:
+            engine = engine.settle(self.folder, self.world)
+        if self.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(self.within)
+        return engine

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from posttrain.addresses import ServerUrl, key_for, server_address
+from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import (
@@ -42,6 +42,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
+MOST_SERVERS = 1024
+MAX_PORT = 65535
+TRAINS = ("rollout.engine", "eval.engine")  # keys under which a run's own servers may be asked for
 # Plain words, digits and a letter beyond ASCII: tokenizers that agree on it are hardly different ones.
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 
@@ -61,6 +64,8 @@ def check_vllm(options: dict[str, Any], key: str) -> dict[str, Any]:
             raise RecipeError(f"{key}.{name}: {options[name]}; give {least} or more")
     if not options["timeout_seconds"] > 0:
         raise RecipeError(f"{key}.timeout_seconds: {options['timeout_seconds']}; give a number above 0")
+    _check_servers(options["url"], options["servers"], key)
+    _check_own(options["servers"], options["gpus"] or [], options["port"], key)
     usual = inspect.signature(vllm).parameters
     for name, value in options.items() if options["colocate"] else ():
         if name not in (*COLOCATED, "colocate", "checkpoint") and value != usual[name].default:
@@ -69,6 +74,40 @@ def check_vllm(options: dict[str, Any], key: str) -> dict[str, Any]:
                 f"leave one of the two out (beside colocate stand {', '.join(sorted(COLOCATED))})"
             )
     return options
+
+
+def _check_servers(url: str | list[str] | None, servers: int, key: str) -> None:
+    """Refuse a fleet that cannot be one: no url or one twice, servers beside urls, or that nobody starts."""
+    stated = [url] if isinstance(url, str) else url or []
+    if url == []:
+        raise RecipeError(f"{key}.url: an empty list; give the servers that run, or leave it out")
+    if servers > 1 and (stated or key not in TRAINS):
+        why = f"{key}.url names servers that run" if stated else "an evaluation starts none"
+        raise RecipeError(f"{key}.servers: {servers} are started by a run, and {why}; give {key}.url alone")
+    if max(servers, len(stated)) > MOST_SERVERS:
+        what = "url" if stated else "servers"
+        raise RecipeError(f"{key}.{what}: {max(servers, len(stated))}; {MOST_SERVERS} at most")
+    seen: dict[tuple[Any, ...], str] = {}
+    for one in stated:
+        scheme, host, port, prefix = server_address(one, f"{key}.url")
+        place = (LOOPBACK[0] if host in LOOPBACK else host, port or {"http": 80, "https": 443}[scheme], prefix)
+        if place in seen:
+            raise RecipeError(f"{key}.url: {seen[place]} and {one} are one server; name each of them once")
+        seen[place] = one
+
+
+def _check_own(servers: int, gpus: list[int], port: int, key: str) -> None:
+    """Refuse GPUs that the run's own servers cannot share, and ports that there are not."""
+    if len(gpus) % servers:
+        raise RecipeError(
+            f"{key}.gpus: {len(gpus)} GPUs cannot be shared out among {servers} servers; give {servers} or a "
+            f"multiple ({key}.servers)"
+        )
+    if len(set(gpus)) < len(gpus):
+        raise RecipeError(f"{key}.gpus: {gpus} names one twice")
+    if not 0 <= port <= MAX_PORT + 1 - servers:
+        last = port if servers == 1 else port + servers - 1
+        raise RecipeError(f"{key}.port: {last} is no port; give 1 to {MAX_PORT}, or 0 for any that is free")
 
 
 @register("engine", needs_model=False, takes_weights=True, complete=check_vllm)
@@ -124,7 +163,7 @@ def vllm(
         return _colocated(dict(locals()))
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
     asking |= {"logprobs": logprobs, "tolerance": tolerance, "wanted": () if served_name is None else (served_name,)}
-    urls = _checked_urls(url, servers, model is not None)
+    urls: Sequence[str | None] = url if isinstance(url, list) else [url]
     if model is None:
         return _of_a_model_on_disk(urls, tokenizer, checkpoint, asking)
     from posttrain.engines.vllm.follow import Own
@@ -144,17 +183,6 @@ def _following(
     from posttrain.engines.vllm.fleet import following_fleet
 
     return following_fleet(model, tokenizer, urls, own, collectives, **asking)
-
-
-def _checked_urls(url: str | list[str] | None, servers: int, trains: bool) -> Sequence[str | None]:
-    """Of the servers that run; None alone: the run has its own, or the usual place is meant."""
-    if servers == 1 and not isinstance(url, list):
-        return [url]
-    from posttrain.engines.vllm.fleet import check_servers
-
-    urls: Sequence[str | None] = url if isinstance(url, list) else [url]
-    check_servers(urls, servers, trains)
-    return urls
 
 
 def _of_a_model_on_disk(

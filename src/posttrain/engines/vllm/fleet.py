@@ -5,8 +5,8 @@ and its cache of prompts; a completion's seed belongs to its key, so which serve
 go to one server after the other, and each is compared with the model afterwards (``follow.py``).
 
 A server of the run's own that fails is started again, while the others go on; what it had answered is kept, and the
-rest is asked again with the same seeds. Of several processes that train, rank 0 starts the servers; behind every batch
-all tell which ones they have lost, and then it starts these again.
+rest is asked again with the same seeds. Of several processes that train, rank 0 starts the servers, and one that it has
+lost at once; behind every batch all tell which ones they have lost, and it gives these the weights.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from posttrain.addresses import LOOPBACK, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.follow import FollowingEngine, Own
 from posttrain.engines.vllm.http import HttpServer
-from posttrain.engines.vllm.placed import PlacedServer, loss_of
+from posttrain.engines.vllm.placed import SERVERS, PlacedServer, loss_of
 from posttrain.engines.vllm.protocol import CompletionRequest
 from posttrain.engines.vllm.server import free_port, interpreter
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
@@ -35,34 +34,10 @@ from posttrain.world import Within, World
 Result = TypeVar("Result")
 Groups = list[list[Completion]]
 LOOK_SECONDS = 1.0
-MOST_SERVERS = 1024
 
 
 class Lost(Exception):
     """A batch is not complete, because servers of the run's own have failed."""
-
-
-def check_servers(urls: Sequence[str | None], servers: int, trains: bool) -> None:
-    """Refuse a fleet that cannot be one. ``urls``: of servers that run, or None alone for the run's own.
-
-    Raises:
-        UsageError: no url or one twice, a number of servers beside urls, or of servers that nobody starts.
-    """
-    stated = [url for url in urls if url is not None]
-    if not urls:
-        raise UsageError("engine.url: an empty list; give the servers that run, or leave it out")
-    if servers > 1 and (stated or not trains):
-        why = "engine.url names servers that run" if stated else "an evaluation starts none"
-        raise UsageError(f"engine.servers: {servers} are started by a run, and {why}; give engine.url alone")
-    if max(servers, len(urls)) > MOST_SERVERS:
-        raise UsageError(f"engine.{'url' if stated else 'servers'}: {max(servers, len(urls))}; {MOST_SERVERS} at most")
-    seen: dict[tuple[Any, ...], str] = {}
-    for url in stated:
-        scheme, host, port, prefix = server_address(url)
-        place = (LOOPBACK[0] if host in LOOPBACK else host, port or {"http": 80, "https": 443}[scheme], prefix)
-        if place in seen:
-            raise UsageError(f"engine.url: {seen[place]} and {url} are one server; name each of them once")
-        seen[place] = url
 
 
 def following_fleet(
@@ -73,11 +48,7 @@ def following_fleet(
     collectives: Literal["auto", "gloo", "nccl"],
     **asking: Any,
 ) -> FollowingFleet:
-    """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None.
-
-    Raises:
-        UsageError: GPUs that cannot be shared out, ports that are in use.
-    """
+    """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None."""
     starts = urls[0] is None
     shares = _shared_out(own, len(urls)) if starts else [own] * len(urls)
     members = [
@@ -87,18 +58,10 @@ def following_fleet(
 
 
 def _shared_out(own: Own, servers: int) -> list[Own]:
-    """How each of the run's own servers is started: its GPUs and its port."""
-    each, left = divmod(len(own.gpus), servers)
-    if left:
-        raise UsageError(
-            f"engine.gpus: {len(own.gpus)} GPUs cannot be shared out among {servers} servers; give {servers} or a "
-            "multiple (engine.servers)"
-        )
-    if len(set(own.gpus)) < len(own.gpus):
-        raise UsageError(f"engine.gpus: {list(own.gpus)} names one twice, and each of {servers} servers has its own")
-    ports: list[int] = []
+    """How each of the run's own servers is started: its GPUs, and its port if it is on this machine."""
+    each, ports = len(own.gpus) // servers, list[int]()
     while len(ports) < servers:
-        port = free_port(own.port + len(ports) if own.port else 0)
+        port = own.port + len(ports) if own.port else free_port(0)
         ports += [port] if port not in ports else []
     return [replace(own, port=port, gpus=own.gpus[i * each : (i + 1) * each]) for i, port in enumerate(ports)]
 
@@ -165,17 +128,17 @@ class AskedFleet(Engine):
 
 @dataclass(frozen=True)
 class Orders:
-    """Of whom a server is ordered, under which number, and where it listens (0: at a port that is free)."""
+    """Of whom a server is ordered, under which name, and where it listens (0: at a port that is free)."""
 
     world: World
-    number: int
+    name: str
     port: int
 
 
 class Member(FollowingEngine):
     """One of several servers; see ``FollowingEngine``.
 
-    ``orders``: of whom it is ordered where this process does not start it; ``generation``: which one that is.
+    ``orders``: of whom it is ordered where this process does not start it; ``ordered``: which order that is.
     ``answered`` is what it has answered of a batch, and keeps until all of it is there. ``is_current``: it has been
     given the weights of ``version``, and nothing is known against it.
     """
@@ -185,7 +148,7 @@ class Member(FollowingEngine):
         self.answered: dict[CompletionRequest, Completion] = {}
         self.is_current = False
         self.orders: Orders | None = None
-        self.generation = 0
+        self.ordered = ""
 
     def give_weights(self, version: int) -> None:
         """Hand them over; a server that was just started is waited for."""
@@ -193,14 +156,28 @@ class Member(FollowingEngine):
         if self.process is not None and not self.is_current:
             self.process.wait()
             self.url = self.process.url
+            self.ordered = getattr(self.process, "place", "")  # it may have been ordered once more meanwhile
         self.is_current = False
         self._transfer(version)
         self.version, self.is_current = version, True
 
-    def launch(self) -> None:
-        """Start a server of the run's own in the place of the one before; it is not waited for."""
+    def launch(self, anew: bool = False, moves: bool = False) -> None:
+        """Start a server of the run's own in the place of the one before; it is not waited for.
+
+        ``anew``: that one has failed. ``moves``: the new one is elsewhere, where nobody asks one without weights.
+        """
         self._end_server()
         self.is_current = False
+        if self.orders is not None:
+            model, options = self._to_be_served()
+            options = replace(options, port=self.orders.port)
+            process = PlacedServer(self.orders.world, self.orders.name, str(model), options)
+            process.start(anew)
+            self.process, self.ordered = process, process.place
+            return
+        if moves:
+            self._port = free_port(0)
+            self.url = f"http://127.0.0.1:{self._port}"
         self._launch()
 
     def tail(self) -> str:
@@ -210,25 +187,15 @@ class Member(FollowingEngine):
     @property
     def place(self) -> tuple[Any, ...]:
         """What the other processes have to know to ask it."""
-        return self.url, self._token, self.version, self._served, self.generation
+        return self.url, self._token, self.version, self._served, self.ordered
 
     @place.setter
     def place(self, told: tuple[Any, ...]) -> None:
-        self.url, self._token, self.version, self._served, self.generation = told
+        self.url, self._token, self.version, self._served, self.ordered = told
 
     def loss(self) -> str | None:
         """Why a server that was placed somewhere is gone, as who placed it says."""
-        return None if self.orders is None else loss_of(self.orders.world, f"{self.orders.number}/{self.generation}")
-
-    def _launch(self) -> None:
-        if self.orders is None:
-            return super()._launch()
-        model, options = self._to_be_served()
-        self.generation += 1
-        at = self.orders
-        process = PlacedServer(at.world, at.number, self.generation, str(model), replace(options, port=at.port))
-        process.start()
-        self.process = process
+        return None if self.orders is None else loss_of(self.orders.world, self.ordered)
 
     def _check_label(self) -> None:
         """See ``FollowingEngine``; of a server that does not pass no answer is kept."""
@@ -260,19 +227,22 @@ class FollowingFleet(AskedFleet):
         self._lost: dict[int, str] = {}
         self._notices: list[str] = []
 
-    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
+    def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
         """See ``Engine.settle``."""
         if self.own is None:
             return super().settle(folder, world)
+        size = len(self.members)
         for number, member in enumerate(self.members):
+            name = f"{placed_as or SERVERS}-{number + 1}"
             if folder is not None:
-                member.folder = folder / f"server-{number + 1}"
-            if is_placed:
-                member.orders = Orders(world, number + 1, self.own.port + number if self.own.port else 0)
-        if not is_placed:
+                member.folder = folder / name
+            if placed_as is not None:
+                member.orders = Orders(world, name, self.own.port + number if self.own.port else 0)
+        if placed_as is None and world.is_main:
             interpreter()  # missed before anything is trained
-            if not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
-                size = len(self.members)
+            for member in self.members:
+                free_port(member._port)
+            if size > 1 and not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
                 raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
         return super().settle(folder, world)
 
@@ -350,12 +320,12 @@ class FollowingFleet(AskedFleet):
     def _failed(self, number: int, error: BaseException) -> None:
         """Note the loss of a server of the run's own, and start it again while the others go on; all else is raised.
 
-        Not while other processes may ask at that address: one without weights yet would answer them.
+        Not where other processes may still ask at the address that it will have: one without weights would answer them.
         """
         if self.own is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
             raise error
         self._lost[number] = self.members[number].loss() or str(error)
-        if self.world.size == 1:
+        if self.world.size == 1 or (self.world.is_main and not self.own.port):
             self._replace(number, self._lost[number])
 
     def _until_answered(self, work: Callable[[], Result]) -> Result:
@@ -377,7 +347,7 @@ class FollowingFleet(AskedFleet):
     def _give_back(self, lost: dict[int, str]) -> None:
         """Start lost servers again, with the weights of now."""
         for number, why in sorted(lost.items()):
-            if self.members[number].is_current:  # of several processes, none asks any more
+            if self.members[number].is_current:  # not started again yet, and nobody asks it any more
                 self._replace(number, why)
         self._hand_over(self.version, sorted(lost))
 
@@ -399,7 +369,8 @@ class FollowingFleet(AskedFleet):
             except EngineMismatch:
                 raise
             except RunFailure as failure:
-                if self.own is None or self.version < 0:
+                was_there = getattr(self.members[number].process, "is_kept", False)
+                if self.own is None or (self.version < 0 and not was_there):
                     raise  # not ours, or one that never worked
                 self._replace(number, str(failure))
 
@@ -421,7 +392,7 @@ class FollowingFleet(AskedFleet):
             f"{what}; it is started again, given the weights of now, and asked for what it had not answered, with the "
             "same seeds"
         )
-        self.members[number].launch()
+        self.members[number].launch(anew=True, moves=not self.own.port)
 
     def _tell(self) -> None:
         """Which servers there are, from rank 0 to the other processes."""

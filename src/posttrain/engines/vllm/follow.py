@@ -27,7 +27,7 @@ from posttrain.engines.vllm.protocol import ServedModel
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
 from posttrain.engines.weights import save_without_weights
-from posttrain.errors import EngineLost, EngineMismatch, RunFailure
+from posttrain.errors import EngineMismatch, RunFailure
 from posttrain.types import Completion
 from posttrain.world import Within, World
 
@@ -54,7 +54,7 @@ class Own:
 class FollowingEngine(VllmEngine):
     """See ``vllm``. ``url``: of a server that runs; None: the run starts one, when its weights are first needed.
 
-    Of several processes that train, rank 0 starts the server and hands over the weights; all of them ask it.
+    Of several processes that train, rank 0 hands over the weights and all of them ask it; see ``settle``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FollowingEngine(VllmEngine):
         **asking: Any,
     ) -> None:
         self.own = own if url is None else None
-        port = free_port(own.port) if url is None else 0
+        port = 0 if url is not None else own.port or free_port(0)
         names = (SERVED,) if url is None else wanted
         super().__init__(url or f"http://127.0.0.1:{port}", model=model, tokenizer=tokenizer, wanted=names, **asking)
         self.dtype: torch.dtype = getattr(torch, own.dtype)
@@ -82,20 +82,21 @@ class FollowingEngine(VllmEngine):
         self._sender: WeightSender | None = None
         self._notices: list[str] = []
 
-    def settle(self, folder: Path | None, world: World, is_placed: bool = False) -> Engine:
-        """See ``Engine.settle``; one server that is placed elsewhere is a fleet of one."""
+    def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
+        """See ``Engine.settle``; one server of several processes' own, or placed elsewhere, is a fleet of one."""
         super().settle(folder, world)
         if self.own is None:
             return self
-        if not is_placed:
+        if placed_as is None and world.size == 1:
             interpreter()  # missed before anything is trained
+            free_port(self._port)
             return self
         from posttrain.engines.vllm.fleet import following_fleet
 
         asking = {name: getattr(self, name) for name in ("timeout_seconds", "concurrency", "retries")}
         asking |= {"logprobs": self.logprobs, "tolerance": self.tolerance}
         fleet = following_fleet(self.model, self.tokenizer, [None], self.own, self.collectives, **asking)
-        return fleet.settle(folder, world, is_placed)
+        return fleet.settle(folder, world, placed_as)
 
     def take_parts(self, within: Within) -> None:
         """See ``Engine.take_parts``."""
@@ -161,7 +162,7 @@ class FollowingEngine(VllmEngine):
         """``work`` with a server that runs; where it is the run's own and dies, again with another one."""
         while True:
             try:
-                if self.own is not None and self.process is None and self.world.is_main:
+                if self.own is not None and self.process is None:
                     self._start()
                     if self.version >= 0:
                         self._transfer(self.version)
@@ -170,8 +171,6 @@ class FollowingEngine(VllmEngine):
                 raise
             except RunFailure as failure:
                 reason = f"the vLLM server failed: {failure}"
-                if self.own is not None and self.version >= 0 and self.world.size > 1:
-                    raise EngineLost(reason) from None  # other processes have answers of it by now
                 if self.own is None or self.process is None or self.version < 0:
                     raise  # not ours, or one that never worked
                 if self.restarts == self.own.restarts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import shutil
@@ -24,7 +25,7 @@ PYTHON_VARIABLE = "POSTTRAIN_VLLM"
 START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
 LOOK_SECONDS = 0.2
 END_SECONDS = keeper.GRACE_SECONDS + 10.0
-MAX_PORT = 65535
+PORT_SECONDS = keeper.GRACE_SECONDS + 2.0
 TAIL_BYTES, TAIL_LINES = 8192, 12
 # What a launcher of many processes tells each of them about its place, and a server would take for its own.
 _PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,19 +53,24 @@ def interpreter() -> str:
 def free_port(wanted: int, address: str = "127.0.0.1") -> int:
     """``wanted``, or one that is free (0), of an address of this machine.
 
+    The server of a process that was killed ends a little later than that, so one is waited for ``PORT_SECONDS``.
+
     Raises:
-        UsageError: something else listens there, or there is no such port.
+        UsageError: something else listens there.
     """
-    if not 0 <= wanted <= MAX_PORT:
-        raise UsageError(f"engine.port: {wanted} is no port; give 1 to {MAX_PORT}, or 0 for any that is free")
-    try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, wanted), family=family) as free:
-            return int(free.getsockname()[1])
-    except OSError as error:
-        raise UsageError(
-            f"engine.port: {wanted} is in use ({error.strerror}); give another one, or 0 for any that is free"
-        ) from None
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.create_server((address, wanted), family=family) as free:
+                return int(free.getsockname()[1])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise UsageError(
+                    f"engine.port: {wanted} cannot be had ({error.strerror}); give another one, or 0 for any that is "
+                    "free"
+                ) from None
+        time.sleep(LOOK_SECONDS)
 
 
 class OwnServer:

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.engines.vllm.placed import placed_servers
 from posttrain.errors import PeerFailure, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import End
 from posttrain.runs.cluster.reports import Reading
-from posttrain.runs.cluster.servers import Servers, fleet_of
+from posttrain.runs.cluster.servers import Servers
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.train.distributed import Meeting
 from posttrain.train.files import Observer
 from posttrain.train.loop import TrainResult
 
 if TYPE_CHECKING:
-    from posttrain.runs.cluster.ray import Cluster, Ranks
+    from posttrain.runs.cluster.ray import Cluster, Ranks, Room
 
 RESTARTS = 3
 LOOK_SECONDS = 0.2
@@ -35,7 +37,7 @@ def train_on_cluster(
     cluster: Cluster, task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
     """Train as ``task`` (``runs/launch.py``) says, in ``scale.processes`` processes of a cluster; again from the last
-    checkpoint where one of them is lost, ``scale.restarts`` times at most.
+    checkpoint where one of them is lost, ``scale.restarts`` times at most. Servers that live are kept for them.
 
     Args:
         observer: is told what rank 0 reports, as if the loop were in this process.
@@ -44,10 +46,25 @@ def train_on_cluster(
         UsageError: no room in the cluster, or what a process says of what was asked for.
         PeerFailure: a process failed, with its exit code; or one was lost once too often.
     """
+    names = placed_servers(recipe)
+    task = {**task, "servers": bool(names)}
+    with cluster.room(recipe.scale.processes, recipe.model.device, should_stop, names) as room:
+        attempt = partial(_attempt, room, Servers(names, room.start_server))
+        return _until_trained(attempt, cluster, task, recipe, observer, should_stop)
+
+
+def _until_trained(
+    attempt: Callable[..., TrainResult],
+    cluster: Cluster,
+    task: Mapping[str, Any],
+    recipe: Recipe,
+    observer: Observer,
+    should_stop: Callable[[], bool],
+) -> TrainResult:
     restarts = RESTARTS if recipe.scale.restarts is None else recipe.scale.restarts
     for lost in range(restarts + 1):
         try:
-            return _attempt(cluster, task, recipe, observer, should_stop)
+            return attempt(task, recipe, observer, should_stop)
         except PeerFailure as loss:
             if not loss.is_loss or should_stop():
                 raise
@@ -64,20 +81,23 @@ def train_on_cluster(
 
 
 def _attempt(
-    cluster: Cluster, task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
+    room: Room,
+    servers: Servers,
+    task: Mapping[str, Any],
+    recipe: Recipe,
+    observer: Observer,
+    should_stop: Callable[[], bool],
 ) -> TrainResult:
     size, folder = recipe.scale.processes, Path(task["folder"])
-    fleet = fleet_of(recipe)
-    with cluster.placed(size, recipe.model.device, should_stop, fleet) as ranks:
-        meeting = Meeting.open(size, cluster.host)
-        meeting.give({**task, "servers": fleet.size > 0})
+    with room.ranks(should_stop) as ranks:
+        meeting = Meeting.open(size, room.cluster.host)
+        meeting.give(task)
         ranks.start(folder, meeting.port)
-        servers = Servers(meeting, ranks.place)
-        reading = Reading(meeting, recipe, observer, servers.order)
+        reading = Reading(meeting, recipe, observer)
         while ranks.working and not ranks.failed and reading.result is None:
             ranks.look(LOOK_SECONDS, should_stop())
             reading.read()
-            servers.look()
+            servers.look(meeting)
         _settle(ranks, meeting, reading)
         if reading.result is not None:  # a process that ends badly behind its work takes nothing back
             return TrainResult(**reading.result)

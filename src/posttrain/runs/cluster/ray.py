@@ -32,7 +32,7 @@ from posttrain.engines.vllm.command import ServerOptions, server_command
 from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.errors import PeerFailure, RunFailure, StorageError, UsageError
 from posttrain.runs.children import FOLLOW, Child, End, end_at_once, how_it_ended, start_child
-from posttrain.runs.cluster.servers import NO_SERVERS, PROOF, Fleet
+from posttrain.runs.cluster.servers import PROOF
 from posttrain.store.durable import ASIDE, storage_errors
 from posttrain.world import local_size
 
@@ -218,63 +218,37 @@ class Cluster:
     cause: str = ""
 
     @contextmanager
-    def placed(
-        self, size: int, device: str, should_stop: Callable[[], bool], fleet: Fleet = NO_SERVERS
-    ) -> Iterator[Ranks]:
-        """Room for ``size`` processes inside the block, one GPU or CPU each; those of one node have ranks in a row.
+    def room(
+        self, size: int, device: str, should_stop: Callable[[], bool], servers: Mapping[str, int]
+    ) -> Iterator[Room]:
+        """Room inside the block for ``size`` processes, one GPU or CPU each.
 
-        And for the servers of a ``fleet``, each with its GPUs on one node, or with a CPU.
+        And for ``servers``, by name, each with so many GPUs of one node (0: with what a process has).
 
         Raises:
-            UsageError: the cluster has no room, or none that is free. PeerFailure: the same, where ``cause`` is given.
+            UsageError: the cluster has no room, or none that is free.
         """
-        kind = "GPU" if device.startswith("cuda") or (device == "auto" and self._count("GPU")) else "CPU"
-        per_server = {"GPU": fleet.gpus or 1} if fleet.gpus or kind == "GPU" else {"CPU": 1}
-        bundles = [{kind: 1}] * size + [per_server] * fleet.size
-        if not self.cause and any(self._count(what) < number for what, number in _sum(bundles).items()):
-            raise self._refusal(size, bundles, "")
-        group = placement_group(bundles, strategy="PACK")
-        actors: list[Any] = []
-        try:
-            deadline = time.monotonic() + PLACE_SECONDS
-            while not group.wait(1):
-                if should_stop():
-                    raise KeyboardInterrupt
-                if time.monotonic() > deadline:
-                    raise self._refusal(size, bundles, f" In {PLACE_SECONDS:g} s they did not become free.")
-            actors += [_actor(Actor, group, index, bundles[index]) for index in range(size)]
-            ranks = self._ordered(actors)
-            ranks.start_server = lambda number: _actor(ServerActor, group, size + number - 1, per_server)
-            yield ranks
-        finally:
-            if actors:
-                ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
-            for actor in actors:
-                ray.kill(actor)
-            remove_placement_group(group)  # with the actors of servers, and these end with theirs
+        kind = "GPU" if device.startswith("cuda") or (device == "auto" and self.count("GPU")) else "CPU"
+        bundles = [{kind: 1}] * size + [{"GPU": gpus} if gpus else {kind: 1} for gpus in servers.values()]
+        if any(self.count(what) < number for what, number in _sum(bundles).items()):
+            raise self.refusal(size, bundles, "")
+        room = Room(self, bundles, tuple(servers))
+        if not servers:
+            yield room
+            return
+        with room.group_of(bundles[size:], should_stop) as room.group:
+            yield room
 
-    def _ordered(self, actors: list[Any]) -> Ranks:
-        try:
-            places = ray.get([actor.place.remote() for actor in actors], timeout=START_SECONDS)
-        except (RayError, GetTimeoutError) as error:
-            what = f"Ray's workers cannot be started on its nodes: {_reason(error)}. Each needs the same posttrain"
-            raise self.problem(f"the cluster at {self.address}: {what}", is_loss=True) from error
-        for place in places:
-            if place["version"] != __version__:
-                what = f"has posttrain {place['version']}, and this is {__version__}; install the same everywhere"
-                raise self.problem(f"the node {place['address']} of the cluster {what}")
-        first = {place["node"]: index for index, place in reversed([*enumerate(places)])}
-        order = sorted(range(len(actors)), key=lambda index: (first[places[index]["node"]], index))
-        return Ranks(self, [actors[index] for index in order], [places[index] for index in order])
-
-    def _count(self, kind: str) -> int:
+    def count(self, kind: str) -> int:
+        """How many GPUs or CPUs its nodes have."""
         return int(ray.cluster_resources().get(kind, 0))
 
-    def _refusal(self, size: int, bundles: Sequence[dict[str, int]], waited: str) -> UsageError | PeerFailure:
+    def refusal(self, size: int, bundles: Sequence[dict[str, int]], waited: str) -> UsageError | PeerFailure:
+        """That there is no room for what is asked for."""
         needs, servers = _sum(bundles), len(bundles) - size
-        kind = next((kind for kind in needs if self._count(kind) < needs[kind]), next(iter(needs)))
-        what = f"{size} of them" + (f" and {servers} server{'s' * (servers > 1)} (rollout.engine)" if servers else "")
-        has = f"{self._count(kind)}{f' {kind}s' if len(needs) > 1 else ''}"
+        kind = next((kind for kind in needs if self.count(kind) < needs[kind]), next(iter(needs)))
+        what = f"{size} of them" + (f" and {servers} server{'s' * (servers > 1)} (vLLM)" if servers else "")
+        has = f"{self.count(kind)}{f' {kind}s' if len(needs) > 1 else ''}"
         alive = [node for node in ray.nodes() if node["Alive"]]
         rows = [f"{node['NodeManagerAddress']} {node['Resources'].get(kind, 0):g}" for node in alive]
         free = ray.available_resources().get(kind, 0)
@@ -290,6 +264,81 @@ class Cluster:
         return PeerFailure(again, is_loss=is_loss) if self.cause else UsageError(text)
 
 
+class Room:
+    """What a run has of a ``cluster``: for servers as long as it works, for processes until one of them is lost.
+
+    The last ``bundles`` are for ``servers``, by name, in a placement ``group`` for which Ray finds another node where
+    one is lost; those before are for processes.
+    """
+
+    group: Any = None
+
+    def __init__(self, cluster: Cluster, bundles: Sequence[dict[str, int]], servers: Sequence[str]) -> None:
+        self.cluster, self.bundles, self.servers = cluster, bundles, servers
+        self.size = len(bundles) - len(servers)
+
+    @contextmanager
+    def group_of(self, bundles: Sequence[dict[str, int]], should_stop: Callable[[], bool]) -> Iterator[Any]:
+        """A placement group of some bundles, inside the block; actors that it still has then end with it.
+
+        Raises:
+            UsageError: there is no room. PeerFailure: the same, where the cluster's ``cause`` is known.
+        """
+        group = placement_group(list(bundles), strategy="PACK")
+        try:
+            deadline = time.monotonic() + PLACE_SECONDS
+            while not group.wait(1):
+                if should_stop():
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    waited = f" In {PLACE_SECONDS:g} s they did not become free."
+                    raise self.cluster.refusal(self.size, self.bundles, waited)
+            yield group
+        finally:
+            remove_placement_group(group)
+
+    @contextmanager
+    def ranks(self, should_stop: Callable[[], bool]) -> Iterator[Ranks]:
+        """An actor for each process, inside the block; those of one node have ranks in a row.
+
+        Raises:
+            PeerFailure: a node was lost, and there is none in its place.
+            UsageError: a node has another posttrain.
+        """
+        own = self.bundles[: self.size]
+        with self.group_of(own, should_stop) as group:
+            actors = [_actor(Actor, group, index, needs) for index, needs in enumerate(own)]
+            try:
+                yield self._ordered(actors)
+            finally:
+                ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_SECONDS)
+                for actor in actors:
+                    ray.kill(actor)
+
+    def start_server(self, name: str, order: Mapping[str, Any]) -> Placed:
+        """Start a server as the ``order`` says, wherever there is room for it."""
+        proof = Path(order["model"]) / PROOF
+        with storage_errors("run", proof):
+            told = {**order, "proof": proof.read_text(encoding="utf-8"), "version": __version__}
+        index = self.servers.index(name)
+        return Placed(_actor(ServerActor, self.group, index, self.bundles[self.size + index]), told, _passed_on())
+
+    def _ordered(self, actors: list[Any]) -> Ranks:
+        cluster = self.cluster
+        try:
+            places = ray.get([actor.place.remote() for actor in actors], timeout=START_SECONDS)
+        except (RayError, GetTimeoutError) as error:
+            what = f"Ray's workers cannot be started on its nodes: {_reason(error)}. Each needs the same posttrain"
+            raise cluster.problem(f"the cluster at {cluster.address}: {what}", is_loss=True) from error
+        for place in places:
+            if place["version"] != __version__:
+                what = f"has posttrain {place['version']}, and this is {__version__}; install the same everywhere"
+                raise cluster.problem(f"the node {place['address']} of the cluster {what}")
+        first = {place["node"]: index for index, place in reversed([*enumerate(places)])}
+        order = sorted(range(len(actors)), key=lambda index: (first[places[index]["node"]], index))
+        return Ranks(cluster, [actors[index] for index in order], [places[index] for index in order])
+
+
 class Ranks:
     """Processes of a run, by rank: those that work, and how the others ended."""
 
@@ -297,14 +346,6 @@ class Ranks:
         self.actors, self.places = actors, places
         self.working, self.ended = set(range(len(actors))), dict[int, End]()
         self._cluster, self._asked = cluster, dict[Any, int]()
-        self.start_server: Callable[[int], Any]
-
-    def place(self, number: int, order: Mapping[str, Any]) -> Placed:
-        """Start the server of a number, as the ``order`` of rank 0 says, wherever there is room for it."""
-        proof = Path(order["model"]) / PROOF
-        with storage_errors("run", proof):
-            told = {**order, "proof": proof.read_text(encoding="utf-8"), "version": __version__}
-        return Placed(self.start_server(number), told, _passed_on())
 
     @property
     def failed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +29,11 @@ def reporting(meeting: Meeting) -> Observer:
 class Reading:
     """The other side: ``read`` passes on what is there, as the loop's own events.
 
-    ``order``: takes what rank 0 orders.
-
     ``started``: whether training has begun. ``result``: how it ended (``TrainResult``'s fields), once it has.
     """
 
-    def __init__(
-        self, meeting: Meeting, recipe: Recipe, observer: Observer, order: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self._meeting, self._recipe, self._observer, self._order = meeting, recipe, observer, order
+    def __init__(self, meeting: Meeting, recipe: Recipe, observer: Observer) -> None:
+        self._meeting, self._recipe, self._observer = meeting, recipe, observer
         self.started = False
         self.result: dict[str, Any] | None = None
 
@@ -46,9 +42,6 @@ class Reading:
         for event, facts in self._meeting.reports():
             if event == "result":
                 self.result = facts
-                continue
-            if event == "order":
-                self._order(facts)
                 continue
             if event == "start":
                 self.started, facts["recipe"] = True, self._recipe

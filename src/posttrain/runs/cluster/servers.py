@@ -1,84 +1,67 @@
-"""The vLLM servers of a run whose processes a cluster places: how many, and the orders for them that rank 0 gives.
+"""The vLLM servers of a run whose processes a cluster places: those that are ordered, from the first order to the end.
 
-Rank 0 says which server is wanted, as which generation (``engines/vllm/placed.py``); it is started on a node that has
-room, and its url, or why there is none or no longer one, is left in the meeting's store. Whether a lost one is started
-again is for the engine to say, which counts them.
+A process says which server it wants (``engines/vllm/placed.py``); it is started on a node that has room, and its url,
+or why there is none or no longer one, is left in the meeting's store. Whether a lost one is started again is for the
+engine to say, which counts them. Servers outlive the processes that ask them: where these start again, they are given
+back the ones that live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from posttrain import registry
-from posttrain.errors import RecipeError
-from posttrain.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from posttrain.runs.cluster.ray import Placed
     from posttrain.train.distributed import Meeting
 
-WHERE = "rollout.engine"
 PROOF = "config.json"  # in the folder of a server's model: what a node must see, too
+_ASKED_FOR = ("model", "options")  # of an order: what a server that is given back has to have been started with
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """How many servers a run starts itself, and how many GPUs each is to have (0: as many as a rank has)."""
-
-    size: int = 0
-    gpus: int = 0
-
-
-NO_SERVERS = Fleet()
-
-
-def fleet_of(recipe: Recipe) -> Fleet:
-    """The servers that rollouts of a recipe ask and its run starts.
-
-    Of a run that samples ahead they are no matter of the cluster: the process that samples starts them.
-
-    Raises:
-        RecipeError: options that are none, or GPUs that cannot be shared out.
-    """
-    rollout = recipe.rollout
-    if rollout is None or rollout.engine.name != "vllm" or rollout.staleness:
-        return NO_SERVERS
-    options = registry.find("engine", "vllm", WHERE).options(rollout.engine.options, WHERE)
-    if options["url"] is not None or options["colocate"]:
-        return NO_SERVERS
-    size, gpus = options["servers"], len(options["gpus"] or ())
-    if gpus % size:
-        raise RecipeError(f"{WHERE}.gpus: {gpus} GPUs cannot be shared out among {size} servers (engine.servers)")
-    return Fleet(size, gpus // size)
+@dataclass
+class _Server:
+    placed: Placed
+    order: Mapping[str, Any]
+    url: str = ""  # once it is there
 
 
 class Servers:
-    """Those that work or are being started, by number.
+    """Those that work or are being started, by name.
 
     Args:
-        meeting: where rank 0, and the others, find what became of an order.
-        place: starts a server of a number on a node, as an order says (``Ranks.place``).
+        names: that an order may have.
+        place: starts a server of a name on a node, as an order says (``Room.start_server``).
     """
 
-    def __init__(self, meeting: Meeting, place: Callable[[int, Mapping[str, Any]], Placed]) -> None:
-        self._meeting, self._place = meeting, place
-        self._there: dict[int, tuple[int, Placed]] = {}
+    def __init__(self, names: Iterable[str], place: Callable[[str, Mapping[str, Any]], Placed]) -> None:
+        self._names, self._place = tuple(names), place
+        self._there: dict[str, _Server] = {}
+        self._marks: dict[str, str] = {}  # of the newest order of each
 
-    def order(self, facts: Mapping[str, Any]) -> None:
-        """Start a server; the one of that number from before is ended."""
-        number = int(facts["number"])
-        if number in self._there:
-            self._there.pop(number)[1].end()
-        self._there[number] = (int(facts["generation"]), self._place(number, facts))
+    def look(self, meeting: Meeting) -> None:
+        """Take what was ordered, and say what has become of it, in the store where both look."""
+        for name, server in list(self._there.items()):
+            told = server.placed.look()
+            if told is None:
+                continue
+            server.url = told.get("url", "")
+            meeting.say(f"{'lost' if 'why' in told else 'server'} {name}/{self._marks[name]}", told)
+            if not server.url:
+                self._there.pop(name).placed.end()
+        for name in self._names:
+            order = meeting.said(f"order {name}")
+            if order is not None and order["mark"] != self._marks.get(name):
+                self._marks[name] = order["mark"]
+                self._take(meeting, name, order)
 
-    def look(self) -> None:
-        """Say what has become of them since."""
-        for number, (generation, server) in list(self._there.items()):
-            told = server.look()
-            if told is not None:
-                key = "lost" if "why" in told else "server"
-                self._meeting.say(f"{key} {number}/{generation}", told)
-            if told is not None and "url" not in told:
-                self._there.pop(number)[1].end()
+    def _take(self, meeting: Meeting, name: str, order: Mapping[str, Any]) -> None:
+        there = self._there.get(name)
+        if there is not None and not order["anew"] and all(there.order[key] == order[key] for key in _ASKED_FOR):
+            if there.url:  # or its url is said when it has one
+                meeting.say(f"server {name}/{order['mark']}", {"url": there.url, "is_kept": True})
+            return
+        if there is not None:
+            self._there.pop(name).placed.end()
+        self._there[name] = _Server(self._place(name, order), order)

@@ -68,15 +68,17 @@ class Beside:
     Args:
         recipe: resolved. It is followed on ``eval.device``, where that is given.
         folder: of the run, where its checkpoints are.
+        starts_servers: of the trainer's world.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+    def __init__(self, recipe: Recipe, folder: Path | None, starts_servers: bool = False) -> None:
         self.folder = folder
         own = recipe.model_copy(deep=True)
         own.eval.beside, own.eval.device = False, None
         kind, _, number = (recipe.eval.device or recipe.model.device).partition(":")
         own.model.device = cast(Any, kind)
-        self._process = BesideProcess(WORKER, own, {"folder": str(folder)}, only_gpu(number) if number else None)
+        settings = {"folder": str(folder), "servers": starts_servers}
+        self._process = BesideProcess(WORKER, own, settings, only_gpu(number) if number else None)
         self._courier: ThreadPoolExecutor | None = None
         self._waiting: tuple[int, Future[Evaluated]] | None = None
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 def _prepare(recipe: Recipe, settings: dict[str, Any]) -> Answer:
     folder = Path(settings["folder"])
-    evaluator, base, notices = prepare_evaluating(recipe, folder / KEPT)
+    evaluator, base, notices = prepare_evaluating(recipe, folder / KEPT, settings["servers"])
     return partial(_answer, evaluator, base, RunFiles.within(folder).checkpoints, notices)
 
 

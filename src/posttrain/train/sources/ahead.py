@@ -47,6 +47,7 @@ class Ahead:
     Args:
         model: what is trained; its weights are copied when a batch is given away.
         ledger: where it is noted what becomes of each group; None for a source that belongs to no run.
+        starts_servers: see ``World``.
         process, courier: what draws, and whose thread waits for it, if others than a process beside this one.
     """
 
@@ -57,6 +58,7 @@ class Ahead:
         model: Any,
         ledger: Ledger | None,
         *,
+        starts_servers: bool = False,
         process: Any = None,
         courier: Any = None,
     ) -> None:
@@ -68,7 +70,8 @@ class Ahead:
             assert recipe.train.passes is not None, "a recipe says steps or passes"
             steps, _ = source.length_of(recipe.train.passes)
         self.num_batches = -(-steps // source.updates)
-        self._process = process or SamplingProcess(recipe, None if ledger is None else ledger.path.parent)
+        folder = None if ledger is None else ledger.path.parent
+        self._process = process or SamplingProcess(recipe, folder, starts_servers)
         self._courier = courier
         self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
         self._next = 0  # the first batch that was not given away

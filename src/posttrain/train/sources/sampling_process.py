@@ -19,10 +19,12 @@ class SamplingProcess:
 
     One that is started again is given the same batch: its weights and random numbers are the same, so its answers are.
     ``folder``: of the run, where there is one; what engine and rewards keep (what a judge said) has a place there.
+    ``starts_servers``: of the trainer's world.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        self._beside = BesideProcess(WORKER, recipe, {"folder": None if folder is None else str(folder / KEPT)})
+    def __init__(self, recipe: Recipe, folder: Path | None, starts_servers: bool = False) -> None:
+        settings = {"folder": None if folder is None else str(folder / KEPT), "servers": starts_servers}
+        self._beside = BesideProcess(WORKER, recipe, settings)
         self._version: int | None = None  # of the weights that it has
         self.notices: list[str] = []  # of its engine, not passed on yet
 

@@ -28,7 +28,7 @@ def main() -> None:
 
 def _prepare(recipe: Recipe, settings: dict[str, Any]) -> Answer:
     folder = settings["folder"]
-    source, model = prepare_sampling(recipe, None if folder is None else Path(folder))
+    source, model = prepare_sampling(recipe, None if folder is None else Path(folder), settings["servers"])
     return partial(_answer, source, model)
 
 
