@@ -218,8 +218,9 @@ def test_all_processes_give_their_parts_however_many_the_main_one_takes(
     monkeypatch.setattr("posttrain.engines.weights.checkpoint_weights", weights)
     told: SimpleQueue[Any] = SimpleQueue()
     readers = [Reader(tiny.model), Reader(tiny.model)]
-    for rank, reader in enumerate(readers):
-        reader.take_parts(lambda compute: compute(), OfTwo(rank, told))
+    worlds = [OfTwo(rank, told) for rank in range(2)]
+    for reader, world in zip(readers, worlds, strict=True):
+        reader.take_parts(lambda compute: compute(), world)
 
     def work() -> None:
         for _ in islice(readers[0].weights(), taken):
@@ -228,10 +229,10 @@ def test_all_processes_give_their_parts_however_many_the_main_one_takes(
         list(islice(readers[0].weights(), taken))
         raise RunFailure("the server is gone")
 
-    other = threading.Thread(target=readers[1].by_main, args=(lambda: None,), name="other")
+    other = threading.Thread(target=readers[1].by_main, args=(worlds[1], lambda: None), name="other")
     other.start()
     with pytest.raises(RunFailure, match="the server is gone"):
-        readers[0].by_main(work)
+        readers[0].by_main(worlds[0], work)
     other.join(10)
     names = [name for name, _ in checkpoint_weights(tiny.model)]
     assert given["MainThread"] == given["other"] == [*names, "computed", *names]

@@ -52,22 +52,24 @@ class Reader:
         """The model lies in parts, which ``within`` gathers around what is computed."""
         self._within, self.world = within, world
 
-    def by_main(self, work: Callable[[], object]) -> None:
-        """``work`` in the main process."""
-        if self._within is None or self.world.is_main:
+    def by_main(self, world: World, work: Callable[[], object]) -> None:
+        """``work`` in the main process of ``world``."""
+        if world.is_main:
             try:
-                if self.world.is_main:
-                    work()
+                work()
             finally:
                 if self._within is not None:
                     self._end()
-                    self.world.tell(None, READING)
-            return
+                    world.tell(None, READING)
+        elif self._within is not None:
+            self._read_along(self._within)
+
+    def _read_along(self, within: Within) -> None:
         while (asked := self.world.tell(None, READING)) is not None:
             if asked == WEIGHTS:
                 deque(checkpoint_weights(self.model), maxlen=0)
             else:
-                asked(self.model, self._within)
+                asked(self.model, within)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``checkpoint_weights``."""

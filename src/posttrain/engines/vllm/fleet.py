@@ -264,7 +264,7 @@ class FollowingFleet(AskedFleet):
         """
         if version == self.version:
             return
-        self.reader.by_main(lambda: self._hand_over(version, range(len(self.members))))
+        self.reader.by_main(self.world, lambda: self._hand_over(version, range(len(self.members))))
         self._tell()
         self.version = version
 
@@ -341,7 +341,7 @@ class FollowingFleet(AskedFleet):
             lost = {k: why for theirs in self.world.gather([self._lost], "lost servers") for k, why in theirs.items()}
             if not lost:
                 return result[0]
-            self.reader.by_main(partial(self._give_back, lost))
+            self.reader.by_main(self.world, partial(self._give_back, lost))
             self._tell()
 
     def _give_back(self, lost: dict[int, str]) -> None:

@@ -110,7 +110,7 @@ class FollowingEngine(VllmEngine):
         """
         if version == self.version:
             return
-        self.reader.by_main(lambda: self._alive(lambda: self._transfer(version)))
+        self.reader.by_main(self.world, lambda: self._alive(lambda: self._transfer(version)))
         self.url, self._token = self.world.tell((self.url, self._token), "the server's weights")
         self.version = version
 
