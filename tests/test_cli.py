@@ -81,6 +81,9 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["train", "tiny/grpo", "train.lr=1"], "'train.lr=1' is no option of `posttrain train`, or an argument too "
          "many. Did you mean --train.lr 1? See `posttrain train --help`"),
         (["compare", "rl/grpo", "rl/rloo"], "'rl/rloo' is no option of `posttrain compare`, or an argument too many."),
+        (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
+        (["evaluate", "tiny", "--task", "rows.jsonl"],
+         "Rows of your own are --task jsonl, with the file as --task.path. Known:"),
         (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
     ],
 )  # fmt: skip
@@ -192,6 +195,9 @@ def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixtur
 def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "train"]) == 0
     assert "max_grad_norm" in capsys.readouterr().out
+    for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl", "regularize")):
+        assert main(["explain", name]) == 0
+        assert capsys.readouterr().out.startswith(f"{section}  section of a recipe")
     assert main(["explain", "rewards"]) == 0
     assert "xml_format" in capsys.readouterr().out
     assert main(["explain"]) == 0

@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76380
+MAX_PACKAGE_LINES = 76450
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2470,
+    "ground": 2480,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -31,14 +31,14 @@ ROOMS: dict[str, int] = {
     "store": 2590,
     "models": 4660,
     "engines": 8690,
-    "evals": 2960,
+    "evals": 3000,
     "reward_models": 1630,
     "train": 7680,
     "interpret": 7550,
     "runs": 3670,
     "sweeps": 3290,
     "reports": 3120,
-    "commands": 8920,
+    "commands": 8950,
 }
 
 

@@ -392,6 +392,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         key, equals, value = unknown[0].partition("=")
         hint = f" Did you mean --{key} {value}?" if equals and name in OVERRIDABLE else ""
+        if getattr(namespace, "action", None) == "resume" and name == "runs" and key.startswith("--"):
+            hint = " A run goes on by its own recipe, but for its length: --steps N."
         called = f"posttrain {name}".rstrip()
         raise UsageError(
             f"{shown(unknown[0])} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`"

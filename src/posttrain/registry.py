@@ -261,8 +261,11 @@ def find(kind: str, name: str, where: str = "") -> Entry:
     if name not in _ENTRIES[kind]:
         place = f"{where}: " if where else ""
         known = names(kind)
+        hint = suggest(name, known)
+        if kind == "task" and name.endswith((".jsonl", ".jsonl.gz")):
+            hint = f" Rows of your own are {where or 'task'} jsonl, with the file as {where or 'task'}.path."
         raise UnknownWord(
-            f"{place}there is no {kind} named {name!r}.{suggest(name, known)} "
+            f"{place}there is no {kind} named {name!r}.{hint} "
             f"Known: {', '.join(known)}; or give module:function to use your own."
         )
     return _ENTRIES[kind][name]

@@ -215,6 +215,25 @@ def test_other_settings_begin_anew(
     assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 12
 
 
+def test_what_was_asked_otherwise_is_kept_beside_it(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["evaluate", "tiny", "--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+    command += ["--engine", "scripted", "--engine.texts", '["3"]']
+    for n in ("6", "4", "4", "6"):
+        assert main([*command, "--n", n]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluations/")]
+    first = "evaluations/tiny-jsonl-test-plain"
+    assert lines == [f"{first}: an evaluation that was asked otherwise stays there; this one is {first}-2"] * 2
+    there = sorted((tmp_path / "evaluations").iterdir())
+    assert [(folder.name, read_finished(folder).results["n"]) for folder in there] == [
+        ("tiny-jsonl-test-plain", 6.0),
+        ("tiny-jsonl-test-plain-2", 4.0),
+    ]
+    assert len(RolloutStore(there[1] / "rollouts.db", read_only=True).evaluations()) == 4
+
+
 def test_other_data_under_the_same_path_begin_anew(
     evaluate: Callable[..., int],
     interrupt: Callable[[int], list[ScriptedEngine]],

@@ -15,6 +15,7 @@ from posttrain.evals.files import (
     EvaluationStore,
     fingerprint,
     finished_before,
+    folder_of_its_own,
     read_finished,
     refuse_other,
     resume_mark,
@@ -130,6 +131,24 @@ def test_what_is_replaced_is_named(tmp_path: Path) -> None:
     assert settings_replaced(tmp_path, {"samples": 2, "ks": (1, 2)}) == ["ks"]
     (tmp_path / "results.json").write_text("[]")  # does not tell
     assert settings_replaced(tmp_path, SETTINGS) == []
+
+
+def test_an_evaluation_that_was_asked_otherwise_keeps_its_folder(tmp_path: Path) -> None:
+    wanted = tmp_path / "sums-test"
+    own = SETTINGS | {"weights": "aa"}
+    assert folder_of_its_own(wanted, {"": own}) == wanted
+    for name, left in (("", {"samples": 3}), ("-2", {"samples": 4}), ("-3", own)):
+        folder = tmp_path / f"sums-test{name}"
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps({"measured": "pairs", "settings": SETTINGS | left}))
+    assert folder_of_its_own(wanted, {"": own}) == tmp_path / "sums-test-3"
+    newer = own | {"weights": "bb", "checkpoint": "c", "model": "runs/tiny"}
+    assert folder_of_its_own(wanted, {"": newer}) == tmp_path / "sums-test-3"  # the same question
+    assert folder_of_its_own(wanted, {"": own | {"n": 5}}) == tmp_path / "sums-test-4"
+    (wanted / "one").mkdir()
+    (wanted / "one" / "results.json").write_text(json.dumps({"settings": own}))
+    assert folder_of_its_own(wanted, {"one": own, "two": own}) == wanted  # a table, interrupted or made again
+    assert folder_of_its_own(wanted, {"one": own | {"n": 5}, "two": own}) == tmp_path / "sums-test-2"
 
 
 def test_other_kinds_of_results_are_named(tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ def test_results_side_by_side(root: Path) -> None:
         name: [{"name": name, "step": 3, "accuracy": 0.5}, None, {"name": name, "step": 2, "accuracy": 0.4}]
     }
     assert [item and (item["step"], item["accuracy"]) for item in found.best[name]] == [(3, 0.5), None, (1, 0.9)]
+    make_run(root, "even", accuracies={1: 0.5, 2: 0.5, 3: 0.25})
+    (best,) = put_side_by_side([root / "even"]).best[name]
+    assert best is not None
+    assert best["step"] == 2  # of equals the newest, as checkpoints/best is
     assert found.metrics == {"reward": [0.375, 0.125, 0.375], "loss": [1 / 3, 1.0, 1 / 3]}
     assert found.seconds == [8.0, 2.0, 8.0]  # steps of 2 s and evaluations of 1 s
 

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
+from posttrain.recipes.recipe import load_recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.models import find_source
 from posttrain.runs.paths import (
     Place,
     cell_names,
@@ -20,6 +23,7 @@ from posttrain.runs.paths import (
     every_run_name,
     locate,
     locate_all,
+    refuse_absent,
     runs_of,
 )
 
@@ -152,3 +156,17 @@ def test_no_command_touches_what_lies_outside(
         code = int(refused.code or 0)
     assert code == 2
     assert snapshot(tmp_path) == before
+
+
+def test_the_name_of_a_comparison_leads_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_comparison(Path("runs"), "both")
+    cells = r"name one of its runs\. Runs there: both/start, both/cells/dapo-seed0, both/cells/grpo-seed0"
+    for name in ("both", "runs/both", "runs/both/"):
+        with pytest.raises(UsageError, match=cells):
+            refuse_absent("runs", name)
+    refuse_absent("runs", "both/start")
+    RunDirectory(Path("runs/both/cells/dapo-seed0")).write_recipe(load_recipe("tiny/grpo"))
+    source = find_source("both/cells/dapo-seed0", "runs")
+    assert source.run == Path("runs/both/cells/dapo-seed0")
+    assert source.label == "dapo-seed0"

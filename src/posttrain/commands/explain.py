@@ -137,6 +137,24 @@ def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, t
                 yield from _walk_sections(candidate, f"{prefix}{name}.")
 
 
+def sections_with(name: str) -> list[str]:
+    """The sections with a key called so (``kl``, ``regularize.kl``), or with one whose value it may be (``lora``)."""
+    return [
+        section
+        for section, model in sections().items()
+        if any(
+            name in (key, f"{section}.{key}", *_choices(field.annotation)) for key, field in model.model_fields.items()
+        )
+    ]
+
+
+def _choices(annotation: Any) -> list[Any]:
+    inner = list(typing.get_args(annotation))
+    if typing.get_origin(annotation) is typing.Literal:
+        return inner
+    return [choice for one in inner for choice in _choices(one)]
+
+
 def words_of(recipe: Recipe) -> set[tuple[str, str]]:
     """(kind, name) of every word that a resolved recipe uses, its defaults included."""
     used = {("task", recipe.task.name), ("objective", recipe.objective.name)}

@@ -113,7 +113,10 @@ def run_explain(arguments: argparse.Namespace) -> int:
     sections = words.sections()
     kinds = {kind for kind, (key, _) in words.KINDS.items() if name in (kind, key, kind + "s")}
     entries, recipes = _entries_named(name), recipes_called(name)
-    if not entries and not kinds and not recipes and name not in sections:
+    shown = [name] if name in sections else []
+    if not entries and not kinds and not recipes and not shown:
+        shown = words.sections_with(name)
+    if not entries and not kinds and not recipes and not shown:
         known = sorted(
             {word for group in words.all_words().values() for word in group}
             | set(sections)
@@ -127,8 +130,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
         _print_entry(console, entry)
     for kind in sorted(kinds):
         _print_kind(console, kind)
-    if name in sections:
-        _print_section(console, name, sections[name])
+    for section in shown:
+        _print_section(console, section, sections[section])
     for recipe in recipes:
         _print_recipe(console, recipe)
     return 0

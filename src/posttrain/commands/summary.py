@@ -76,7 +76,7 @@ def write_results(
         told = [("first", own[0]), ("last", own[-1])]
         measured = [(value, point) for point in own if (value := headline.value(point.results)) is not None]
         if measured:  # what was never measured has no best
-            best = max(measured, key=lambda one: (headline.goodness(one[0]), -one[1].step))[1]
+            best = max(measured, key=lambda one: (headline.goodness(one[0]), one[1].step))[1]  # as checkpoints/best
             told.insert(1, ("best", best))
         evaluations[task] = {name: {"step": point.step, **point.results} for name, point in told}
     status = run.read_status()

@@ -27,6 +27,8 @@ from posttrain.untrusted import first_fault, harmless
 
 ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
 _SETTINGS, _MARK = "settings", "settings_mark"
+# Of which weights, and how they were named: not what was asked of them.
+_OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
 # ``summary.md`` of an evaluation, from it, its settings and its environment (``reports.evaluation.write_page``).
 WritePage = Callable[[Evaluation, Mapping[str, Any], Mapping[str, Any]], str]
@@ -192,21 +194,24 @@ def read_finished(folder: str | Path) -> Finished:
         DataError: it is the folder of no evaluation, of an interrupted one, or of several.
     """
     path = Path(folder) / RESULTS
+    content = _content(path)
+    _refuse_other_kind(path, content)
     try:
-        written = path.read_bytes()
-        content = json.loads(written)
+        checked = _Written.model_validate(content)
+    except ValidationError as error:
+        raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
+    results = {name: value for name, value in checked.results.items() if value is not None}
+    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
+
+
+def _content(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
         raise DataError(path, what) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
-    _refuse_other_kind(path, content)
-    try:
-        checked = _Written.model_validate_json(written)
-    except ValidationError as error:
-        raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
-    results = {name: value for name, value in checked.results.items() if value is not None}
-    return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
 
 
 def _refuse_other_kind(path: Path, content: Any) -> None:
@@ -247,7 +252,8 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     before: Any = None
     try:
         if (folder / RESULTS).is_file():
-            before = read_finished(folder).settings
+            written = _content(folder / RESULTS)
+            before = written.get(_SETTINGS) if isinstance(written, dict) else None
         elif (folder / ROLLOUTS).is_file():
             before = json.loads(RolloutStore(folder / ROLLOUTS, read_only=True).about().get(_SETTINGS, "null"))
     except (DataError, ValueError):
@@ -256,6 +262,21 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
         return []
     one, other = (_deciding(json.loads(json.dumps(options, default=str))) for options in (before, settings))
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> Path:
+    """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... where no evaluation lies that was asked otherwise.
+
+    The same model's newer weights are not asked otherwise: what they give replaces what the older ones gave.
+
+    Args:
+        asked: settings by the name of a folder below that for everything; the empty name is itself.
+    """
+    folder, number = wanted, 1
+    while any(set(settings_replaced(folder / name, own)) - _OF_WEIGHTS for name, own in asked.items()):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:

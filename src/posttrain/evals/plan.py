@@ -33,6 +33,7 @@ from posttrain.evals.files import (
     WritePage,
     discard,
     finished_before,
+    folder_of_its_own,
     read_finished,
     refuse_other,
     settings_replaced,
@@ -149,12 +150,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells, by model and task and template in the order asked for; ``folder`` holds them."""
+    """All cells, by model and task and template in the order asked for; ``folder`` holds them.
+
+    ``kept``: where they would lie, had not an evaluation that was asked otherwise been there before.
+    """
 
     cells: list[Cell]
     folder: Path
     asked: EvaluationRequest
     best_of_weights: str | None = None
+    kept: Path | None = None
 
     @property
     def is_table(self) -> bool:
@@ -240,7 +245,16 @@ def make_plan(asked: EvaluationRequest) -> Plan:
         for (source, task, template), name in zip(combinations, names, strict=True)
     ]
     best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
-    return Plan(cells, folder, asked, best_of_weights)
+    plan = Plan(cells, folder, asked, best_of_weights)
+    return plan if asked.out or not folder.exists() else _beside_others(plan, names)
+
+
+def _beside_others(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan in a folder of its own, if another evaluation lies in the one where it would go by default."""
+    settings = {name: plan.settings(cell) for name, cell in zip(names, plan.cells, strict=True)}
+    folder = folder_of_its_own(plan.folder, settings)
+    cells = [replace(cell, folder=folder / name) for name, cell in zip(names, plan.cells, strict=True)]
+    return replace(plan, cells=cells, folder=folder, kept=plan.folder if folder != plan.folder else None)
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
@@ -289,6 +303,8 @@ def run_plan(
 
     What an interrupted table has finished with the same settings is kept; a table that is complete is made anew.
     """
+    if plan.kept is not None:
+        progress.tell(f"{plan.kept}: an evaluation that was asked otherwise stays there; this one is {plan.folder}")
     top = plan.folder / RESULTS
     if plan.is_table and top.is_file():
         for folder in (plan.folder, *(cell.folder for cell in plan.cells)):

@@ -16,7 +16,7 @@ from posttrain.engines.judging.reward import PairJudge
 from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
-from posttrain.evals.files import refuse_other, write_records
+from posttrain.evals.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
 from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
@@ -286,7 +286,8 @@ def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> Contes
     folder = asked.out or (a.run / "evaluation" if a.run else Path(EVALUATIONS)) / name
     refuse_other(folder)
     templates = (_template_of(template, a, b), _template_of(template, b, a))
-    return ContestPlan(a, b, drawing, asked, tuple(judges), task, word, templates, folder)
+    plan = ContestPlan(a, b, drawing, asked, tuple(judges), task, word, templates, folder)
+    return plan if asked.out else replace(plan, folder=folder_of_its_own(folder, {"": plan.settings}))
 
 
 def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Word:

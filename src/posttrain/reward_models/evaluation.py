@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.engines.models import ModelSource
 from posttrain.errors import UsageError
-from posttrain.evals.files import refuse_other, weights_mark, write_records
+from posttrain.evals.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
@@ -132,7 +132,9 @@ def run_scoring(asked: EvaluationRequest, *, probes: bool = False) -> Iterator[S
             opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
         model = opened[1]
         evaluation = evaluate_reward_model(model, task, n=asked.drawing.n, probes=probes)
-        yield Scored(model.label, evaluation, settings_of(source, model, word, task, asked.drawing.n), folder)
+        settings = settings_of(source, model, word, task, asked.drawing.n) | ({"probes": True} if probes else {})
+        own = folder if asked.out else folder_of_its_own(folder, {"": settings})
+        yield Scored(model.label, evaluation, settings, own)
 
 
 def settings_of(source: ModelSource, model: RewardModel, word: Word, task: Task, n: int) -> dict[str, Any]:

@@ -390,11 +390,12 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -
     where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({status.state})"
     changed = directory.changed_keys(recipe)
     if changed:
-        from posttrain.runs.resuming import describe_changes
+        from posttrain.runs.resuming import describe_changes, hard_changes
 
+        longer = "" if hard_changes(changed) else "Continue it to there with --resume, or start"
         raise RunConflict(
             f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n"
-            "Nothing was changed. Start under another name with --run NAME"
+            f"Nothing was changed. {longer or 'Start'} under another name with --run NAME"
         )
     raise RunConflict(
         f"{folder}: this run of the same recipe exists already and {where}. Nothing was changed. "

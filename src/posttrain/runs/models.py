@@ -8,7 +8,7 @@ from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.recipes.recipe import Recipe, stored_recipe
-from posttrain.runs.directory import RunDirectory, find_run, run_names
+from posttrain.runs.directory import RunDirectory, find_run
 
 
 def read_run_recipe(folder: Path) -> Recipe:
@@ -28,7 +28,7 @@ def find_source(name: str, runs_dir: str | Path) -> ModelSource:
         UsageError: a run without a recipe that can be read, or without that checkpoint.
     """
     path = Path(name)
-    if kind_of_file(path / "recipe.yaml") == "file" or name in run_names(runs_dir):
+    if name and any(kind_of_file(place / name / "recipe.yaml") == "file" for place in (Path(runs_dir), Path())):
         run = find_run(runs_dir, name)
         return ModelSource(name, run.name, str(run), run, read_run_recipe(run))
     checkpoint = checkpoint_of(path)

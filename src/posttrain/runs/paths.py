@@ -133,6 +133,9 @@ def refuse_absent(root: str | Path, name: str) -> None:
         UsageError: with the runs that there are.
     """
     path = Path(name)
+    inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
+    if name and (cells := cell_names(root, inside)) and plan_of(Path(root) / inside).is_file():
+        raise UsageError(f"{shorten(name)} is a comparison or study; name one of its runs. {list_names(cells)}")
     in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
     if name in ("", "tiny") or in_run or kind_of_file(path.expanduser()) != "nothing":
         return

@@ -107,8 +107,8 @@ def _by_name(
         for items, headline in zip(evaluated, headlines, strict=True):
             own = [(headline.value(item), item) for item in items if item["name"] == name]
             measured = [(value, item) for value, item in own if value is not None]
-            if best:  # the first of equals, as it was cheaper
-                measured.sort(key=lambda one: (headline.goodness(one[0]), -one[1]["step"]))
+            if best:  # the newest of equals, as ``checkpoints/best`` is
+                measured.sort(key=lambda one: (headline.goodness(one[0]), one[1]["step"]))
             table[name].append(measured[-1][1] if measured else None)
     return table
 

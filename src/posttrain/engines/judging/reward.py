@@ -133,7 +133,7 @@ def check_failures(opinions: Sequence[Opinion], bound: float, judge: Judge) -> N
         raise RunFailure(
             f"judge {judge.name}: {len(failed)} of {len(opinions)} answers were not judged, and at most "
             f"{bound:.0%} may fail (max_failures). The last reason: {failed[-1].reason}. What it said until now is "
-            "kept; see that it answers, then go on with --resume"
+            "kept; see that it answers, then go on (a run: with --resume)"
         )
 
 
