@@ -10,12 +10,14 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from posttrain.errors import DataError
 from posttrain.store.durable import replace_file
+from posttrain.store.metrics import MAX_BYTES
+from posttrain.store.reading import read_record
 from posttrain.store.rollouts import RecordedRollout, prompt_text
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import first_fault
@@ -35,12 +37,12 @@ class ItemSample:
     text: str
     extracted: str | None
     outcome: str
-    num_tokens: int
+    num_tokens: Annotated[int, Field(ge=0, lt=1 << 53)]
     finish: str
-    reward: float
+    reward: FiniteFloat
     in_format: bool
     parts: dict[str, float]
-    score: float | None = None
+    score: FiniteFloat | None = None
 
     @property
     def is_right(self) -> bool:
@@ -147,8 +149,8 @@ def read_items(path: str | Path) -> list[Item]:
         DataError: no such file, or a line that is no item.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
         raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
     items, kind = [], TypeAdapter(Item)
     for number, line in enumerate(lines, 1):
