@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76220
+MAX_PACKAGE_LINES = 76250
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
@@ -28,17 +28,17 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5710,
     "environments": 1760,
-    "store": 2590,
+    "store": 2610,
     "models": 4660,
     "engines": 8620,
-    "evals": 2960,
+    "evals": 2980,
     "reward_models": 1630,
     "train": 7620,
     "interpret": 7550,
     "runs": 3630,
     "sweeps": 3290,
     "reports": 3120,
-    "commands": 8920,
+    "commands": 8930,
 }
 
 

@@ -142,11 +142,14 @@ def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
     replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
 
 
-def read_items(path: str | Path) -> list[Item]:
+def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
     """The items that ``write_items`` wrote.
 
+    Args:
+        samples: how many answers an item has, if it has any; None: any number.
+
     Raises:
-        DataError: no such file, or a line that is no item.
+        DataError: no such file, a line that is no item, or one with another number of answers.
     """
     try:
         lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
@@ -159,4 +162,7 @@ def read_items(path: str | Path) -> list[Item]:
         except ValidationError as error:
             what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None
+        if samples is not None and len(items[-1].samples) not in (0, samples):
+            what = f"{len(items[-1].samples)} answers, where the settings of the evaluation say {samples}"
+            raise DataError(path, f"{what}; evaluate again to replace the file", number)
     return items
