@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76450
+MAX_PACKAGE_LINES = 76480
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
@@ -28,14 +28,14 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5710,
     "environments": 1760,
-    "store": 2590,
+    "store": 2610,
     "models": 4660,
     "engines": 8690,
-    "evals": 3000,
+    "evals": 3010,
     "reward_models": 1630,
     "train": 7680,
     "interpret": 7550,
-    "runs": 3670,
+    "runs": 3680,
     "sweeps": 3290,
     "reports": 3120,
     "commands": 8950,

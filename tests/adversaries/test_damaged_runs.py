@@ -10,11 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
+from strangers import plain_recipe
 
 from posttrain.cli import main
+from posttrain.commands.summary import write_summary
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus
-from posttrain.store.headline import ACCURACY
+from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -70,6 +73,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("env.json", b'{"starts": {"0": 1}}', "'starts' is no list"),
     ("env.json", b'{"starts": [{"versions": 3}]}', "a start says nothing of versions"),
     ("env.json", b'{"starts": [{"hardware": {"gpus": 3}}]}', "a start says nothing of versions"),
+    ("env.json", b'{"starts": [{"command": 3}]}', "a start says nothing of versions"),
     ("env.json", b'{"recipe": "\\ud800"}', "surrogates not allowed"),
     ("env.json", b"\xff\xfe", "UnicodeDecodeError"),
     ("status.json", status(step="four"), "step is 'four'"),
@@ -111,6 +115,8 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("metrics.jsonl", b'{"step": 1e999, "metrics": {}}\n', "OverflowError"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"a": ' + b"9" * 400 + b"}}\n", "OverflowError"),
     ("metrics.jsonl", b'{"step": ' + b"9" * 400 + b', "metrics": {"a": 1}}\n', "a step of 400 digits"),
+    ("metrics.jsonl", b'{"step": 1, "metrics": {}, "timing": {"a": "nan"}}\n', "timing: a is nan"),
+    ("metrics.jsonl", b'{"step": 1, "metrics": {}, "timing": {"a": 1e300}}\n', "timing: a is 1e+300"),
     ("metrics.jsonl", DEEP + b"\n", "RecursionError"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": 1}}\n', "surrogates not allowed"),
     ("notes.json", b'{"tags": 3, "remarks": []}', "not iterable"),
@@ -336,3 +342,53 @@ def test_a_damaged_comparison_is_listed(root: Path, plan: str, capsys: pytest.Ca
     assert [item["state"] for item in found["comparisons"]] == ["damaged"]
     assert len(found["runs"]) == 2
     assert main(["runs"]) == 0
+
+
+def no_number(word: str) -> float:
+    raise AssertionError(f"{word} is no JSON")
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {},
+        {"accuracy": "nan", "n": 4},
+        {"accuracy": 0.5, "accuracy_low": 0.1},
+        {"accuracy": 0.5, "accuracy_low": "-inf", "accuracy_high": "nan", "n": "inf"},
+        {"accuracy": 0.5, "step": "nan", "name": 3.0, "loss": "inf"},
+        {"<script>\u202e": 1.0, "accuracy": 1e300},
+    ],
+)
+def test_results_that_no_evaluation_has(
+    root: Path, results: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pages, lists and the card of a run whose evaluations say other things than ours do."""
+    bad = root / "bad"
+    (bad / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe()))
+    told = ACCURACY if "loss" in results else Headline("accuracy", label="<script>\u202e")
+    RunDirectory(bad).write_status(RunStatus("finished", 1, 1, 1, "h", 5.0, headline=told))
+    metrics = {f"eval/stories/validation/{name}": value for name, value in results.items()}
+    (bad / "metrics.jsonl").write_text(json.dumps({"step": 0, "metrics": metrics}) + "\n")
+    page = write_summary(bad).read_text()
+    assert "<script>" not in page.replace("<script></script>", "")
+    assert "\u202e" not in page
+    stored = json.loads((bad / "results.json").read_text(), parse_constant=no_number)
+    of_task = stored["evaluations"].get("stories/validation")
+    assert of_task is None or of_task["first"] == {
+        **{name: value if isinstance(value, float | int) else None for name, value in results.items()},
+        "step": 0,
+    }
+    assert main(["runs", "show", "bad", "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out, parse_constant=no_number)["evaluations"]
+    assert [(item["name"], item["step"]) for item in shown] == [("stories/validation", 0)] * bool(results)
+    assert main(["runs", "compare", "good", "bad"]) == 0
+    assert main(["runs", "export", "bad", "--to", "exported", "--weights", "none"]) == 0
+    assert "\u202e" not in (root.parent / "exported" / "README.md").read_text()
+
+
+def test_no_text_of_another_file_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root.parent / "secret").write_text("token: hunter2\n")
+    (root / "bad" / "recipe.yaml").unlink()
+    (root / "bad" / "recipe.yaml").symlink_to(root.parent / "secret")
+    assert main(["runs", "show", "bad", "--format", "json"]) == 0
+    assert "hunter2" not in capsys.readouterr().out

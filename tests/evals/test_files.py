@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from made_up_items import make_item
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.files import (
     EvaluationStore,
@@ -22,6 +23,7 @@ from posttrain.evals.files import (
     settings_replaced,
     weights_mark,
 )
+from posttrain.evals.items import Item, write_items
 from posttrain.types import Completion, Example, Message, Rollout
 
 EXAMPLES = {i: Example(f"sums/{i}", (Message("user", f"{i} + 1?"),), str(i + 1)) for i in range(4)}
@@ -185,3 +187,23 @@ def test_results_that_no_evaluation_writes(changes: dict[str, Any], where: str, 
     (tmp_path / "results.json").write_text(json.dumps(content | changes))
     with pytest.raises(DataError, match=rf"not the results of an evaluation \({where}: "):
         read_finished(tmp_path)
+
+
+def test_items_have_as_many_answers_as_the_settings_say(tmp_path: Path) -> None:
+    content = {"evaluation": "sums/test", "results": {"n": 2.0}, "settings": {"samples": 2}}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    write_items([make_item(0, "rw"), Item("x/1", 1, "long", None)], tmp_path / "items.jsonl")
+    assert [len(item.samples) for item in read_finished(tmp_path).items()] == [2, 0]
+    write_items([make_item(0, "rw"), make_item(1, "rwr")], tmp_path / "items.jsonl")
+    with pytest.raises(DataError, match=r"items\.jsonl:2: 3 answers, where the settings of the evaluation say 2"):
+        read_finished(tmp_path).items()
+
+
+@pytest.mark.parametrize("name", ["results.json", "items.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    content = {"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {}}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="this is no file"):
+        read_finished(tmp_path).items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,8 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
         ({"id": []}, "id"),
         ({"samples": 3}, "samples"),
         ({"samples": [{"num_tokens": "many"}]}, r"samples\.0\.text"),
+        ({"samples": [asdict(make_sample("r", num_tokens=10**400))]}, r"samples\.0\.num_tokens"),
+        ({"samples": [asdict(make_sample("r", reward=float("inf")))]}, r"samples\.0\.reward"),
         ({"meta": {"level": []}}, r"meta\.level\.str"),
         ({"question": "\x1b[31m", "index": "\x1b[31m"}, "index"),
     ):

@@ -77,6 +77,8 @@ def test_items_without_answers_count_as_wrong_and_ungraded_ones_do_not_count() -
 def test_other_items_are_refused() -> None:
     with pytest.raises(UsageError, match=r"0 are in A alone and 1 in B alone, such as made/1"):
         pair_items(make_items(["r"]), make_items(["r", "r"]))
+    with pytest.raises(UsageError, match="2 items of B have 1 ids"):
+        pair_items(make_items(["r"]), make_items(["r"]) * 2)
     changed = [replace(item, answer="7") for item in make_items(["r"])]
     with pytest.raises(UsageError, match="1 items are not alike in question or gold answer, such as made/0"):
         pair_items(make_items(["r"]), changed)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_runner import STUDIED, FakeRunner, doings
 
-from posttrain.errors import RunConflict, RunFailure
+from posttrain.errors import DataError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.sweeps import write_study
 from posttrain.sweeps.plan import standings
@@ -166,3 +166,21 @@ def test_the_commands_of_parts(make_plan) -> None:
     assert train[1:4] == ["-m", "posttrain.cli", "train"]
     assert train[-1] == "--resume"
     assert part_command(plan.choosing[0], True)[3:] == list(plan.choosing[0].command)
+
+
+def test_answers_that_are_not_those_of_the_study_are_refused(make_plan) -> None:
+    plan = make_plan()
+    outcome, _ = run(plan)
+    collect_study(plan, outcome, "posttrain study mine")
+    path = plan.folder / "chosen" / "proxy-seed1" / "items.jsonl"
+    item = json.loads(path.read_text())
+    for samples, message in (
+        (item["samples"][:2], r"items\.jsonl:1: 2 answers, where"),
+        ([], "not answers to"),
+    ):
+        path.write_text(json.dumps(item | {"samples": samples}) + "\n")
+        with pytest.raises(DataError, match=message):
+            collect_study(plan, outcome, "posttrain study mine")
+    path.write_text(f"{json.dumps(item)}\n{json.dumps(item | {'id': 'b'})}\n")
+    with pytest.raises(DataError, match="not answers to the problems of this study"):
+        collect_study(plan, outcome, "posttrain study mine")

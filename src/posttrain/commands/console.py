@@ -22,6 +22,7 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
+from posttrain.store.durable import sayable
 from posttrain.untrusted import harmless, harmless_json
 
 if TYPE_CHECKING:  # training prints no table of an evaluation
@@ -138,7 +139,7 @@ def wants_json() -> bool:
 
 
 def _to_json(content: Any) -> str:
-    return harmless_json(json.dumps(content, indent=1, default=str)) + "\n"
+    return harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n"
 
 
 def _tables_to_json(tables: Sequence[TextTable]) -> str:

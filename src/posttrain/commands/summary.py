@@ -16,7 +16,7 @@ from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import read_run_recipe
-from posttrain.store.durable import replace_file
+from posttrain.store.durable import replace_file, sayable
 from posttrain.store.headline import REWARD, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -78,7 +78,7 @@ def write_results(
         if measured:  # what was never measured has no best
             best = max(measured, key=lambda one: (headline.goodness(one[0]), one[1].step))[1]  # as checkpoints/best
             told.insert(1, ("best", best))
-        evaluations[task] = {name: {"step": point.step, **point.results} for name, point in told}
+        evaluations[task] = {name: {**point.results, "step": point.step} for name, point in told}
     status = run.read_status()
     content = {
         "run": run.folder.name,
@@ -90,7 +90,7 @@ def write_results(
         "evaluations": evaluations,
     }
     path = run.folder / "results.json"
-    replace_file(path, json.dumps(content, indent=1).encode() + b"\n", durable=False)
+    replace_file(path, json.dumps(sayable(content), indent=1, allow_nan=False).encode() + b"\n", durable=False)
     return path
 
 
@@ -129,11 +129,13 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
 
 def _stages(points: Sequence[EvaluationPoint], headline: Headline) -> list[Stage]:
     stages = []
-    for task in dict.fromkeys(point.name for point in points if headline.value(point.results) is not None):
+    points = [point for point in points if headline.value(point.results) is not None]
+    for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
         for point in own[:1] + own[1:][-1:]:
             label = "before training" if point.step == 0 else f"after {point.step} steps"
-            stages.append(Stage(label, f"{task}, n = {point.results['n']:.0f}", point.results))
+            count = f", n = {point.results['n']:.0f}" if "n" in point.results else ""
+            stages.append(Stage(label, f"{task}{count}", point.results))
     return stages
 
 

@@ -21,6 +21,7 @@ from posttrain.evals.items import Item, item_of, read_items, sample_of, write_it
 from posttrain.evals.measures import Kinds
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
+from posttrain.store.reading import read_record
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import first_fault, harmless
@@ -57,8 +58,8 @@ class Finished:
         return str(word["name"] if isinstance(word, Mapping) else word)
 
     def items(self) -> list[Item]:
-        """Its items (see ``read_items``)."""
-        return read_items(self.folder / ITEMS)
+        """Its items (see ``read_items``); each has as many answers as the settings say, or none."""
+        return read_items(self.folder / ITEMS, self.settings.get("samples", 1))
 
 
 class _Strict(BaseModel):
@@ -206,11 +207,11 @@ def read_finished(folder: str | Path) -> Finished:
 
 def _content(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_record(path))
     except FileNotFoundError:
         what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
         raise DataError(path, what) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
 
 

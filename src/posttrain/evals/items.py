@@ -10,12 +10,14 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from posttrain.errors import DataError
 from posttrain.store.durable import replace_file
+from posttrain.store.metrics import MAX_BYTES
+from posttrain.store.reading import read_record
 from posttrain.store.rollouts import RecordedRollout, prompt_text
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import first_fault
@@ -35,12 +37,12 @@ class ItemSample:
     text: str
     extracted: str | None
     outcome: str
-    num_tokens: int
+    num_tokens: Annotated[int, Field(ge=0, lt=1 << 53)]
     finish: str
-    reward: float
+    reward: FiniteFloat
     in_format: bool
     parts: dict[str, float]
-    score: float | None = None
+    score: FiniteFloat | None = None
 
     @property
     def is_right(self) -> bool:
@@ -140,15 +142,18 @@ def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
     replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
 
 
-def read_items(path: str | Path) -> list[Item]:
+def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
     """The items that ``write_items`` wrote.
 
+    Args:
+        samples: how many answers an item has, if it has any; None: any number.
+
     Raises:
-        DataError: no such file, or a line that is no item.
+        DataError: no such file, a line that is no item, or one with another number of answers.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
         raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
     items, kind = [], TypeAdapter(Item)
     for number, line in enumerate(lines, 1):
@@ -157,4 +162,7 @@ def read_items(path: str | Path) -> list[Item]:
         except ValidationError as error:
             what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None
+        if samples is not None and len(items[-1].samples) not in (0, samples):
+            what = f"{len(items[-1].samples)} answers, where the settings of the evaluation say {samples}"
+            raise DataError(path, f"{what}; evaluate again to replace the file", number)
     return items

@@ -88,6 +88,9 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
         UsageError: they are not of the same items, or not the same questions with the same gold answers.
     """
     left, right = ({item.id: item for item in items} for items in (a, b))
+    for which, items, by_id in (("A", a, left), ("B", b, right)):
+        if len(by_id) < len(items):
+            raise UsageError(f"{len(items)} items of {which} have {len(by_id)} ids, so that they cannot be told apart")
     only_a, only_b = [key for key in left if key not in right], [key for key in right if key not in left]
     if only_a or only_b:
         named = ", ".join((only_a or only_b)[:3])

@@ -357,8 +357,9 @@ def _environment_problem(data: Any) -> str:
         return "'starts' is no list of mappings"
     sections = [start.get(key) or {} for start in starts for key in ("versions", "hardware", "git")]
     gpus = [section.get("gpus") or [] for section in sections if isinstance(section, dict)]
-    if len(gpus) < len(sections) or not all(isinstance(names, list) for names in gpus):
-        return "a start says nothing of versions, hardware and commit"
+    commands = [start.get("command") or [] for start in starts]
+    if len(gpus) < len(sections) or not all(isinstance(words, list) for words in (*gpus, *commands)):
+        return "a start says nothing of versions, hardware, commit and command"
     return ""
 
 

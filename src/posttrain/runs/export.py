@@ -34,7 +34,7 @@ from posttrain.store.checkpoint_files import (
 from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog
-from posttrain.untrusted import code, paragraph, plain
+from posttrain.untrusted import code, harmless, paragraph, plain
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
@@ -148,7 +148,7 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
         lines.append("")
     if is_adapter:
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
-    return "\n".join([*head, *lines])
+    return harmless("\n".join([*head, *lines]))
 
 
 def _evaluation_row(row: Mapping[str, Any], headline: Headline) -> str:

@@ -293,12 +293,13 @@ def show_run(path: str | Path) -> dict[str, Any]:
     steps: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], problems)
     summary = summarize_run(path)
     all_problems = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
+    text = partial(read_record, directory.recipe_path)
     new = [problem for problem in all_problems[1:] if problem not in all_problems[0]]
     if all_problems:
         summary = replace(summary, state="damaged", problem="; ".join([all_problems[0], *new]))
     return asdict(summary) | {
         "path": str(directory.folder),
-        "recipe_text": _read_or(lambda: read_record(directory.recipe_path), b"", []).decode(errors="replace"),
+        "recipe_text": "" if directory.recipe_path.is_symlink() else _read_or(text, b"", []).decode(errors="replace"),
         "environment": environment,
         "status": asdict(status) if status else {},
         "remarks": [asdict(remark) for remark in _read_or(lambda: read_notes(path), Notes(), []).remarks],
@@ -312,7 +313,8 @@ def show_run(path: str | Path) -> dict[str, Any]:
 
 def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
     """Held-out evaluations in the order in which they were done: ``name``, ``step`` and their results."""
-    return [{"name": point.name, "step": point.step, **point.results} for point in evaluation_points(rows)]
+    told = [({"name": point.name, "step": point.step}, point.results) for point in evaluation_points(rows)]
+    return [about | results | about for about, results in told]  # whatever a result is called
 
 
 def disk_bytes(folder: str | Path) -> int:

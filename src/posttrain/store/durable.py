@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import glob
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import StorageError, UsageError
 from posttrain.option_types import shorten
@@ -56,6 +58,15 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
             where = shorten(str(error.filename or place))
             raise UsageError(f"{where}: cannot write {what} there: {error.strerror}. Give another place") from error
         raise explain_storage(what, place, error) from error
+
+
+def sayable(value: Any) -> Any:
+    """Plain data as JSON can say it: a number that is not finite is null."""
+    if isinstance(value, Mapping):
+        return {key: sayable(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [sayable(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_file(path: Path) -> None:

@@ -55,8 +55,8 @@ class Headline:
 
     def interval(self, results: Mapping[str, float]) -> tuple[float, float] | None:
         """Its 95 % interval, where one was measured."""
-        low, high = (results.get(f"{self.metric}_{bound}") for bound in ("low", "high"))
-        return None if low is None or high is None or self.value(results) is None else (low, high)
+        low, high = (results.get(f"{self.metric}_{bound}", math.nan) for bound in ("low", "high"))
+        return (low, high) if self.value(results) is not None and math.isfinite(low) and math.isfinite(high) else None
 
     def goodness(self, value: float) -> float:
         """Larger for what is better."""

@@ -27,6 +27,7 @@ EVALUATION = "eval/"  # begins the name of an evaluation's result
 MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
 _MAX_LINE_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 16
+_MAX_CLOCK = 1 << 53  # more than any clock or memory measures; a step is below it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,10 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
             json.dumps(data, ensure_ascii=False).encode()
         metrics = {str(name): float(value) for name, value in data["metrics"].items()}
         timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
-        if abs(step := int(data["step"])) >= 1 << 53:
+        if abs(step := int(data["step"])) >= _MAX_CLOCK:
             raise ValueError(f"a step of {len(str(step))} digits")
+        if wrong := [name for name, value in timing.items() if not abs(value) < _MAX_CLOCK]:
+            raise ValueError(f"timing: {wrong[0][:40]} is {timing[wrong[0]]:g}")
         return MetricsRow(step, metrics, timing)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"not a line of metrics ({type(error).__name__}: {error}); repair or delete this line, then try again"

@@ -245,7 +245,7 @@ def _read_several(row: Mapping[str, Any]) -> dict[str, Any]:
     own = None
     if row["spans"] is not None:
         spans = _unpack_ids(row["spans"])
-        if min(spans, default=0) < 0 or sum(spans) != row["num_tokens"]:
+        if min(spans, default=0) < 0 or not len(row["token_ids"] or b"") // 4 >= sum(spans) == row["num_tokens"]:
             raise ValueError("the spans of its turns are not those of its tokens")
         own = tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
     failures = tuple(json.loads(row["failures"])) if row["failures"] is not None else ()
@@ -435,6 +435,8 @@ class RolloutStore:
         with self._connection() as db:
             counts = {(name, step): count for name, step, count in db.execute(query).fetchall()}
         self._check_steps(step for _, step in counts)
+        if not all(isinstance(name, str) for name, _ in counts):
+            raise DataError(self.path, "damaged: the name of an evaluation is no text; move it away")
         return counts
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:

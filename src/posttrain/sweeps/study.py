@@ -34,7 +34,6 @@ them can be looked at, or repeated by hand. Unknown keys are refused with a sugg
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +47,7 @@ from posttrain.evals.tables import NOTHING, TextTable, to_markdown
 from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord
+from posttrain.store.durable import sayable
 from posttrain.sweeps.plan import AskedSection, Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
 from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
 from posttrain.untrusted import paragraph, plain
@@ -366,12 +366,4 @@ def to_page(report: StudyReport) -> str:
 def to_json(report: StudyReport) -> str:
     """``results.json``; a number that is not finite is null."""
     content = {name: value for name, value in vars(report).items() if name not in ("tables", "data", "samples")}
-    return json.dumps(_finite(content | {"common": dict(report.common)} | report.data), indent=1, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(sayable(content | {"common": dict(report.common)} | report.data), indent=1, allow_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from posttrain.errors import DataError
 from posttrain.evals.items import Item, read_items
 from posttrain.recipes.recipe import Recipe
 from posttrain.sweeps import best_of_n, overoptimization
@@ -27,9 +28,14 @@ def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyResul
         DataError: a record is damaged.
     """
     chosen: dict[str, dict[int, list[Item]]] = {}
+    num_asked = 0
     for part in plan.choosing:
         if part.standing == "finished":
-            chosen.setdefault(part.method, {})[part.seed] = read_items(part.folder / ITEMS)
+            items = read_items(part.folder / ITEMS, plan.best_of_n.samples)
+            num_asked = num_asked or len(items)
+            if len(items) != num_asked or not any(item.samples for item in items):
+                raise DataError(part.folder / ITEMS, "not answers to the problems of this study; delete the folder")
+            chosen.setdefault(part.method, {})[part.seed] = items
     about = {"study": plan.study, "sources": plan.sources}
     return _KINDS[plan.study](plan, chosen, begin_report(plan, outcome, command, describe_common(plan), about))
 

@@ -144,7 +144,8 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
     series = []
     for task in tasks:
         points = sorted((e for e in evaluations if e.name == task and name in e.results), key=lambda e: e.step)
-        has_interval = all(f"{name}_low" in e.results for e in points)
+        bounds = [e.results.get(f"{name}_{bound}", math.nan) for e in points for bound in ("low", "high")]
+        has_interval = all(map(math.isfinite, bounds))
         values, low, high = ([e.results[key] for e in points] if key == name or has_interval else []
                              for key in (name, f"{name}_low", f"{name}_high"))  # fmt: skip
         own = label if len(tasks) == 1 else f"{label} {task}"
