@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.engines.vllm.server import free_port as unused_port
+
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+    """Where nobody listens, and no connection goes out from while other tests run: see the server's own choice."""
+    return unused_port(0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import pytest
 from posttrain.cli import main, parse
 from posttrain.commands import demo
 from posttrain.recipes.recipe import load_recipe
+from serving import free_port
 from test_recipes import local_data, random_models, small_changes  # the fixtures of the recipes' test
 
 __all__ = ["local_data", "random_models"]
@@ -161,9 +161,7 @@ def run_small(command: str, models: dict[str, Path], data: dict[str, Path]) -> N
 def serve(words: list[str]) -> None:
     """A page that stays until it is stopped: it comes up."""
     pytest.importorskip("gradio", reason="the studio's package is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-u", "-m", "posttrain.cli", *words, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

@@ -20,6 +20,7 @@ from posttrain.cli import main
 from posttrain.commands.chat.studio import Gate
 from posttrain.commands.serve.doorway import choose_token, is_loopback, show_address
 from posttrain.errors import UsageError
+from serving import free_port
 
 PORT = 7860
 HERE = f"127.0.0.1:{PORT}"
@@ -245,11 +246,6 @@ def test_other_hosts_need_a_token(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # The rest is a real server: Gradio's own routes, each asked as a hostile page would.
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
 
 
 def serve(root: Path, *options: str) -> Iterator[tuple[int, str]]:

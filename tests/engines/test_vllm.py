@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import socket
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare
 from posttrain.types import Completion
+from serving import free_port
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -272,8 +272,7 @@ def test_ids_outside_the_models_vocabulary_are_refused(tiny_random):
 
 
 def test_no_server_there_says_how_to_start_one():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     started = time.monotonic()
     with pytest.raises(
         UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there \(connection refused\).*serve-command"

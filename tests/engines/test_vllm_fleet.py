@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
 from posttrain.train.checks import words_of
 from posttrain.world import ONE, World
+from serving import free_port
 from small_runs import Events, end_of, make_recipe, recorded, run, start, train_command, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -733,8 +733,7 @@ def test_one_port_for_two_fleets() -> None:
 
 
 def test_gpus_and_ports_are_shared_out(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     engine = own_fleet(tiny, tmp_path, gpus=[0, 1, 2, 5], servers=2, port=port)
     engine.sync(0)
     assert [server.environment["CUDA_VISIBLE_DEVICES"] for server in started.all] == ["0,1", "2,5"]
@@ -743,8 +742,7 @@ def test_gpus_and_ports_are_shared_out(tiny: LoadedModel, started: type[OwnStand
 
 
 def test_one_of_a_list_that_is_not_there(tiny: LoadedModel, three: list[FakeFollower], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        missing = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    missing = f"http://127.0.0.1:{free_port()}"
     engine = {"name": "vllm", "url": [three[0].url, missing], "collectives": "gloo"}
     recipe = make_recipe("grpo", rollout={"engine": engine})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}

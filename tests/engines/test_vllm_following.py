@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
 from posttrain.world import World
+from serving import free_port
 from small_runs import Events, make_recipe, recorded, run, saved_tensors, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -173,8 +173,7 @@ def test_an_evaluation_server_that_cannot_be_had_is_said_and_done_without(
 
 
 def test_a_server_that_is_not_there(tiny: LoadedModel) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there"):
         follow(tiny, f"http://127.0.0.1:{port}").sync(0)
 

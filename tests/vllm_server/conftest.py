@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -25,6 +24,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import AdapterSection, ModelSection
+from serving import free_port
 
 START_SECONDS = 300
 # One GiB is room enough for the small models here; nothing is asked of a hub.
@@ -48,8 +48,7 @@ def serve(checkpoint: str, loaded: LoadedModel, log: Path, *options: str) -> Ite
     python = os.environ.get("POSTTRAIN_VLLM")
     if not python:
         pytest.skip("POSTTRAIN_VLLM names no Python with vLLM; run `make test-vllm`")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     printed, hints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(hints):
         code = main(

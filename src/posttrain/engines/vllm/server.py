@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http.client
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
 LOOK_SECONDS = 0.2
 END_SECONDS = keeper.GRACE_SECONDS + 10.0
 PORT_SECONDS = keeper.GRACE_SECONDS + 2.0
+# Below what systems give connections that go out (from 32768 or 49152 on), and Kubernetes its services (from 30000 on).
+OWN_PORTS = range(20_000, 30_000)
 TAIL_BYTES, TAIL_LINES = 8192, 12
 # What a launcher of many processes tells each of them about its place, and a server would take for its own.
 _PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,24 +56,26 @@ def interpreter() -> str:
 def free_port(wanted: int, address: str = "127.0.0.1") -> int:
     """``wanted``, or one that is free (0), of an address of this machine.
 
-    The server of a process that was killed ends a little later than that, so one is waited for ``PORT_SECONDS``.
+    The server of a process that was killed ends a little later than that, so one is waited for ``PORT_SECONDS``. It
+    listens long after it was given a port: one that the system hands out itself another program's connection may get.
 
     Raises:
         UsageError: something else listens there.
     """
     deadline = time.monotonic() + PORT_SECONDS
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
+        port = wanted or secrets.choice(OWN_PORTS)
         try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with socket.create_server((address, wanted), family=family) as free:
-                return int(free.getsockname()[1])
+            with socket.create_server((address, port), family=family):
+                return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise UsageError(
-                    f"engine.port: {wanted} cannot be had ({error.strerror}); give another one, or 0 for any that is "
-                    "free"
+                    f"engine.port: {port} cannot be had ({error.strerror}); give another one, or 0 for any that is free"
                 ) from None
-        time.sleep(LOOK_SECONDS)
+        if wanted:
+            time.sleep(LOOK_SECONDS)
 
 
 class OwnServer:
