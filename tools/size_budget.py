@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76490
+MAX_PACKAGE_LINES = 76570
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2480,
+    "ground": 2520,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 8690,
     "evals": 3010,
     "reward_models": 1630,
-    "train": 7680,
+    "train": 7720,
     "interpret": 7550,
     "runs": 3680,
     "sweeps": 3290,

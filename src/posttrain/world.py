@@ -3,17 +3,23 @@
 What is shared by several is the work on a list of items (``share``, and ``gather`` to have all results everywhere) and
 sums (``add``). All else every process computes for itself from the same numbers, so that all hold the same weights.
 Every call is made by all of them, in the same order. ``train/distributed.py`` has the world of several; this module
-imports nothing, so that any room can be told of one.
+imports none of ours, so that any room can be told of one. What a process sees of its machine is here, too.
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Within = Callable[[Callable[[], Any]], Any]  # gathers a model in parts around what is computed
+_MEMORY = "/sys/fs/cgroup"  # what a group of processes (a job, a container) may take, of either version
+_GROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 class World:
@@ -50,6 +56,13 @@ class World:
         """True for all where it is True for any."""
         return flag
 
+    def in_turn(self) -> AbstractContextManager[object]:
+        """Around what takes main memory for a while: so many of a machine's processes are inside at a time as it holds.
+
+        It ends behind the last of all processes; inside there is no exchange.
+        """
+        return nullcontext()
+
     def order(self, name: str, facts: Mapping[str, Any]) -> None:
         """Ask who started the processes for a server of a name; what is to be known of it is ``delivered``."""
         assert self.starts_servers, "nobody started this process who could start a server for it"
@@ -84,3 +97,29 @@ def local_rank() -> int | None:
     """Which of the processes on this machine this is, as who started it says (``LOCAL_RANK``); None: it is alone."""
     stated = os.environ.get("LOCAL_RANK", "")
     return int(stated) if stated.isdecimal() else None
+
+
+def peak_resident_bytes() -> int:
+    """The most of main memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory_bytes() -> int:
+    """What is left of main memory: of the machine's, and of what this process's group may take. 0: nothing tells."""
+    left = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
+    groups = [line.rsplit(":", 1)[1] for line in _lines("/proc/self/cgroup") if ":memory:" in line or "::" in line]
+    for group in ("/", *groups):  # a container's own is mounted as the topmost
+        for root in (_MEMORY, f"{_MEMORY}/memory"):
+            for most, taken in _GROUPS:
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    place = Path(f"{root}{group}")
+                    limit, used = (int((place / name).read_text(encoding="ascii")) for name in (most, taken))
+                    cached = dict(line.split() for line in _lines(place / "memory.stat"))  # files, let go in need
+                    left.append(limit - used + int(cached.get("total_inactive_file", cached.get("inactive_file", 0))))
+    return max(0, min(left, default=0))
+
+
+def _lines(path: str | Path) -> list[str]:
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    return []

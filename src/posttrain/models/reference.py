@@ -33,22 +33,21 @@ class Reference:
             frozen = copy.deepcopy(forward.model).eval().requires_grad_(False)
             self._frozen = forward.alike(frozen)
             return
-        self._begin()
-
-    def _begin(self) -> None:
-        """Where there is an adapter: keep it as it is now, if it changes anything."""
-        forward = self._live
         ups = [p for n, p in forward.model.named_parameters() if ".lora_B." in n]
-        if not ups or any(bool(whole(p).any()) for p in ups):  # B = 0: the adapter changes nothing yet
-            trained = [p for p in forward.model.parameters() if p.requires_grad]
-            self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
+        if not ups or any(bool(p.any()) for p in ups):  # B = 0: the adapter changes nothing yet
+            self._keep()
+
+    def _keep(self) -> None:
+        """The adapter as it is now."""
+        trained = [p for p in self._live.model.parameters() if p.requires_grad]
+        self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
 
     def shard(self, part: Callable[[Forward], object]) -> None:
         """The live model lies in parts now: so does a copy of it, by ``part``."""
         if self._frozen is not None:
             part(self._frozen)
-        else:
-            self._begin()
+        elif self._initial:
+            self._keep()
 
     @torch.no_grad()
     def fingerprint(self) -> str:

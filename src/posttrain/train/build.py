@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,7 +35,7 @@ from posttrain.train.checks import OWN_TEACHER, Words, one_process, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER, EngineSite
 from posttrain.train.optimizer import build_optimizer
-from posttrain.train.step import Method, Objective, same_weights
+from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
 from posttrain.world import ONE, World, whole
 
@@ -201,23 +202,46 @@ def _build_base(
     words: Words, task: Task, site: EngineSite, folder: Path | None, eval_tasks: Sequence[Task] = ()
 ) -> Base:
     """``folder``: of the run, where rewards keep something in it. ``eval_tasks``: what the trainer is evaluated on."""
-    recipe, device = words.recipe, None
-    if recipe.scale.sharding == "fsdp2" and site.world.size > 1 and not _samples(words, eval_tasks):
-        device = "cpu"  # from where it is cut into parts
-    loaded = _load_trained(recipe, task, device)
-    policy = _build_policy(words, loaded)
-    forward, heads = forward_with_head(recipe, words.objective, policy)
+    recipe, loaded, policy, forward, heads, reference, shards = _build_models(words, task, site.world, eval_tasks)
     method = _build_method(words, forward)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
     context = context_length(loaded.model.config)
-    reference = _build_reference(words, policy)
-    shards = _build_shards(recipe, (forward, policy), heads, site.world, reference, device is None)
     site = replace(site, within=shards.within if shards else None)
     engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
     streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
     read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
     fixed = (words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
     return Base(*fixed, shards)
+
+
+def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
+    """(recipe, model as loaded, its pass, that of the objective, heads, reference, the parts that this process holds).
+
+    Where no whole model is to stay in main memory, as many processes of a machine load theirs at a time as it holds.
+    """
+    recipe, device = words.recipe, choose_device(words.recipe.model.device)
+    shards, loads_onto, digest = None, None, list[int]()
+    if recipe.scale.sharding == "fsdp2" and world.size > 1:
+        from posttrain.train.distributed import Shards
+
+        shards = Shards(world, device, keeps_whole=_samples(words, eval_tasks))
+        loads_onto = None if shards.keeps_whole else "cpu"  # from where it is cut into parts
+    leaves = loads_onto is not None or device.type == "cuda"
+    with world.in_turn() if leaves else nullcontext():
+        loaded = _load_trained(recipe, task, loads_onto)
+        policy = _build_policy(words, loaded)
+        forward, heads = forward_with_head(recipe, words.objective, policy)
+        reference = _build_reference(words, policy)
+        if shards is not None:
+            modules = () if shards.keeps_whole else (forward.model, *heads.values())
+            digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
+            shards.cut(forward, heads)
+            if reference is not None and not shards.keeps_whole:
+                reference.shard(shards.part)
+    if shards is not None:
+        same_digest(digest, world, "before training")
+        shards.choose_paths(policy)
+    return recipe, loaded, policy, forward, heads, reference, shards
 
 
 def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
@@ -311,30 +335,6 @@ def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
         level=words.level,
         entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
     )
-
-
-def _build_shards(
-    recipe: Recipe,
-    forwards: tuple[Forward | ActorCritic, Forward],
-    heads: dict[str, torch.nn.Module],
-    world: World,
-    reference: Reference | None,
-    keeps_whole: bool,
-) -> Shards | None:
-    """The parts of what is trained that each process holds, where several share it out."""
-    if recipe.scale.sharding != "fsdp2" or world.size == 1:
-        return None
-    from posttrain.train.distributed import Shards
-
-    forward, policy = forwards
-    if not keeps_whole:
-        modules = (forward.model, *heads.values())
-        same_weights([p for m in modules for p in m.parameters() if p.requires_grad], world, "before training")
-    device = choose_device(recipe.model.device)
-    shards = Shards(forward, heads, world, device, keeps_whole=keeps_whole, policy=policy)
-    if reference is not None and not keeps_whole:
-        reference.shard(shards.part)
-    return shards
 
 
 def prepare_sampling(

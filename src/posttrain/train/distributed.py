@@ -34,13 +34,14 @@ from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
-from posttrain.world import Within, World, local_rank, own_part, whole
+from posttrain.world import Within, World, free_memory_bytes, local_rank, own_part, peak_resident_bytes, whole
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 600.0  # importing torch on a busy machine takes its time
 PATIENCE_SECONDS = 10.0  # for a message to come in behind the closed connection of whoever left it
 BUCKET_ELEMENTS = 1 << 24  # tensors travel together, so many elements at a time
+SPARED = 0.9  # the share of what is left of main memory that is taken
 TASK, FAILURE, ARRIVED, FAREWELL = "task", "failure", "arrived", "farewell"
 
 
@@ -268,7 +269,7 @@ class Processes(Attending):
     def __init__(self, meeting: Meeting, timeout_seconds: float) -> None:
         super().__init__(meeting)
         self.rank, self.size, self._timeout_seconds = meeting.rank, meeting.size, timeout_seconds
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_turns = 0
 
     def gather(self, mine: Sequence[T], what: str) -> list[T]:
         """See ``World.gather``."""
@@ -299,13 +300,48 @@ class Processes(Attending):
         return any(self.gather([flag], what))
 
     @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """See ``World.in_turn``. On each machine the first goes alone: by what it took, so many others go at a time."""
+        self._num_turns += 1
+        everywhere, store = f"turn {self._num_turns}", self._meeting.store
+        here = f"{everywhere} of {socket.gethostname()}"
+        with self._exchange("turns to load"):
+            place = store.add(f"{here}: came", 1)
+            self._count_on(f"{here}: left", lambda left: place - left <= (store.add(f"{here}: width", 0) or 1))
+            store.set(f"at {self.rank}", json.dumps([self._num_exchanges - 1, "its turn"]))  # others wait for it
+        try:
+            yield
+        finally:  # what this one fails of the next may fail of, too, and say itself
+            with self._exchange("turns to load"):
+                if place == 1:
+                    width = int(SPARED * free_memory_bytes() / peak_resident_bytes())
+                    store.add(f"{here}: width", max(1, width))
+                store.add(f"{here}: left", 1)
+        with self._exchange("the last turn to load"):
+            store.add(everywhere, 1)
+            self._count_on(everywhere, lambda left: left == self.size)
+
+    def _count_on(self, key: str, is_enough: Callable[[int], bool]) -> None:
+        """Wait until a count is enough, as long as it goes on within ``timeout_seconds``."""
+        before, since = -1, time.monotonic()
+        while True:
+            failure = self._meeting.failure()  # asked for first: who fails has counted before
+            if is_enough(count := self._meeting.store.add(key, 0)):
+                return
+            if count != before:
+                before, since = count, time.monotonic()
+            if failure is not None or time.monotonic() - since > self._timeout_seconds:
+                raise TimeoutError
+            time.sleep(0.02)
+
+    @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
         self._num_exchanges += 1
         started = time.monotonic()
         try:
             self._meeting.store.set(f"at {self.rank}", json.dumps([self._num_exchanges, what]))
             yield
-        except (dist.DistError, RuntimeError) as error:
+        except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise self._explain(what, error, time.monotonic() - started) from error
 
     def _explain(self, what: str, error: Exception, seconds: float) -> PeerFailure:
@@ -355,37 +391,32 @@ class Shards:
     (``keeps_whole`` False): it is cut in place, layer by layer, from main memory, and every pass gathers it.
 
     Args:
-        whole: the forward pass that the objective reads, over the whole model.
-        heads: heads and critics that are trained beside it.
         device: where the parts are to be.
-        policy: the language model's pass, where that is another one.
     """
 
-    def __init__(
-        self,
-        whole: Forward | ActorCritic,
-        heads: dict[str, torch.nn.Module],
-        world: World,
-        device: torch.device,
-        *,
-        keeps_whole: bool = True,
-        policy: Forward | None = None,
-    ) -> None:
+    model: torch.nn.Module
+    heads: dict[str, torch.nn.Module]
+    forward: Forward | ActorCritic
+    within: Within | None = None  # gathers the model, where there is no whole one
+
+    def __init__(self, world: World, device: torch.device, *, keeps_whole: bool = True) -> None:
         self._mesh = init_device_mesh(device.type, (world.size,))
-        self.within: Within | None = None  # gathers the model, where there is no whole one
-        self.keeps_whole, self.model, self.heads = keeps_whole, whole.model, heads
-        if keeps_whole:
+        self.keeps_whole = keeps_whole
+        self._pairs: list[tuple[Tensor, Any]] = []
+
+    def cut(self, whole: Forward | ActorCritic, heads: dict[str, torch.nn.Module]) -> None:
+        """Make the parts, without an exchange.
+
+        Args:
+            whole: the forward pass that the objective reads, over the whole model.
+            heads: heads and critics that are trained beside it.
+        """
+        self.model, self.heads = whole.model, heads
+        if self.keeps_whole:
             self.model = copy.deepcopy(whole.model)
             self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
         self.forward = self._sharded(whole)
-        if not keeps_whole:
-            forward = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
-            if policy is not None:
-                policy.root = forward.root
-            critics = [self.forward.critic] if isinstance(self.forward, ActorCritic) else []
-            for each in dict.fromkeys([forward, policy or forward, *critics]):
-                each.choose_path()  # again, where the parts are
-            self.within, self._pairs = forward.root, []
+        if not self.keeps_whole:
             return
         own = {"": (whole.model, self.model), **{f"{n}.": (heads[n], self.heads[n]) for n in heads}}
         self._pairs = [
@@ -394,6 +425,16 @@ class Shards:
             for plain, shard in zip(module.parameters(), sharded.parameters(), strict=True)
             if plain.requires_grad
         ]
+
+    def choose_paths(self, policy: Forward) -> None:
+        """Of parts that are the model; ``policy``: the language model's pass, which may be another one."""
+        if self.keeps_whole:
+            return
+        forward = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
+        self.within = policy.root = forward.root
+        critics = [self.forward.critic] if isinstance(self.forward, ActorCritic) else []
+        for each in dict.fromkeys([forward, policy, *critics]):
+            each.choose_path()  # again, where the parts are
 
     @property
     def notices(self) -> list[str]:

@@ -9,8 +9,6 @@ step; until its results are recorded it is owed, and a resumed run makes it agai
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -41,7 +39,7 @@ from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
-from posttrain.world import ONE, World
+from posttrain.world import ONE, World, peak_resident_bytes
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.evals.generation import Evaluation
@@ -511,5 +509,4 @@ def peak_memory_bytes() -> int:
     """The most memory held so far: of the GPU where there is one of its own, else the process's resident set."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()

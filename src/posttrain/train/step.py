@@ -176,9 +176,13 @@ def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
     Raises:
         RunFailure: with the first rank that does.
     """
-    if world.size == 1:
-        return
-    digests = world.gather([_digest(parameters)], "digests of the weights")
+    if world.size > 1:
+        same_digest(weights_digest(parameters), world, when)
+
+
+def same_digest(digest: list[int], world: World, when: str) -> None:
+    """The same, of weights that each process has added up before."""
+    digests = world.gather([digest], "digests of the weights")
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise RunFailure(
@@ -187,7 +191,7 @@ def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
         )
 
 
-def _digest(parameters: Sequence[Tensor]) -> list[int]:
+def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
     """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
     sums = []
     for parameter in parameters:
