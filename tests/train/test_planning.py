@@ -206,6 +206,9 @@ def test_the_command_says_it_and_how_it_ends(folder: str, capsys: pytest.Capture
         assert part in shown
     for part in ("generate", "update", "sync", "rollout.staleness 1"):
         assert part in shown
+    assert "\nmain memory: 3.4 MiB while a process loads the model; as many at a time as the" in shown  # 4 · 886,144
+    assert main(["plan", "preference/dpo", "--gpus", "H100"]) == 0
+    assert "\nmain memory: 6.8 MiB while a process loads the model\n" in capsys.readouterr().out, "and its reference"
     options = ["--model.name", folder, "--prompt.max_prompt_tokens", "256", "--rollout.max_tokens", "512"]
     assert main(["plan", "tiny/grpo", "--gpus", "T4", *options]) == 1
     assert "does not fit" in capsys.readouterr().out

@@ -65,6 +65,8 @@ def _print_memory(plan: Plan) -> None:
     table.add_row("  room", *(show_bytes(round(room(plan.gpu))) for _ in plan.memory))
     table.add_row("", *("fits" if most(m) <= room(plan.gpu) else "does not fit" for m in plan.memory.values()))
     open_console().print(table)
+    at_a_time = "; as many at a time as the machine's holds" if plan.count > 1 else ""
+    print(f"main memory: {show_bytes(plan.loading)} while a process loads the model{at_a_time}")
 
 
 def _print_seconds(plan: Plan, steps: int | None) -> None:

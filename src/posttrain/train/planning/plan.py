@@ -85,6 +85,11 @@ class Plan:
         """The shardings with which one GPU can hold its part."""
         return [name for name, memory in self.memory.items() if most(memory) <= room(self.gpu)]
 
+    @property
+    def loading(self) -> int:
+        """Bytes of main memory that a process takes while it loads the model, with a copy as the reference."""
+        return self.memory["none"].weights + self.memory["none"].reference
+
 
 def plan_for(recipe: Recipe, count: int, gpu: Gpu, answer_tokens: int | None = None) -> Plan:
     """Memory, seconds and schedule of a resolved recipe on ``count`` GPUs.
