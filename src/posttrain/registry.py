@@ -11,7 +11,6 @@ No torch is imported here; the module of a word is imported when that word is fi
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
-from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
+from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
@@ -337,9 +336,8 @@ def describe_result(value: Any) -> str:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    near.sort(key=lambda other: sorted(other) != sorted(name))  # swapped letters are the commonest slip
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
