@@ -26,7 +26,6 @@ kept for our own bugs; bad input never ends in a traceback.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -50,8 +49,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Which known name was meant: the one that takes the fewest slips, if these are few; None if none is near.
 
     A slip is a letter that is wrong, too many or missing, or two that are swapped (Levenshtein's distance with
-    neighbours swapped); case and the kind of separator are none. A third of the letters may be wrong, and one more where
-    the names begin alike. The begin of a name, or some of its words, are less than a slip away from it.
+    neighbours swapped); case and the kind of separator are none. A third of the letters may be wrong, and one more
+    where the names begin alike. The begin of a name, or some of its words, are less than a slip away from it.
     """
     measured = ((_slips(name, other), other) for other in known)
     return min(((slips, other) for slips, other in measured if slips is not None), default=(None, None))[1]
@@ -63,7 +62,7 @@ def _slips(name: str, other: str) -> tuple[float, int, int] | None:
     longest, shortest = max(len(a), len(b)), min(len(a), len(b))
     if not 0 < shortest <= longest <= MOST_LETTERS:
         return None
-    alike = len(os.path.commonprefix((a, b)))
+    alike = next((i for i, (mine, theirs) in enumerate(zip(a, b, strict=False)) if mine != theirs), shortest)
     is_swapped = sorted(a) == sorted(b)  # the commonest slip
     allowed = max(1, longest // 3 + (2 * alike >= longest)) if longest > 3 or a[0] == b[0] or is_swapped else 0
     words, others = (sorted(text.split("_")) for text in (a, b))
@@ -71,7 +70,7 @@ def _slips(name: str, other: str) -> tuple[float, int, int] | None:
     ways = [way for way in ways if way <= allowed]
     if shortest >= 3 and (b.startswith(a) or {*words} <= {*others}):
         ways.append(0.5)
-    if shortest >= 3 and (a.startswith(b) and 2 * len(b) >= len(a) or {*others} <= {*words}):
+    if shortest >= 3 and ((a.startswith(b) and 2 * len(b) >= len(a)) or {*others} <= {*words}):
         ways.append(1.5)
     return (min(ways), -alike, longest - shortest) if ways else None
 

@@ -192,9 +192,13 @@ class Entry:
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
 
-    def bind(self, options: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
-        """The function with its options filled in; takes what the machine provides."""
-        return partial(self.function, **self.options(options, where))
+    def bind(self, options: Mapping[str, Any], where: str = "") -> partial[Any]:
+        """The function with its options filled in; takes what the machine provides.
+
+        One that asks for ``where`` is told the key under which it stands (``rollout.engine``), for its messages.
+        """
+        told = {"where": where or self.kind} if "where" in self.provided else {}
+        return partial(self.function, **self.options(options, where), **told)
 
 
 def _check_word(value: Any, kind: str, where: str) -> None:
