@@ -61,6 +61,7 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
         ("grpo", [], None),
         ("x" * 100_000, ["x" * 100_001], None),  # a stranger's: not compared, for that would take 10^10 steps
         ("a", ["..."], None),
+        ("größe", ["grösse", "gruppe"], "grösse"),
     ],
 )
 def test_how_far_a_name_may_be_off(name: str, known: list[str], meant: str | None) -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 MOST_LETTERS = 100  # of a name that is compared with others, for the time of it grows with the square
-_SEPARATORS = re.compile(r"[^0-9a-z]+")
+_SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
 
