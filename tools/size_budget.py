@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76580
+MAX_PACKAGE_LINES = 76700
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2520,
+    "ground": 2570,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2610,
     "models": 4660,
-    "engines": 8690,
+    "engines": 8720,
     "evals": 3010,
     "reward_models": 1630,
     "train": 7720,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3680,
     "sweeps": 3290,
     "reports": 3120,
-    "commands": 8950,
+    "commands": 9000,
 }
 
 

@@ -12,7 +12,6 @@ variable ``POSTTRAIN_TRACEBACK`` is set.
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
@@ -36,7 +35,7 @@ from posttrain.commands.options.argument_types import (
     shown,
 )
 from posttrain.consent import declare_from_command_line
-from posttrain.errors import INTERRUPTED, PosttrainError, UsageError
+from posttrain.errors import INTERRUPTED, PosttrainError, UsageError, nearest
 from posttrain.untrusted import guard_output
 
 # Where the body of each command is: module of the package, function taking the namespace.
@@ -355,8 +354,8 @@ def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {near[0]}?" if near else ""
+    near = nearest(name, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

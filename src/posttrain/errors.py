@@ -29,10 +29,13 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
+MOST_LETTERS = 100  # of a name that is compared with others, for the time of it grows with the square
+_SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
 
@@ -40,6 +43,50 @@ _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\
 def hide_secrets(text: str) -> str:
     """The text with names, passwords and keys in its URLs replaced by ``***``: to be shown and to be stored."""
     return _KEY_IN_QUERY.sub(r"\1***", _USER_OF_URL.sub("***@", text))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Which known name was meant: the one that takes the fewest slips, if these are few; None if none is near.
+
+    A slip is a letter that is wrong, too many or missing, or two that are swapped (Levenshtein's distance with
+    neighbours swapped); case and the kind of separator are none. A third of the letters may be wrong, and one more
+    where the names begin alike. The begin of a name, or some of its words, are less than a slip away from it.
+    """
+    measured = ((_slips(name, other), other) for other in known)
+    return min(((slips, other) for slips, other in measured if slips is not None), default=(None, None))[1]
+
+
+def _slips(name: str, other: str) -> tuple[float, int, int] | None:
+    """How far the names are apart: slips, and what decides between equals: letters begun alike (negative), lengths."""
+    a, b = (_SEPARATORS.sub("_", text[: MOST_LETTERS + 1].lower()).strip("_") for text in (name, other))
+    longest, shortest = max(len(a), len(b)), min(len(a), len(b))
+    if not 0 < shortest <= longest <= MOST_LETTERS:
+        return None
+    alike = next((i for i, (mine, theirs) in enumerate(zip(a, b, strict=False)) if mine != theirs), shortest)
+    is_swapped = sorted(a) == sorted(b)  # the commonest slip
+    allowed = max(1, longest // 3 + (2 * alike >= longest)) if longest > 3 or a[0] == b[0] or is_swapped else 0
+    words, others = (sorted(text.split("_")) for text in (a, b))
+    ways: list[float] = [_changes(a, b) - is_swapped / 2, _changes("_".join(words), "_".join(others)) + 0.5]
+    ways = [way for way in ways if way <= allowed]
+    if shortest >= 3 and (b.startswith(a) or {*words} <= {*others}):
+        ways.append(0.5)
+    if shortest >= 3 and ((a.startswith(b) and 2 * len(b) >= len(a)) or {*others} <= {*words}):
+        ways.append(1.5)
+    return (min(ways), -alike, longest - shortest) if ways else None
+
+
+def _changes(a: str, b: str) -> int:
+    """Letters to change, to add, to leave out, and neighbours to swap, from one text to the other."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, letter in enumerate(a):
+        row = [i + 1]
+        for j, other in enumerate(b):
+            row.append(min(last[j + 1] + 1, row[j] + 1, last[j] + (letter != other)))
+            if i and j and (letter, a[i - 1]) == (b[j - 1], other):
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 class PosttrainError(Exception):

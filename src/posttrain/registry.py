@@ -11,7 +11,6 @@ No torch is imported here; the module of a word is imported when that word is fi
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
-from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord
+from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
@@ -193,9 +192,13 @@ class Entry:
         complete = self.traits.get("complete")
         return filled if complete is None else complete(filled, where or self.kind)
 
-    def bind(self, options: Mapping[str, Any], where: str = "") -> Callable[..., Any]:
-        """The function with its options filled in; takes what the machine provides."""
-        return partial(self.function, **self.options(options, where))
+    def bind(self, options: Mapping[str, Any], where: str = "") -> partial[Any]:
+        """The function with its options filled in; takes what the machine provides.
+
+        One that asks for ``where`` is told the key under which it stands (``rollout.engine``), for its messages.
+        """
+        told = {"where": where or self.kind} if "where" in self.provided else {}
+        return partial(self.function, **self.options(options, where), **told)
 
 
 def _check_word(value: Any, kind: str, where: str) -> None:
@@ -337,9 +340,8 @@ def describe_result(value: Any) -> str:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    near.sort(key=lambda other: sorted(other) != sorted(name))  # swapped letters are the commonest slip
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:

@@ -372,7 +372,7 @@ def test_a_ring_of_pairs() -> None:
 
 
 def test_options_are_checked_before_anything_is_sampled() -> None:
-    with pytest.raises(RecipeError, match="say who judges: url"):
+    with pytest.raises(RecipeError, match=r"^rewards\.0: say who judges: rewards\.0\.url, .*or rewards\.0\.model"):
         build_grader([RewardWord(name="judge", weight=1.0)], plain())
     with pytest.raises(UsageError, match="no judge answers there"):
         grade("http://127.0.0.1:9", [])

@@ -107,7 +107,7 @@ def test_it_gives_up_with_the_cause(three_nodes: Machines, tmp_path: Path, pytho
     code, error = end_of(process)
     assert code == 1
     assert "vLLM server 2 of 2 failed: " in error
-    assert "Servers were started again 0 times already (engine.restarts)" in error
+    assert "Servers were started again 0 times already (rollout.engine.restarts)" in error
     assert "Traceback" not in error
 
 

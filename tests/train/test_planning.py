@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from posttrain.cli import main
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.runs.directory import RunDirectory
 from posttrain.store.ledger import Ledger, count, standing
 from posttrain.train.memory import counted, memory_of, weights_of
 from posttrain.train.planning.gpus import GPUS, read_gpus
@@ -197,6 +198,31 @@ def test_published_steps_by_staleness(threshold: float) -> None:
     step, update = BY_STALENESS[threshold]
     simulated = simulated_step(1 if threshold else 0, GENERATION, update)
     assert simulated / step - 1 == pytest.approx(OFF_BY_STALENESS[threshold], abs=0.0006)
+
+
+def test_a_run_is_planned_for_by_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("tiny/grpo", [("rollout.max_tokens", "64")]).resolve()
+    for name in ("runs/mine", "runs/tiny/grpo"):
+        Path(name).mkdir(parents=True)
+        RunDirectory(name).write_recipe(recipe)
+
+    def planned(*words: str) -> str:
+        assert main(["plan", *words, "--gpus", "H100"]) == 0
+        return capsys.readouterr().out
+
+    asked = planned("tiny/grpo", "--rollout.max_tokens", "64")
+    assert planned("mine") == planned("runs/mine") == planned("runs/mine/recipe.yaml") == asked
+    assert planned("mine", "--runs-dir", "runs") == asked
+    assert planned("mine", "--rollout.max_tokens", "48") != asked
+    assert planned("tiny/grpo") != asked, "a shipped recipe is meant by its name"
+    Path("runs/sweep").mkdir()
+    assert main(["plan", "runs/sweep", "--gpus", "H100"]) == 2
+    assert "runs/sweep: this is a folder; give a recipe's YAML file, or a name" in capsys.readouterr().err
+    assert main(["train", "runs/mine", "--dry-run"]) == 2
+    assert "runs/mine: this is the folder of a run; give its recipe, runs/mine/recipe.yaml" in capsys.readouterr().err
 
 
 def test_the_command_says_it_and_how_it_ends(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

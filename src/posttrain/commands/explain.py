@@ -6,6 +6,7 @@ Everything is read off the code: docstrings, signatures, the shipped recipes.
 from __future__ import annotations
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -146,6 +147,34 @@ def sections_with(name: str) -> list[str]:
             name in (key, f"{section}.{key}", *_choices(field.annotation)) for key, field in model.model_fields.items()
         )
     ]
+
+
+def words_with(name: str) -> list[tuple[Entry, Option]]:
+    """The words with an option called so: alone, or behind the word or the key where it stands (``rewards.0.mode``)."""
+    place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
+    return [
+        (entry, option)
+        for kind, group in all_words().items()
+        for entry in group.values()
+        if place in ("", kind, KINDS[kind][0], entry.name)
+        for option in word_options(entry)
+        if option.name == key
+    ]
+
+
+def all_names() -> set[str]:
+    """Everything that ``explain`` knows: words, kinds, sections, keys of both, values of keys, and recipes."""
+    fields = [(key, field) for section in sections().values() for key, field in section.model_fields.items()]
+    entered = [entry for group in all_words().values() for entry in group.values()]
+    return {
+        *(entry.name for entry in entered),
+        *(option.name for entry in entered for option in word_options(entry)),
+        *(key for key, _ in fields),
+        *(choice for _, field in fields for choice in _choices(field.annotation) if isinstance(choice, str)),
+        *sections(),
+        *KINDS,
+        *(recipe.rpartition("/")[2] for recipe in training_recipe_names()),
+    }
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.options.argument_types import positive
 from posttrain.commands.progress import show_duration
 from posttrain.commands.runs.show import show_bytes
+from posttrain.file_kinds import kind_of_file
+from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 
 if TYPE_CHECKING:  # takes transformers, and a wrong name is refused without it
@@ -22,8 +25,9 @@ any key of the recipe is an option:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.usage = "posttrain plan RECIPE --gpus 8xH100 [options] [--section.key value ...]"
-    parser.add_argument("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file")
+    parser.usage = "posttrain plan RECIPE_OR_RUN --gpus 8xH100 [options] [--section.key value ...]"
+    what = "a name that `posttrain recipes` lists, a YAML file, or the name or the folder of a run"
+    parser.add_argument("recipe", metavar="RECIPE_OR_RUN", help=what)
     parser.add_argument("--gpus", required=True, metavar="NxKIND", help="how many of which kind, such as 8xH100")
     parser.add_argument(
         "--answer-tokens", type=positive, metavar="N", help="mean length of answers (default: the longest allowed)"
@@ -35,7 +39,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from posttrain.train.planning.gpus import read_gpus
 
     count, gpu = read_gpus(arguments.gpus)
-    recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
+    recipe = load_recipe(_recipe_of(arguments.recipe, arguments.runs_dir), arguments.overrides).resolve()
     from posttrain.train.planning.plan import plan_for
 
     plan = plan_for(recipe, count, gpu, arguments.answer_tokens)
@@ -49,6 +53,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if not plan.changes:
         print("No change that is known here makes it fit. Larger GPUs do, or more of them with sharding.")
     return 1
+
+
+def _recipe_of(name: str, runs_dir: str) -> str:
+    """The file with a run's recipe, by the run's folder or its name, which no shipped recipe has; else ``name``."""
+    folders = [Path(name), *([] if name in recipe_names() else [Path(runs_dir) / name])]
+    stored = [folder / "recipe.yaml" for folder in folders]
+    return next((str(path) for path in stored if kind_of_file(path) == "file"), name)
 
 
 def _print_memory(plan: Plan) -> None:

@@ -114,24 +114,20 @@ def run_explain(arguments: argparse.Namespace) -> int:
     kinds = {kind for kind, (key, _) in words.KINDS.items() if name in (kind, key, kind + "s")}
     entries, recipes = _entries_named(name), recipes_called(name)
     shown = [name] if name in sections else []
+    having: list[tuple[registry.Entry, words.Option]] = []
     if not entries and not kinds and not recipes and not shown:
-        shown = words.sections_with(name)
-    if not entries and not kinds and not recipes and not shown:
-        known = sorted(
-            {word for group in words.all_words().values() for word in group}
-            | set(sections)
-            | set(words.KINDS)
-            | {recipe.rpartition("/")[2] for recipe in training_recipe_names()}
-        )
-        raise UnknownWord(
-            f"nothing is called {name!r}.{registry.suggest(name, known)} `posttrain explain` lists everything"
-        )
+        shown, having = words.sections_with(name), words.words_with(name)
+        if not shown and not having:
+            hint = registry.suggest(name, words.all_names())
+            raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     for entry in entries:
         _print_entry(console, entry)
     for kind in sorted(kinds):
         _print_kind(console, kind)
     for section in shown:
         _print_section(console, section, sections[section])
+    if having:
+        _print_words_with(console, name.rpartition(".")[2], having)
     for recipe in recipes:
         _print_recipe(console, recipe)
     return 0
@@ -220,6 +216,18 @@ def _print_section(console: Console, name: str, section: type[BaseModel]) -> Non
     say(console, inspect.getdoc(section) or "")
     console.print()
     _print_options(console, words.section_options(section), "" if name == "recipe" else name)
+
+
+def _print_words_with(console: Console, key: str, having: list[tuple[registry.Entry, words.Option]]) -> None:
+    console.print(Text.assemble((key, "bold cyan"), "  option of"))
+    table = plain_table()
+    for column in ("word", "kind", "type", "default"):
+        table.add_column(column, no_wrap=column != "type")
+    for entry, option in having:
+        table.add_row(Text(entry.name, style="cyan"), Text(entry.kind), Text(option.type), Text(option.default))
+    console.print(table)
+    console.print(Text("posttrain explain WORD says what it is", style="dim"))
+    console.print()
 
 
 def _print_options(console: Console, options: list[words.Option], key: str) -> None:

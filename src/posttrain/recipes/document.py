@@ -318,6 +318,8 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
     known = recipe_names()
     if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
         what = "no such recipe file" if kind == "nothing" else f"this is a {kind}; give a recipe's YAML file, or a name"
+        if kind_of_file(path / "recipe.yaml") == "file":
+            what = f"this is the folder of a run; give its recipe, {path / 'recipe.yaml'}"
         raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
     if name_or_path not in known:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]

@@ -115,11 +115,11 @@ def bind_reward(
         batched = bool(reward.traits.get("batched"))
         prepare = reward.traits.get("prepare")
         if prepare is not None:
-            prepare(**reward.options(options or {}, where))
+            prepare(**bound.keywords)
     else:
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
-    return BoundReward(name, bound, _asked(name, function, where), batched)
+    return BoundReward(name, bound, _asked(name, function, where, bound.keywords), batched)
 
 
 def call_reward(
@@ -130,12 +130,12 @@ def call_reward(
     return bound(available, example_id)
 
 
-def _asked(name: str, function: Callable[..., Any], where: str) -> tuple[str, ...]:
-    """The names that the function asks for."""
+def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names that the function asks for, beside those that are ``bound`` already."""
     place = f"{where}: " if where else ""
     asked: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY or parameter.name in bound:
             continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             asked.extend(known for known in AVAILABLE if known not in asked)

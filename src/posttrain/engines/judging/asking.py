@@ -208,7 +208,8 @@ class RemoteJudge(Judge):
         structured: the schema of the reply goes along (``response_format``), for servers that hold a model to it.
         temperature: None leaves it to the server.
         key_variable: the environment variable with the server's key, if it wants one.
-        place_key, model_key: what says ``url`` and ``model``, in messages.
+        where: the key under which it stands, in messages. place_key, model_key: what says ``url`` and ``model``, where
+            these are no keys beneath it.
         concurrency: questions under way at a time. retries: how often one is asked again, with growing pauses, where
             there was no answer, a busy server, or a reply that cannot be used.
     """
@@ -222,15 +223,18 @@ class RemoteJudge(Judge):
     concurrency: int = 8
     retries: int = 4
     timeout_seconds: float = 120.0
-    place_key: str = "judge.url"
-    model_key: str = "judge.model"
+    where: str = "judge"
+    place_key: str = ""
+    model_key: str = ""
 
     def __post_init__(self) -> None:
+        for key, option in (("place_key", "url"), ("model_key", "model")):
+            object.__setattr__(self, key, getattr(self, key) or f"{self.where}.{option}")
         server_address(self.url, self.place_key, self.key_variable)
         if not _VARIABLE.fullmatch(self.key_variable):
             raise UsageError(
-                f"judge.key_variable: {self.key_variable!r}: the name of an environment variable like {KEY_VARIABLE}, "
-                "which ends with _API_KEY, so that no recipe can send away another secret"
+                f"{self.where}.key_variable: {self.key_variable!r}: the name of an environment variable like "
+                f"{KEY_VARIABLE}, which ends with _API_KEY, so that no recipe can send away another secret"
             )
         place = urlsplit(self.url)
         if self._key() and place.scheme != "https" and place.hostname not in LOOPBACK:
@@ -341,7 +345,7 @@ class RemoteJudge(Judge):
         except Refused as error:
             if error.status in _OF_THE_ASKER:
                 raise self._refusal(error) from None
-            hint = " (set judge.structured to false)" if "response_format" in str(error) else ""
+            hint = f" (set {self.where}.structured to false)" if "response_format" in str(error) else ""
             return Opinion(None, "crash", f"HTTP {error.status}: {error}{hint}", spent[0], spent[1])
         return Opinion(value, None, "", spent[0], spent[1])
 

@@ -210,19 +210,21 @@ def build_judge(
     concurrency: int = 8,
     retries: int = 4,
     timeout_seconds: float = 120.0,
+    where: str = "judge",
 ) -> Judge:
-    """Who judges: with ``url`` a model behind a server, else ``model``, loaded here.
+    """Who judges: with ``url`` a model behind a server, else ``model``, loaded here; ``where``: its key, in messages.
 
     Raises:
         RecipeError: neither is named.
         UsageError: the URL or the name of the key's variable is none.
     """
     if url is not None:
-        return RemoteJudge(
-            url, model, structured, temperature, max_tokens, key_variable, concurrency, retries, timeout_seconds
-        )
+        asking = (structured, temperature, max_tokens, key_variable, concurrency, retries, timeout_seconds)
+        return RemoteJudge(url, model, *asking, where=where)
     if model is None:
-        raise RecipeError("judge: say who judges: url, where a server answers, or model, which is loaded here")
+        raise RecipeError(
+            f"{where}: say who judges: {where}.url, where a server answers, or {where}.model, which is loaded here"
+        )
     return LocalJudge(model, lambda: _open_local(model, template), max_tokens)
 
 
@@ -231,16 +233,16 @@ def _opinions(folder: Path | None, *who: Any) -> Opinions:
     return Opinions(build_judge(*who), folder)
 
 
-def prepare(*, scale: tuple[int, int] = (1, 10), **options: Any) -> None:
+def prepare(*, where: str = "judge", scale: tuple[int, int] = (1, 10), **options: Any) -> None:
     """Find out whether the judge can be asked before anything is sampled.
 
     Raises:
         UsageError: it cannot.
     """
     if not scale[0] < scale[1] <= scale[0] + 100:
-        raise RecipeError(f"judge.scale: {list(scale)}: the lowest score, then the highest, at most 100 above it")
+        raise RecipeError(f"{where}.scale: {list(scale)}: the lowest score, then the highest, at most 100 above it")
     left = ("rubric", "pairwise", "known_answer", "max_failures")
-    build_judge(**{name: value for name, value in options.items() if name not in left}).check()
+    build_judge(where=where, **{name: value for name, value in options.items() if name not in left}).check()
 
 
 @register("reward", batched=True, asks_a_model=True, prepare=prepare)
@@ -248,6 +250,7 @@ def judge(
     example: Sequence[Example],
     text: Sequence[str],
     folder: Sequence[Path | None],
+    where: str = "judge",
     *,
     url: str | None = None,
     model: str | None = None,
@@ -294,14 +297,13 @@ def judge(
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
     who = (url, model, template, structured, temperature, max_tokens, key_variable, concurrency, retries)
-    opinions = _opinions(folder[0], *who, timeout_seconds)
+    opinions = _opinions(folder[0], *who, timeout_seconds, where)
     groups = _groups(example)
     if pairwise:
-        told = _compared(opinions, groups, example, text, rubric)
+        told = _compared(opinions, groups, example, text, rubric, where)
     else:
         golds = [one.answer if known_answer else None for one in example]
-        asked = zip(example, text, golds, strict=True)
-        told = opinions.ask([rate(prompt_text(e), t, rubric=rubric, scale=scale, gold=gold) for e, t, gold in asked])
+        told = _rated(opinions, example, text, golds, rubric=rubric, scale=scale)
     check_failures(told, max_failures, opinions.judge)
     return _measured(told, groups, text)
 
@@ -312,13 +314,25 @@ def _groups(examples: Sequence[Example]) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(examples)], strict=True)]
 
 
+def _rated(
+    opinions: Opinions, examples: Sequence[Example], texts: Sequence[str], golds: Sequence[str | None], **how: Any
+) -> list[Opinion]:
+    asked = zip(examples, texts, golds, strict=True)
+    return opinions.ask([rate(prompt_text(example), text, gold=gold, **how) for example, text, gold in asked])
+
+
 def _compared(
-    opinions: Opinions, groups: Sequence[range], examples: Sequence[Example], texts: Sequence[str], rubric: str
+    opinions: Opinions,
+    groups: Sequence[range],
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    rubric: str,
+    where: str,
 ) -> list[Opinion]:
     """Each answer beside its neighbours in the ring of its group, as one opinion."""
     if any(len(group) < 2 for group in groups):
         raise RecipeError(
-            "judge.pairwise: compares the answers to a prompt, and here is one; give rollout.group 2 or more"
+            f"{where}.pairwise: compares the answers to a prompt, and here is one; give rollout.group 2 or more"
         )
     rings = [(i, group[(k + 1) % len(group)]) for group in groups for k, i in enumerate(group)]
     rings = [pair for pair in rings if pair[0] < pair[1] or pair[::-1] not in rings]  # two answers meet once
@@ -412,6 +426,6 @@ def read_pair_judge(path: str, folder: Path | None = None) -> PairJudge:
     place, text = recipe_text(path)
     asked = find("reward", "judge").options(parse_yaml(text, place)[0], place)
     who = {name: value for name, value in asked.items() if name not in _HOW}
-    judge = build_judge(**who)
+    judge = build_judge(**who, where=place)
     judge.check()
     return PairJudge(Opinions(judge, folder), asked["rubric"], asked["max_failures"])

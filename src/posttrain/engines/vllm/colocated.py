@@ -58,7 +58,7 @@ PREEMPTIONS = "vllm:num_preemptions"
 _ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def colocated(model: Any, tokenizer: Any, **options: Any) -> ColocatedEngine:
+def colocated(model: Any, tokenizer: Any, where: str, **options: Any) -> ColocatedEngine:
     """The engine for all ``options`` of ``vllm`` (see ``check_vllm``), those that nobody set included.
 
     Raises:
@@ -66,10 +66,10 @@ def colocated(model: Any, tokenizer: Any, **options: Any) -> ColocatedEngine:
     """
     if model is None:
         raise UsageError(
-            "engine.colocate: vLLM in this process is given its weights by training; an evaluation asks a server "
-            "(engine.url), or use --engine native"
+            f"{where}.colocate: vLLM in this process is given its weights by training; an evaluation asks a server "
+            f"({where}.url), or use --engine native"
         )
-    return ColocatedEngine(model, tokenizer, **{name: options[name] for name in COLOCATED})
+    return ColocatedEngine(model, tokenizer, where=where, **{name: options[name] for name in COLOCATED})
 
 
 class ColocatedEngine(Engine):
@@ -86,17 +86,21 @@ class ColocatedEngine(Engine):
         dtype: Literal["float32", "bfloat16"] = "float32",
         max_model_len: int | None = None,
         eager: bool = False,
+        where: str = "engine",
     ) -> None:
+        self.where = where
         self.model, self.tokenizer, self.logprobs, self.dtype, self.eager = model, tokenizer, logprobs, dtype, eager
         self.tolerance = default_tolerance(model, dtype) if tolerance is None else tolerance
         self.gpu_memory = gpu_memory
         own = context_length(model.config)
         if max_model_len is not None and not 1 < max_model_len <= own:
-            raise UsageError(f"engine.max_model_len: {max_model_len}; this model takes 2 to {own} tokens")
+            raise UsageError(f"{where}.max_model_len: {max_model_len}; this model takes 2 to {own} tokens")
         self.context = own if max_model_len is None else max_model_len
         device = next(model.parameters()).device.type
         if device not in ("cpu", "cuda"):
-            raise UsageError(f"engine.colocate: vLLM computes on cuda or cpu, and the model is on {device}; use native")
+            raise UsageError(
+                f"{where}.colocate: vLLM computes on cuda or cpu, and the model is on {device}; use native"
+            )
         self.sleeps = device == "cuda"
         self.version = -1  # vLLM has been given nothing yet
         self._variables = dict(VARIABLES)
@@ -106,7 +110,7 @@ class ColocatedEngine(Engine):
         self._handler: logging.FileHandler | None = None
         self._notices: list[str] = []
         with self._inside():
-            self._vllm = _import_vllm()  # missed before anything is trained
+            self._vllm = _import_vllm(where)  # missed before anything is trained
 
     @property
     def context_tokens(self) -> int:
@@ -119,7 +123,7 @@ class ColocatedEngine(Engine):
             return
         if self.world.size > 1:
             raise UsageError(
-                f"engine.colocate: {self.world.size} processes train, and vLLM in one of them would take their "
+                f"{self.where}.colocate: {self.world.size} processes train, and vLLM in one of them would take their "
                 "connections for its own; leave it out (a server answers all of them), or train in one process"
             )
         if self._llm is None:
@@ -133,7 +137,7 @@ class ColocatedEngine(Engine):
                 f"vLLM in this process: after {version} updates the weights were handed over, and it still computes "
                 f"something else: log-probabilities of a fixed batch differ by {difference:.2g} nats (at most "
                 f"{self.tolerance:g} is allowed). The last step is saved; if vLLM computes in another precision, give "
-                "its engine.dtype, or raise engine.tolerance"
+                f"its {self.where}.dtype, or raise {self.where}.tolerance"
             )
         self.version = version
 
@@ -160,8 +164,9 @@ class ColocatedEngine(Engine):
         check_temperature(sampling.temperature)
         if self.logprobs and "processed" not in exact_modes(sampling):
             raise UsageError(
-                f"engine.colocate: at top_k {sampling.top_k}, top_p {sampling.top_p:g} vLLM has no log-probabilities "
-                "of the whole distribution. An evaluation needs none: set engine.logprobs to false"
+                f"{self.where}.colocate: at top_k {sampling.top_k}, top_p {sampling.top_p:g} vLLM has no "
+                "log-probabilities of the whole distribution. An evaluation needs none: set "
+                f"{self.where}.logprobs to false"
             )
         context = sampling.within(self.context)
         check_prompts(prompts, context, self._vocab_size)
@@ -299,7 +304,7 @@ class ColocatedEngine(Engine):
         if count > self._preempted:
             self._notices.append(
                 f"vLLM had no room for {count - self._preempted} answers under way and computed what they had again; "
-                "more memory (engine.gpu_memory, on a CPU VLLM_CPU_KVCACHE_SPACE) saves that time"
+                f"more memory ({self.where}.gpu_memory, on a CPU VLLM_CPU_KVCACHE_SPACE) saves that time"
             )
         self._preempted = count
 
@@ -343,12 +348,12 @@ class ColocatedEngine(Engine):
                 torch.set_num_threads(threads)
 
 
-def _import_vllm() -> Any:
+def _import_vllm(where: str) -> Any:
     try:
         import vllm
     except ImportError as error:
         raise UsageError(
-            f"engine.colocate: vLLM cannot be imported by the Python that trains, {sys.executable} "
+            f"{where}.colocate: vLLM cannot be imported by the Python that trains, {sys.executable} "
             f"({_first_line(error)}). Install it and posttrain into one environment, or leave colocate out: a server "
             "has an environment of its own (docs/serving.md)"
         ) from None

@@ -114,6 +114,7 @@ def _check_own(servers: int, gpus: list[int], port: int, key: str) -> None:
 def vllm(
     model: Any,
     tokenizer: Any,
+    where: str = "engine",
     *,
     url: ServerUrl | list[ServerUrl] | None = None,
     servers: Few = 1,
@@ -155,13 +156,13 @@ def vllm(
     ``concurrency`` requests are under way at a time, at each server; one that fails is repeated up to ``retries``
     times, an attempt may take ``timeout_seconds``. ``logprobs: false`` asks for none (they become NaN), which allows an
     evaluation top-k and top-p at any temperature. A server's key comes from the environment variable VLLM_API_KEY.
-
     A completion's random numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's,
     and a token may turn over with the rounding of what is computed beside it.
     """
     if colocate:
         return _colocated(dict(locals()))
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
+    asking["where"] = where
     asking |= {"logprobs": logprobs, "tolerance": tolerance, "wanted": () if served_name is None else (served_name,)}
     urls: Sequence[str | None] = url if isinstance(url, list) else [url]
     if model is None:
@@ -210,6 +211,8 @@ def _colocated(options: dict[str, Any]) -> Engine:
 class VllmEngine(Engine):
     """See ``vllm``. ``wanted``: names under which the server may have the model, best first; none: its only one.
 
+    ``where``: the key under which the engine stands in the recipe, for messages; so in the other classes here.
+
     ``model`` and ``tokenizer`` may be None: then nothing is compared with them.
     """
 
@@ -225,8 +228,10 @@ class VllmEngine(Engine):
         retries: int = 3,
         logprobs: bool = True,
         tolerance: float | None = None,
+        where: str = "engine",
     ) -> None:
-        server_address(url)
+        self.where = where
+        server_address(url, f"{where}.url")
         self.url = url.strip().rstrip("/")
         self.model, self.tokenizer, self.wanted, self.reader = model, tokenizer, tuple(wanted), Reader(model)
         self.timeout_seconds, self.concurrency, self.retries = timeout_seconds, concurrency, retries
@@ -286,7 +291,7 @@ class VllmEngine(Engine):
             self.url,
             timeout_seconds=self.timeout_seconds,
             retries=self.retries,
-            token=key_for(self.url, "engine.url", KEY_VARIABLE),
+            token=key_for(self.url, f"{self.where}.url", KEY_VARIABLE),
         )
         if self.is_hung_up:
             self._server.close()
@@ -296,13 +301,14 @@ class VllmEngine(Engine):
         """The model that is asked; found at first, and found unchanged afterwards."""
         try:
             models = server.call("GET", "/v1/models", read=read_models, retries=self.retries if self._served else 0)
-            served = choose_model(models, self.wanted)
+            served = choose_model(models, self.wanted, self.where)
         except Unanswered as error:
             if self._served is not None:
                 raise RunFailure(f"{self.url}: the vLLM server is gone: {error}") from None
             raise UsageError(
                 f"{self.url}: no vLLM server answers there ({error}). `posttrain serve-command MODEL_OR_RUN` prints "
-                "the line that starts one; wait until it says that startup is complete, or give its place as engine.url"
+                f"the line that starts one; wait until it says that startup is complete, or give its place as "
+                f"{self.where}.url"
             ) from None
         except Refused as error:
             raise UsageError(f"{self.url}: {_explain_refusal(error)}") from None
@@ -350,7 +356,7 @@ class VllmEngine(Engine):
             other = f", or start the server with --logprobs-mode {next(iter(exact))}_logprobs" if exact else ""
             raise UsageError(
                 f"{self.url}: at {asked} a vLLM server{mode} has no log-probabilities of the whole distribution. "
-                f"An evaluation needs none: set engine.logprobs to false{other}"
+                f"An evaluation needs none: set {self.where}.logprobs to false{other}"
             )
 
     def _probe(self, server: HttpServer, served: ServedModel) -> None:
@@ -366,7 +372,7 @@ class VllmEngine(Engine):
                 f"{self.url}: the server's log-probabilities of a probe differ by {difference:.2g} nats from those of "
                 f"the model here (at most {tolerance:g} is allowed). Either {served.name!r} from {served.root} has "
                 "other weights, older ones perhaps: start the server anew with the line of `posttrain serve-command`. "
-                "Or it computes in another precision: start it with the same --dtype, or raise engine.tolerance"
+                f"Or it computes in another precision: start it with the same --dtype, or raise {self.where}.tolerance"
             )
 
     def score(self, server: HttpServer, served: ServedModel) -> float:

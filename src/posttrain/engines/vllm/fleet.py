@@ -171,7 +171,7 @@ class Member(FollowingEngine):
         if self.orders is not None:
             model, options = self._to_be_served()
             options = replace(options, port=self.orders.port)
-            process = PlacedServer(self.orders.world, self.orders.name, str(model), options)
+            process = PlacedServer(self.orders.world, self.orders.name, str(model), options, self.where)
             process.start(anew)
             self.process, self.ordered = process, process.place
             return
@@ -241,9 +241,10 @@ class FollowingFleet(AskedFleet):
         if placed_as is None and world.is_main:
             interpreter()  # missed before anything is trained
             for member in self.members:
-                free_port(member._port)
+                free_port(member._port, where=member.where)
             if size > 1 and not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
-                raise UsageError(f"engine.servers: {size} of them need GPUs of their own; name these in engine.gpus")
+                where = self.members[0].where
+                raise UsageError(f"{where}.servers: {size} of them need GPUs of their own; name these in {where}.gpus")
         return super().settle(folder, world)
 
     def take_parts(self, within: Within) -> None:
@@ -384,8 +385,8 @@ class FollowingFleet(AskedFleet):
         assert self.own is not None
         if self.restarts == self.own.restarts:
             raise RunFailure(
-                f"{what}. Servers were started again {self.restarts} times already (engine.restarts). "
-                f"{self.members[number].tail()}"
+                f"{what}. Servers were started again {self.restarts} times already "
+                f"({self.members[number].where}.restarts). {self.members[number].tail()}"
             )
         self.restarts += 1
         self._notices.append(

@@ -89,11 +89,11 @@ class FollowingEngine(VllmEngine):
             return self
         if placed_as is None and world.size == 1:
             interpreter()  # missed before anything is trained
-            free_port(self._port)
+            free_port(self._port, where=self.where)
             return self
         from posttrain.engines.vllm.fleet import following_fleet
 
-        asking = {name: getattr(self, name) for name in ("timeout_seconds", "concurrency", "retries")}
+        asking = {name: getattr(self, name) for name in ("timeout_seconds", "concurrency", "retries", "where")}
         asking |= {"logprobs": self.logprobs, "tolerance": self.tolerance}
         fleet = following_fleet(self.model, self.tokenizer, [None], self.own, self.collectives, **asking)
         return fleet.settle(folder, world, placed_as)
@@ -175,7 +175,7 @@ class FollowingEngine(VllmEngine):
                     raise  # not ours, or one that never worked
                 if self.restarts == self.own.restarts:
                     raise RunFailure(
-                        f"{reason}. It was started again {self.restarts} times already (engine.restarts). "
+                        f"{reason}. It was started again {self.restarts} times already ({self.where}.restarts). "
                         f"{self.process.tail()}"
                     ) from None
                 self.restarts += 1
@@ -238,7 +238,7 @@ class FollowingEngine(VllmEngine):
                 f"{self.url}: after {version} updates the weights were handed over, and the server still computes "
                 f"something else: log-probabilities of a fixed batch differ by {difference:.2g} nats (at most "
                 f"{tolerance:g} is allowed). The last step is saved; if the server computes in another precision, give "
-                "its engine.dtype, or raise engine.tolerance"
+                f"its {self.where}.dtype, or raise {self.where}.tolerance"
             )
 
     def _send(self, server: HttpServer, label: str) -> None:

@@ -61,14 +61,14 @@ def _fleet(name: str, where: str, word: Word) -> Iterator[tuple[str, int]]:
 class PlacedServer:
     """In the place of ``OwnServer``; ``url`` is known when ``wait`` has returned.
 
-    ``model``: the folder of ``FollowingEngine``, which all nodes see; ``world``: of whom it is ordered. ``place``: name
-    and mark of the order. ``is_kept``: it was there before.
+    ``model``: the folder of ``FollowingEngine``, which all nodes see; ``world``: of whom it is ordered. ``where``: see
+    ``VllmEngine``. ``place``: name and mark of the order. ``is_kept``: it was there before.
     """
 
-    def __init__(self, world: World, name: str, model: str, options: ServerOptions) -> None:
+    def __init__(self, world: World, name: str, model: str, options: ServerOptions, where: str) -> None:
         self.url, self.place, self.is_kept = "", "", False
         self._world, self._name = world, name
-        self._order = {"model": model, "options": asdict(options)}
+        self._order = {"model": model, "options": asdict(options), "where": where}
 
     def start(self, anew: bool = False) -> None:
         """Order it. ``anew``: whatever server of that name is there is ended, however well it is."""

@@ -124,7 +124,7 @@ def read_models(answer: Any) -> list[ServedModel]:
         raise Unreadable(f"/v1/models lists no models ({type(error).__name__}: {error})") from None
 
 
-def choose_model(models: Sequence[ServedModel], wanted: Sequence[str]) -> ServedModel:
+def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: str = "engine") -> ServedModel:
     """The first of ``wanted`` that is served; without a wish, the only one there is.
 
     Raises:
@@ -139,10 +139,10 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str]) -> Served
         raise UsageError(
             f"the server has {there}, not {wanted[0]!r}: it was started with another model, or before these weights "
             "were written. Start it anew with the line that `posttrain serve-command` prints, "
-            "or name what is to be asked with engine.served_name"
+            f"or name what is to be asked with {where}.served_name"
         )
     if len(models) != 1:
-        raise UsageError(f"the server has {there}; say with engine.served_name which of them is meant")
+        raise UsageError(f"the server has {there}; say with {where}.served_name which of them is meant")
     return models[0]
 
 

@@ -53,7 +53,7 @@ def interpreter() -> str:
     return str(Path(path).absolute())  # not resolved: a virtual environment's python is a link out of it
 
 
-def free_port(wanted: int, address: str = "127.0.0.1") -> int:
+def free_port(wanted: int, address: str = "127.0.0.1", where: str = "engine") -> int:
     """``wanted``, or one that is free (0), of an address of this machine.
 
     The server of a process that was killed ends a little later than that, so one is waited for ``PORT_SECONDS``. It
@@ -72,7 +72,7 @@ def free_port(wanted: int, address: str = "127.0.0.1") -> int:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise UsageError(
-                    f"engine.port: {port} cannot be had ({error.strerror}); give another one, or 0 for any that is free"
+                    f"{where}.port: {port} cannot be had ({error.strerror}); give another one, or 0 for any free one"
                 ) from None
         if wanted:
             time.sleep(LOOK_SECONDS)

@@ -139,7 +139,7 @@ class ServerActor:
         address = ray.util.get_node_ip_address()
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
         options = ServerOptions(**order["options"])
-        port = free_port(options.port, address)
+        port = free_port(options.port, address, order["where"])
         options = replace(options, host=address, port=port, gpus=gpus, interpreter=interpreter())
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         log = Path(order["model"]).parent / "vllm.log"

@@ -1,0 +1,92 @@
+"""A name that nothing has leads to the one that was meant, or to none: never to one that merely shares its letters."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.commands.explain import all_names
+from posttrain.errors import nearest
+
+MEANT = {  # of all that `posttrain explain` knows
+    "kll": "kl",
+    "qlora": "lora",
+    "gropo": "grpo",
+    "gpro": "grpo",
+    "sgpo": "gspo",  # swapped letters come before other ones
+    "dpoo": "dpo",
+    "pdo": "dpo",
+    "gsm9k": "gsm8k",
+    "simnpo": "simpo",
+    "normalised": "normalized",
+    "Normalized": "normalized",
+    "clip-lo": "clip_low",
+    "warm_up": "warmup",
+    "num_steps": "steps",
+    "max_new_tokens": "max_tokens",
+    "temprature": "temperature",
+    "muom": "muon",
+    "fsdp": "fsdp2",
+    "drgrpo": "dr-grpo",
+    "judgement": "judge",
+    "reinforce++": "reinforce",
+    "vlm": "vllm",
+    "trian": "train",
+    "kl_coef": None,
+    "qwen": None,
+    "4bit": None,
+    "zzz": None,
+    "": None,
+}
+
+
+def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
+    known = sorted(all_names())
+    assert {name: nearest(name, known) for name in MEANT} == MEANT
+    assert {name: nearest(name, reversed(known)) for name in MEANT} == MEANT
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("abcd", ["abxd", "abdc"], "abdc"),  # one change each, and that one has the same letters
+        ("abcdef", ["xycdef"], "xycdef"),  # two changes of six letters
+        ("abcdef", ["xyzdef"], None),  # three are more than a third
+        ("abcxyz", ["abcdef"], "abcdef"),  # one more where half is alike
+        ("abc", ["xbc", "axc"], "axc"),  # three letters say little, but the first
+        ("abc", ["xbc"], None),
+        ("norm", ["orm", "normalized"], "normalized"),  # the begin of a name
+        ("heap", ["max_heap", "help"], "max_heap"),  # a word of it
+        ("preferences-tiny", ["tiny/preferences", "preferences"], "tiny/preferences"),  # its words, in another order
+        ("grpo", [], None),
+        ("x" * 100_000, ["x" * 100_001], None),  # a stranger's: not compared, for that would take 10^10 steps
+        ("a", ["..."], None),
+        ("größe", ["grösse", "gruppe"], "grösse"),
+    ],
+)
+def test_how_far_a_name_may_be_off(name: str, known: list[str], meant: str | None) -> None:
+    assert nearest(name, known) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("clip_low", ["clip_low  option of", "grpo        objective  float (at least 0)  0.2", "gspo_token"]),
+        ("objective.clip_low", ["clip_low  option of", "cispo"]),
+        ("rewards.0.mode", ["mode  option of", "correct  reward"]),
+        ("vllm.port", ["port  option of", "vllm  engine  int   0"]),
+    ],
+)
+def test_an_option_of_words_is_explained_by_them(
+    name: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", name]) == 0
+    out = capsys.readouterr().out
+    assert not [line for line in told if line not in out], out
+
+
+@pytest.mark.parametrize(("name", "meant"), [("qlora", "lora"), ("kll", "kl"), ("clip_lo", "clip_low")])
+def test_what_explain_suggests_it_explains(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 2
+    assert f"nothing is called '{name}'. Did you mean '{meant}'?" in capsys.readouterr().err
+    assert main(["explain", meant]) == 0
