@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted import match, plant, plant_change
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.measures import match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary

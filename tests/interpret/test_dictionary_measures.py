@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planted import match
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.measures import Quality, in_batches, match, measure
+from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 from posttrain.interpret.dictionaries.rows import TensorRows
 
 
