@@ -56,7 +56,7 @@ class Container(Runner):
     layers: tuple[str, ...] = ()
     python: tuple[str, ...] = ("python3", "-s", "-S", "-B")
 
-    def __init__(self, image: str, bounds: Bounds, visible: Sequence[str] = ()) -> None:
+    def __init__(self, image: str, bounds: Bounds) -> None:
         self.bounds = bounds
         program = shutil.which("docker")
         if program is None:
@@ -74,8 +74,6 @@ class Container(Runner):
             "--ulimit", f"cpu={bounds.cpu_seconds}", "--ulimit", f"fsize={bounds.file_bytes}",
             "--ulimit", f"nofile={bounds.open_files}", "--ulimit", "core=0",
         ]  # fmt: skip
-        for place in visible:
-            limits += ["--volume", f"{place}:{place}:ro"]
         self.name = self._call(["run", "--detach", "--rm", *limits, image, "sleep", "infinity"]).decode().strip()
 
     def start(
@@ -106,11 +104,6 @@ class Container(Runner):
             self.close()
             return Ended(-9, timed_out=True)
         return Ended(128 - code if code > 128 else code, timed_out=code in (124, _KILLED_BY_TIMEOUT, _CPU_TIME))
-
-    def kill(self) -> None:
-        """End the program that runs, and the container with it."""
-        if self._running is not None and self._running.poll() is None:
-            self.close()
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file in the working folder.

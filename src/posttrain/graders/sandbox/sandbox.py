@@ -243,7 +243,7 @@ class Supervised(Runner):
         RunFailure: it cannot be set up; the message says what the kernel refused.
     """
 
-    def __init__(self, level: str, bounds: Bounds, visible: Sequence[str] = ()) -> None:
+    def __init__(self, level: str, bounds: Bounds) -> None:
         self.level, self.bounds = level, bounds
         self.python: tuple[str, ...] = (os.path.realpath(sys.executable), "-s", "-S", "-B")
         self.layers: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ class Supervised(Runner):
             self.folder = tempfile.mkdtemp(prefix="posttrain-box-")
         except OSError as error:
             raise RunFailure(f"a sandbox needs an empty folder, and none can be made: {error}") from None
-        settings = {"level": level, "bounds": asdict(bounds), "visible": list(visible), "folder": self.folder}
+        settings = {"level": level, "bounds": asdict(bounds), "folder": self.folder}
         self._control, self._process = _starter().open(settings)
         try:
             self.layers = tuple(self._hear(START_SECONDS)["layers"])
@@ -278,11 +278,6 @@ class Supervised(Runner):
         while self._ended is None:
             self._note(self._hear(self._seconds + GRACE_SECONDS))
         return self._ended
-
-    def kill(self) -> None:
-        """End the program that runs; ``wait`` tells of it."""
-        if self._ended is None:
-            self._ask({"kill": True})
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file in the working folder.
