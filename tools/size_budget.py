@@ -17,16 +17,16 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76200
+MAX_PACKAGE_LINES = 76110
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
     "recipes": 1280,
     "algorithms": 2060,
-    "graders": 6580,
+    "graders": 6570,
     "rewards": 430,
     "render": 1360,
-    "tasks": 5640,
+    "tasks": 5620,
     "environments": 1760,
     "store": 2610,
     "models": 4660,
@@ -34,10 +34,10 @@ ROOMS: dict[str, int] = {
     "evals": 3010,
     "reward_models": 1620,
     "train": 7680,
-    "interpret": 7380,
+    "interpret": 7330,
     "runs": 3680,
     "sweeps": 3290,
-    "reports": 3120,
+    "reports": 3110,
     "commands": 8950,
 }
 

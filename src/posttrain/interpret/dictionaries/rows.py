@@ -4,6 +4,7 @@ Rows come from a tensor or from recorded activations (``recording``). The last d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -99,12 +100,7 @@ class StoreRows:
         return (post - base).unsqueeze(1) if self.source == DIFFERENCE else torch.stack([base, post], dim=1)
 
     def boundary(self, row: int) -> int:
-        document = self._document(row)
-        low, high = 0, row
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._document(middle) >= document else (middle + 1, high)
-        return low
+        return bisect_left(range(row), self._document(row), key=self._document)
 
     def _document(self, row: int) -> int:
         return int(self.store.documents(torch.tensor([row]))[0])

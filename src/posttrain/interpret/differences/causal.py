@@ -31,7 +31,7 @@ from posttrain.evals.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen
-from posttrain.interpret.differences.divergence import encode_some, feature_patch, random_features
+from posttrain.interpret.differences.divergence import feature_patch, random_features
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Rollout
@@ -205,7 +205,7 @@ def scale_features(dictionary: Dictionary, factors: Mapping[int, float], limit: 
     gains = torch.tensor(list(factors.values()), device=dictionary.b_dec.device) - 1.0
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (encode_some(dictionary, x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
+        moved = (dictionary.encode(x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
         return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
     return added
