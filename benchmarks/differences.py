@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planted import Planted, PlantedChange, match, plant, plant_change
+from planted import Planted, PlantedChange, TensorRows, match, plant, plant_change
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.differences.changes import Seen, see_changes
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"

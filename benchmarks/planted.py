@@ -1,4 +1,4 @@
-"""Activations whose features are known, and how well directions find them.
+"""Rows in memory, activations whose features are known, and how well directions find them.
 
 A row is a sum of few of T random directions of norm 1. How often these are active falls off as Zipf's law (Pⱼ ∝ 1/j),
 so that a few are common and most are rare, as in language models.
@@ -6,6 +6,7 @@ so that a few are common and most are rare, as in language models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,23 @@ import torch
 from torch import Tensor
 
 from posttrain.randomness import generator
+
+
+class TensorRows:
+    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
+
+    chunks: Sequence[range] | None = None
+
+    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
+        self.x = x.unsqueeze(1) if x.dim() == 2 else x
+        self.num_rows, sources, self.d = self.x.shape
+        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return self.x[rows].float()
+
+    def boundary(self, row: int) -> int:
+        return row
 
 
 def match(learned: Tensor, planted: Tensor) -> tuple[float, Tensor]:

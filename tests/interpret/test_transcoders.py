@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import DOCUMENTS, FAMILIES, activations_of, build
+from planted import TensorRows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dict
 from posttrain.interpret.dictionaries.fitting import dictionary_loss, fit_dictionary
 from posttrain.interpret.dictionaries.measures import measure
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord, load_sae_recipe
-from posttrain.interpret.dictionaries.rows import StoreRows, TensorRows
+from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.splice import recover
 from posttrain.interpret.features.steering import Change, Steering
 

@@ -107,7 +107,8 @@ def batchtopk(
     count = min(max(1, round(len(rows) * k / pre.shape[1])), len(rows) - 1)
     bound = rows.topk(count + 1, sorted=False).values.amin().clamp_min(0.0)  # the first that is not kept
     running = torch.where(threshold > 0, threshold.lerp(bound.to(threshold), average), bound.to(threshold))
-    return Codes(keep_above(pre, bound), threshold=running)
+    # zero where it is not above the bound: one pass, and one for its gradient
+    return Codes(torch.nn.functional.threshold(pre, float(bound), 0.0), threshold=running)
 
 
 @register("dictionary", architecture="jumprelu", needs_rank=False, learns_threshold=True)
@@ -147,11 +148,6 @@ def keep_largest(pre: Rows, k: int) -> Tensor:
     """The k largest entries of each row where positive, zero elsewhere."""
     values, places = pre.topk(min(k, pre.shape[1]), dim=-1, sorted=False)
     return torch.zeros_like(pre).scatter(-1, places, torch.relu(values))
-
-
-def keep_above(pre: Rows, bound: Tensor) -> Tensor:
-    """``pre`` where it exceeds the number ``bound`` >= 0, zero elsewhere: one pass, and one for its gradient."""
-    return torch.nn.functional.threshold(pre, float(bound), 0.0)
 
 
 class _Jump(torch.autograd.Function):

@@ -40,23 +40,6 @@ class Rows(Protocol):
         ...
 
 
-class TensorRows:
-    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
-
-    chunks: Sequence[range] | None = None
-
-    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
-        self.x = x.unsqueeze(1) if x.dim() == 2 else x
-        self.num_rows, sources, self.d = self.x.shape
-        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return self.x[rows].float()
-
-    def boundary(self, row: int) -> int:
-        return row
-
-
 class StoreRows:
     """Rows of one site of recorded activations.
 

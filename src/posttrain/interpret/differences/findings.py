@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality
-from posttrain.interpret.differences.changes import Changes, Scaling, Seen, feature_contexts
+from posttrain.interpret.differences.changes import MEASURES, Changes, Scaling, Seen, feature_contexts
 from posttrain.interpret.features.logit_lens import strongest_tokens
 
 MAX_LATENTS = 64  # latents of the difference that are listed
@@ -89,7 +89,7 @@ def describe_features(
     entries = []
     for index, feature in enumerate(chosen):
         entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
-        for row, name in enumerate(("rate", "mean")):
+        for row, name in enumerate(MEASURES):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
         entry["amplification"] = number(float(seen.amplification[feature]))
