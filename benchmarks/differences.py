@@ -45,7 +45,7 @@ def fit(x: Tensor, kind: str, k: float, features: int, settings: dict[str, Any],
 def read(change: PlantedChange, dictionary: Dictionary, folder: Path) -> Seen:
     documents = [[0] * len(part) for part in change.base.split(DOCUMENT)]
     store = write_tensors(folder, {"resid.1": [change.base, change.post]}, documents=documents)
-    start = len(change.base) - DOCUMENT * 100
+    start = max(0, len(change.base) - DOCUMENT * 100)  # of few rows all are measured on
     return see_changes(store, "resid.1", dictionary, held_out_start=start, seed=0, min_documents=12, min_change=0.2)
 
 

@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76090
+MAX_PACKAGE_LINES = 76080
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2480,
@@ -34,7 +34,7 @@ ROOMS: dict[str, int] = {
     "evals": 3010,
     "reward_models": 1620,
     "train": 7680,
-    "interpret": 7310,
+    "interpret": 7300,
     "runs": 3680,
     "sweeps": 3290,
     "reports": 3110,
