@@ -31,11 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted import TensorRows, match, plant, plant_change
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.measures import match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary
 from posttrain.store.metrics import MetricsLog
 

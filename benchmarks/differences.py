@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted import Planted, PlantedChange, TensorRows, match, plant, plant_change
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.measures import Planted, PlantedChange, match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.differences.changes import Seen, see_changes
 
 RESULTS = Path(__file__).parent / "results" / "differences.json"
@@ -46,7 +45,7 @@ def fit(x: Tensor, kind: str, k: float, features: int, settings: dict[str, Any],
 def read(change: PlantedChange, dictionary: Dictionary, folder: Path) -> Seen:
     documents = [[0] * len(part) for part in change.base.split(DOCUMENT)]
     store = write_tensors(folder, {"resid.1": [change.base, change.post]}, documents=documents)
-    start = len(change.base) - DOCUMENT * 100
+    start = max(0, len(change.base) - DOCUMENT * 100)  # of few rows all are measured on
     return see_changes(store, "resid.1", dictionary, held_out_start=start, seed=0, min_documents=12, min_change=0.2)
 
 

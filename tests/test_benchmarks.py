@@ -61,7 +61,7 @@ ELSEWHERE = {
     "grading.py": "tests/adversaries/test_benchmark.py",
     "two_checkouts.py": "tests/test_two_checkouts.py",
 }
-PARTS = {"parity_trl.py", "training_reward.py"}  # of other scripts
+PARTS = {"parity_trl.py", "planted.py", "training_reward.py"}  # of other scripts
 
 
 IMPORTS = """

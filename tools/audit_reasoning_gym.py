@@ -2,7 +2,7 @@
 
 For every data set: does its scorer evaluate text as code (read from its source), and what does it pay for answers that
 answer nothing (found by scoring them on 40 questions)? A quarter of an hour on two cores; name data sets to try only
-these and write nothing. `make format` wraps the table afterwards. The first part is also a test.
+these and write nothing. The first part is also a test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,15 +25,16 @@ from reasoning_gym.factory import DATASETS
 from posttrain.graders.scored import WorkerScorer
 from posttrain.tasks.verifiable import reasoning_gym_probes
 from posttrain.tasks.verifiable.reasoning_gym import sample_dataset
-from posttrain.tasks.verifiable.reasoning_gym_probes import Asked, Payment, majority, pays, probe
+from posttrain.tasks.verifiable.reasoning_gym_probes import Asked, Payment, pays, probe
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "src" / "posttrain" / "tasks" / "reasoning_gym_audit.py"
+TABLE = ROOT / "src" / "posttrain" / "tasks" / "verifiable" / "reasoning_gym_audit.py"
 DOCUMENT = ROOT / "docs" / "reasoning_gym.md"
 UNUSABLE = ("composite",)  # it is made of others, which no recipe can name
 EVALUATORS = tuple(getattr(builtins, name) for name in ("eval", "exec", "compile", "__import__"))
 SYMPY_EVALUATORS = frozenset(("parse_expr", "sympify", "parse_latex", "parse_mathematica", "S", "lambdify"))
 MAX_SHOWN = 30
+_INDENTED: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    ", "break_on_hyphens": False}
 Evaluated = Literal["answers", "questions"]
 
 
@@ -145,23 +147,35 @@ def write_table(evaluated: dict[str, Evaluated | None], paid: dict[str, Payment]
         _write_names("EVALUATES_ANSWERS", [name for name, kind in evaluated.items() if kind == "answers"]),
         "# The scorer evaluates text that the data set wrote, and not the answer.",
         _write_names("EVALUATES_QUESTIONS", [name for name, kind in evaluated.items() if kind == "questions"]),
-        "# The best of the answers that answer nothing.", "PAID = {",
+        "# No answer that answers nothing was paid for.",
+        f"PAID = dict.fromkeys({_listed([name for name, best in sorted(paid.items()) if not best.rate])}",
+        '), Payment("", "", 0.0))  # fmt: skip', "# Of the others the best of these answers.", "PAID |= {",
     ]  # fmt: skip
     lines += [
         f'    "{name}": Payment("{best.kind}", {json.dumps(_cut(best.pattern))}, {best.rate:.3f}, {best.score:.3f}),'
-        if best.rate
-        else f'    "{name}": Payment("", "", 0.0),'
         for name, best in sorted(paid.items())
+        if best.rate
     ]
     return "\n".join([*lines, "}", ""])
 
 
 def _write_names(variable: str, names: list[str]) -> str:
-    return f"{variable} = frozenset(({', '.join(json.dumps(name) for name in names)},))"
+    return f"{variable} = frozenset({_listed(names)}\n))  # fmt: skip"
+
+
+def _listed(names: list[str]) -> str:
+    """An opened tuple of names, as many as fit on a line."""
+    return "(\n" + textwrap.fill(", ".join(json.dumps(name) for name in names), 119, **_INDENTED)
 
 
 def _cut(pattern: str) -> str:
     return pattern if len(pattern) <= MAX_SHOWN else pattern[:MAX_SHOWN] + "..."
+
+
+def majority(sample: Sequence[Asked]) -> float:
+    """The share of the commonest gold answer: what an honest constant gets."""
+    golds = Counter(one.gold for one in sample if one.gold is not None)
+    return max(golds.values(), default=0) / len(sample)
 
 
 def write_document(evaluated: dict[str, Evaluated | None], paid: dict[str, tuple[list[Payment], list[Asked]]]) -> str:

@@ -17,27 +17,27 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76700
+MAX_PACKAGE_LINES = 76300
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2570,
     "recipes": 1280,
     "algorithms": 2060,
-    "graders": 6620,
+    "graders": 6570,
     "rewards": 430,
     "render": 1360,
-    "tasks": 5710,
+    "tasks": 5620,
     "environments": 1760,
     "store": 2610,
     "models": 4660,
     "engines": 8720,
     "evals": 3010,
-    "reward_models": 1630,
+    "reward_models": 1620,
     "train": 7720,
-    "interpret": 7550,
+    "interpret": 7300,
     "runs": 3680,
     "sweeps": 3290,
-    "reports": 3120,
+    "reports": 3110,
     "commands": 9000,
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.interpret.activations.sites import Extractor
 
 NUM_LAYERS = 6
 SHAPE: dict[str, Any] = {
@@ -29,6 +32,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {key: value for key, value in SHAPE.items() if key != "head_dim"} | {"residual_multiplier": 0.2},
 }  # fmt: skip
 DOCUMENTS = [list(range(1, 20)), list(range(30, 42)), [5, 6, 7], [9]]
+
+
+def activations_of(model: Any, documents: Sequence[Sequence[int]], sites: Sequence[str]) -> dict[str, torch.Tensor]:
+    return Extractor(model, sites)(documents)
 
 
 def build(family: str, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
 from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import documents_hash, pack_documents
+from posttrain.interpret.activations.shards import pack_documents
 from posttrain.models.sources import TINY
 from posttrain.render import encode_plain, encode_prompt, r1_zero
 from posttrain.store.rollouts import RolloutStore
@@ -151,7 +151,7 @@ def test_what_an_environment_said_is_told_from_answers(tmp_path: Path) -> None:
     assert told == {(0, 4), (0, 5), (2, 4), (2, 5)}
     plain = pack_documents(whole.ids, whole.prompt_lengths)
     assert pack_documents(whole.ids, whole.prompt_lengths, [[], [], []]) == plain
-    assert documents_hash(whole.ids, whole.prompt_lengths, whole.told) != documents_hash(
+    assert pack_documents(whole.ids, whole.prompt_lengths, whole.told) != pack_documents(
         whole.ids, whole.prompt_lengths
     )
     del store._documents["told"]

@@ -89,10 +89,10 @@ def test_doses_of_changed_and_random_features_side_by_side() -> None:
 
     trial = cast(Trial, FakeTrial())
     found = try_doses(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
-    assert [(d.num_features, d.dose) for d in found] == [(1, 0.0), (2, 3.0), (2, 0.5)]
-    assert [d.changed for d in found] == [0.0, 3.0, 0.5]
-    assert [d.others for d in found] == [(1.0, 1.0)] * 3
-    assert [d.difference for d in found] == [-1.0, 2.0, -0.5]
+    assert [(d["features"], d["dose"]) for d in found] == [(1, 0.0), (2, 3.0), (2, 0.5)]
+    assert [d["changed"] for d in found] == [0.0, 3.0, 0.5]
+    assert [d["random"] for d in found] == [[1.0, 1.0]] * 3
+    assert [d["difference"] for d in found] == [-1.0, 2.0, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -106,5 +106,5 @@ def test_doses_of_changed_and_random_features_side_by_side() -> None:
 )
 def test_the_verdict_is_students(differences: list[float], half_width: Any, separates: bool | None) -> None:
     verdict = judge(differences)
-    assert verdict.summary.half_width == (None if half_width is None else pytest.approx(half_width, abs=1e-4))
-    assert verdict.separates is separates
+    assert verdict["half_width"] == (None if half_width is None else pytest.approx(half_width, abs=1e-4))
+    assert verdict["separates"] is separates

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from planted import plant, plant_change
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.measures import plant, plant_change
 from posttrain.interpret.differences.changes import (
     Changes,
     ChangeSums,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planted import TensorRows, match
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.measures import Quality, in_batches, match, measure
-from posttrain.interpret.dictionaries.rows import TensorRows
+from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure
 
 
 def test_fvu_has_one_mean_for_all_rows() -> None:

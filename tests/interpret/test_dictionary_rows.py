@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from planted import TensorRows
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.rows import (
-    RowBatches,
-    StoreRows,
-    TensorRows,
-    first_held_out,
-    sample_rows,
-)
+from posttrain.interpret.dictionaries.rows import RowBatches, StoreRows, first_held_out, sample_rows
 
 X = torch.arange(60.0).view(30, 2)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import DOCUMENTS, FAMILIES, NUM_LAYERS, build, naive, padded
+from families import DOCUMENTS, FAMILIES, NUM_LAYERS, activations_of, build, naive, padded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import Extractor, activations_of, truncate
+from posttrain.interpret.activations.sites import Extractor, truncate
 from posttrain.models.lora import apply_adapter, reference_mode
 from posttrain.recipes.sections import AdapterSection
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planted import Planted, PlantedChange, TensorRows, plant, plant_change
 
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.measures import Planted, PlantedChange, measure, plant, plant_change
+from posttrain.interpret.dictionaries.measures import measure
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.rows import TensorRows
 from posttrain.interpret.differences.changes import ChangeSums, document_batches, paired_changes
 from posttrain.interpret.differences.findings import overlap
 

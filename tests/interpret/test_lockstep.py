@@ -73,7 +73,7 @@ def test_a_donor_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: 
 
 def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) -> None:
     """Along one answer, the rows that a treatment is given are those of a forward pass over the whole text."""
-    from posttrain.interpret.activations.sites import activations_of
+    from families import activations_of
 
     seen: list[tuple[Tensor, Tensor]] = []
 

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.interpret.activations.sites import pad
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.divergence import Patcher, divergence, encode_some, feature_patch, token_kl
+from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, token_kl
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 
@@ -93,7 +93,7 @@ def test_above_the_limit_nothing_is_patched(base: Any, post: Any) -> None:
 
 
 def test_the_mean_difference_is_over_real_tokens(base: Any, post: Any) -> None:
-    from posttrain.interpret.activations.sites import activations_of
+    from families import activations_of
 
     rows = [activations_of(m, DOCUMENTS, ["resid.2"])["resid.2"] for m in (base, post)]
     patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
@@ -117,8 +117,7 @@ def test_some_features_are_those_of_the_whole(kind: str) -> None:
     made.b_dec.normal_(generator=torch.Generator().manual_seed(5))
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(4))
     chosen = torch.tensor([3, 0, 22])
-    assert torch.allclose(encode_some(made, x, chosen), made.encode(x)[:, chosen], atol=1e-5)
-    assert torch.equal(encode_some(made, x, None), made.encode(x))
+    assert torch.allclose(made.encode(x, chosen), made.encode(x)[:, chosen], atol=1e-5)
 
 
 def test_padding_stands_behind() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from posttrain.interpret.dictionaries.measures import plant, plant_change
+from planted import plant, plant_change
 
 
 def test_rates_are_zipfs_and_sum_to_the_l0() -> None:

@@ -15,11 +15,12 @@ import torch
 
 pytest.importorskip("lightning", reason="the extra 'interpret' is not installed")
 
+from planted import TensorRows, match, plant, plant_change
+
 from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
 from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.measures import match, plant, plant_change
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.rows import TensorRows, first_held_out
+from posttrain.interpret.dictionaries.rows import first_held_out
 from posttrain.interpret.dictionaries.training import Trained, train_dictionary
 from posttrain.store.metrics import MetricsLog
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import DOCUMENTS, FAMILIES, NUM_LAYERS, build
+from families import DOCUMENTS, FAMILIES, NUM_LAYERS, activations_of, build
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import Site, activations_of, backbone_of, blocks_of, read_site
+from posttrain.interpret.activations.sites import Site, backbone_of, blocks_of, read_site
 
 
 def test_names_of_sites() -> None:

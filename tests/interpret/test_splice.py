@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import activations_of
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import activations_of, replaced
+from posttrain.interpret.activations.sites import replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.features.splice import Recovered, recover
 

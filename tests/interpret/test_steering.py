@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import activations_of
 from torch import Tensor, nn
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.stream import stream
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import activations_of
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.interpret.features.steering import Change, Steering, load_steering

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import DOCUMENTS, FAMILIES, build
+from families import DOCUMENTS, FAMILIES, activations_of, build
+from planted import TensorRows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import write_tensors
-from posttrain.interpret.activations.sites import activations_of, backbone_of, blocks_of
+from posttrain.interpret.activations.sites import backbone_of, blocks_of
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
 from posttrain.interpret.dictionaries.fitting import dictionary_loss, fit_dictionary
 from posttrain.interpret.dictionaries.measures import measure
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord, load_sae_recipe
-from posttrain.interpret.dictionaries.rows import StoreRows, TensorRows
+from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.splice import recover
 from posttrain.interpret.features.steering import Change, Steering
 

@@ -82,8 +82,12 @@ class Item:
 
 def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) -> Item:
     """The item of an example."""
-    plain = {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
-    return Item(example.id, index, prompt_text(example), example.answer, plain, tuple(samples))
+    return Item(example.id, index, prompt_text(example), example.answer, meta_of(example), tuple(samples))
+
+
+def meta_of(example: Example) -> dict[str, Scalar]:
+    """The facts of an example that are plain values, as its items keep them."""
+    return {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
 
 
 def digest_of(examples: Sequence[Example]) -> str:

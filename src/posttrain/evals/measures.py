@@ -70,11 +70,11 @@ def summarize(
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
     results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
-    results |= _with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else {}
+    results |= with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else {}
     if samples > 1 and graded:
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
-            results |= _with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
+            results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
     asked = len(items) * samples
     results |= {
         "format": sum(s.in_format for s in drawn) / asked,
@@ -93,7 +93,7 @@ def summarize(
         results["worked"] = sum(worked(s.text) for s in drawn) / asked
     for name, values in (shares or {}).items():
         if values:
-            results |= _with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
+            results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
     if has_scores(items):
         results["unscored"] = sum(s.score is None for s in drawn) / asked
     return results | _mean_parts(drawn, own_parts, results)
@@ -150,7 +150,8 @@ def _best_of(item: Item, k: int) -> float:
 _AT_K: Mapping[str, Callable[[Item, int], float]] = {"pass": _pass, "majority": _majority, "best_of": _best_of}
 
 
-def _with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
+def with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
+    """The mean of one value per item, each of ``draws`` draws, and its 95 % interval (``_low``, ``_high``)."""
     low, high = item_interval(values, draws)
     return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
 
@@ -192,7 +193,7 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
 
 
 def _kind(items: Sequence[Item], samples: int) -> dict[str, float]:
-    return {"n": float(len(items)), **_with_interval("accuracy", item_values(items, "accuracy"), samples)}
+    return {"n": float(len(items)), **with_interval("accuracy", item_values(items, "accuracy"), samples)}
 
 
 def _in_order(value: Scalar) -> tuple[bool, bool, str | float]:

@@ -18,9 +18,10 @@ from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evals.generation import Evaluation, task_label
+from posttrain.evals.measures import with_interval
 from posttrain.evals.plan import EVALUATIONS, Drawing, EvaluationProgress, EvaluationRequest, measure, slug
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.statistics import half_width, item_interval
+from posttrain.evals.statistics import half_width
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word
@@ -113,12 +114,12 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     num_answers = sum(len(contest.a) + len(contest.b) for contest in contests)
     compares = isinstance(judge, PairJudge)
     win_rate.results = {"n": float(len(contests)), "unscored": 0.0 if compares else unscored / num_answers} | facts
-    win_rate.results |= _share("win_rate", [item["win_rate"] for item in win_rate.items], draws)
+    win_rate.results |= with_interval("win_rate", [item["win_rate"] for item in win_rate.items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
         win_rate.results[name] = statistics.fmean(item[name] for item in win_rate.items)
     win_rate.results["n_similar"] = float(len(similar))
     if similar:
-        win_rate.results |= _share("win_rate_similar", similar, draws)
+        win_rate.results |= with_interval("win_rate_similar", similar, draws)
     return win_rate
 
 
@@ -178,11 +179,6 @@ def _number(score: float | None) -> float:
 
 def _similar(left: int, right: int) -> bool:
     return abs(left - right) <= SIMILAR_LENGTH * max(left, right)
-
-
-def _share(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
-    low, high = item_interval(values, draws)
-    return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
 
 
 @torch.no_grad()

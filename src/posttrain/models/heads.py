@@ -53,11 +53,6 @@ class ScalarHead(nn.Module):
         return numbers[:, 0] if self.weight.shape[0] == 1 else numbers
 
 
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities ``[M, V]``: fp32, or float64 where the logits are."""
-    return _scaled(logits, temperature).log_softmax(dim=-1)  # subtracts the maximum first: exact where logits are large
-
-
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature == 1.0 else logits / temperature

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.evals.items import meta_of
 from posttrain.evals.ranking import (
     COMBINE,
     area_under_curve,
@@ -23,7 +24,7 @@ from posttrain.graders.answers import last_boxed
 from posttrain.render.rows import rows_of
 from posttrain.reward_models.biases import add_biases
 from posttrain.reward_models.scoring import RewardModel
-from posttrain.reward_models.views import View, add_area, add_calibration, add_share, meta_of
+from posttrain.reward_models.views import View, add_area, add_calibration, add_share
 from posttrain.types import Example, Response
 
 # A reward model on pairs: is the chosen answer scored higher, by how much, and more often than by length alone?

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.evals.items import Scalar
 from posttrain.evals.measures import MAX_KINDS, Kinds, show_kind
 from posttrain.evals.ranking import area_under_curve, curve_area_interval
 from posttrain.evals.statistics import (
@@ -22,7 +21,6 @@ from posttrain.evals.statistics import (
     sigmoid,
     wilson_interval,
 )
-from posttrain.types import Example
 
 
 @dataclass(slots=True)
@@ -102,11 +100,6 @@ def add_calibration(view: View, logits: Sequence[float], outcomes: Sequence[floa
     temperature = fit_temperature(logits, outcomes)
     if temperature is not None:
         view.results["temperature"] = temperature
-
-
-def meta_of(example: Example) -> dict[str, Scalar]:
-    """The facts of an example that are plain values, as its items keep them."""
-    return {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
 
 
 def break_down(items: Sequence[dict[str, Any]]) -> Kinds:

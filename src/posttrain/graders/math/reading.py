@@ -179,9 +179,9 @@ def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], 
     return [*pieces, text[start:].strip()], separators
 
 
-def _unwrap(text: str) -> str:
-    """Without plain braces around everything."""
-    while text.startswith("{") and _closing_of(text) == len(text) - 1:
+def _unwrap(text: str, opening: str = "{") -> str:
+    """Without plain braces (or parentheses) around everything."""
+    while text.startswith(opening) and _closing_of(text) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
@@ -304,7 +304,7 @@ def _read_expression(text: str, depth: int) -> Form:
         return Number(Quantity(quantity.value, percent is not None, unit, marked=True))
     if not body:
         raise NotUnderstood("a unit alone")
-    return Expression(_drop_parentheses(body), unit, percent is not None)
+    return Expression(_unwrap(body, "("), unit, percent is not None)
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -326,9 +326,3 @@ def _split_unit(text: str) -> tuple[str, str]:
 def is_time(form: Form) -> bool:
     """Whether it is a time of day: 1:03pm."""
     return isinstance(form, Words) and _CLOCK.fullmatch(form.text) is not None
-
-
-def _drop_parentheses(text: str) -> str:
-    while text.startswith("(") and _closing_of(text) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -304,6 +305,17 @@ class _Reader(_Latex2Sympy):
         return rational(quantity.value)
 
 
+@contextmanager
+def _understanding() -> Iterator[None]:
+    """Inside, whatever the parser and sympy raise on what they cannot do is ``NotUnderstood``."""
+    try:
+        yield
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # both raise what they like
+        raise NotUnderstood(type(error).__name__) from error
+
+
 @lru_cache(maxsize=512)
 def parse_latex(latex: str) -> Any:
     """The sympy object, not evaluated. ``i`` is the imaginary unit; letters keep their case.
@@ -313,12 +325,8 @@ def parse_latex(latex: str) -> Any:
     """
     if len(latex) > MAX_LATEX_CHARS or _AMBIGUOUS.search(latex) or _is_too_deep(latex):
         raise NotUnderstood("too long, too deep, or ambiguous")
-    try:
+    with _understanding():
         parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_with_letters(latex))
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # the parser raises plain Exception for what it does not know
-        raise NotUnderstood(type(error).__name__) from error
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
     if _vanishes(parsed, 1) or any(_vanishes(node, 2) for node in sympy.preorder_traversal(parsed)):
@@ -384,12 +392,8 @@ def same_value(left: Any, right: Any) -> bool:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    try:
+    with _understanding():
         return _same(_evaluated(left), _evaluated(right))
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # sympy raises what it likes on what it cannot do
-        raise NotUnderstood(type(error).__name__) from error
 
 
 def constant_ratio(left: Any, right: Any) -> Any | None:
@@ -400,12 +404,8 @@ def constant_ratio(left: Any, right: Any) -> Any | None:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    try:
+    with _understanding():
         return _constant_ratio(_evaluated(left), _evaluated(right))
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # sympy raises what it likes on what it cannot do
-        raise NotUnderstood(type(error).__name__) from error
 
 
 def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
@@ -414,12 +414,8 @@ def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
     Raises:
         NotUnderstood: sympy cannot work with them.
     """
-    try:
+    with _understanding():
         values = [number_at(_evaluated(side), {}, DIGITS) for side in (left, right)]
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # sympy raises what it likes on what it cannot do
-        raise NotUnderstood(type(error).__name__) from error
     if values[0] is None or values[1] is None:
         return False
     with mpmath.workdps(DIGITS):

@@ -14,7 +14,7 @@ from posttrain.graders.sandbox.sandbox import (
     START_SECONDS,
     Bounds,
     Ended,
-    Runner,
+    Sandbox,
     path_inside,
 )
 
@@ -42,7 +42,7 @@ def docker_refuses() -> str:
     return "" if asked.returncode == 0 else f"docker says: {asked.stderr.strip()[-200:]}"
 
 
-class Container(Runner):
+class Container(Sandbox):
     """A container without network, capabilities and writable root, as user nobody, with a folder of limited size.
 
     It is removed when it is closed. The image needs ``sh``, ``cat``, ``head``, ``timeout`` and ``python3``; docker
@@ -56,7 +56,7 @@ class Container(Runner):
     layers: tuple[str, ...] = ()
     python: tuple[str, ...] = ("python3", "-s", "-S", "-B")
 
-    def __init__(self, image: str, bounds: Bounds, visible: Sequence[str] = ()) -> None:
+    def __init__(self, image: str, bounds: Bounds) -> None:
         self.bounds = bounds
         program = shutil.which("docker")
         if program is None:
@@ -74,14 +74,11 @@ class Container(Runner):
             "--ulimit", f"cpu={bounds.cpu_seconds}", "--ulimit", f"fsize={bounds.file_bytes}",
             "--ulimit", f"nofile={bounds.open_files}", "--ulimit", "core=0",
         ]  # fmt: skip
-        for place in visible:
-            limits += ["--volume", f"{place}:{place}:ro"]
         self.name = self._call(["run", "--detach", "--rm", *limits, image, "sleep", "infinity"]).decode().strip()
 
     def start(
         self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
     ) -> None:
-        """Start a program whose standard input, output and error are these descriptors; see ``exec``."""
         named = [part for key, value in env.items() for part in ("--env", f"{key}={value}")]
         place = os.path.normpath(os.path.join(BOX, cwd))
         command = ["exec", "--interactive", "--workdir", place, *named, self.name]
@@ -96,7 +93,7 @@ class Container(Runner):
         )
 
     def wait(self) -> Ended:
-        """Until the program has ended. One that outlives its seconds costs the container its life."""
+        """One that outlives its seconds costs the container its life."""
         assert self._running is not None, "start comes first"
         try:
             code = self._running.wait(self._seconds + GRACE_SECONDS)
@@ -107,27 +104,12 @@ class Container(Runner):
             return Ended(-9, timed_out=True)
         return Ended(128 - code if code > 128 else code, timed_out=code in (124, _KILLED_BY_TIMEOUT, _CPU_TIME))
 
-    def kill(self) -> None:
-        """End the program that runs, and the container with it."""
-        if self._running is not None and self._running.poll() is None:
-            self.close()
-
     def write_file(self, path: str, content: bytes) -> None:
-        """Write a file in the working folder.
-
-        Raises:
-            RunFailure: docker refuses, or the folder is full.
-        """
         inside = f"{BOX}/{path_inside(path)}"
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
         self._call(["exec", "--interactive", self.name, "sh", "-c", script, "sh", inside], content)
 
     def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
-        """The bytes of an ordinary file in the working folder.
-
-        Raises:
-            RunFailure: no such file, no ordinary one, or a longer one.
-        """
         inside = f"{BOX}/{path_inside(path)}"
         script = '[ -f "$1" ] && [ ! -L "$1" ] && head -c "$2" -- "$1"'
         content = self._call(["exec", self.name, "sh", "-c", script, "sh", inside, str(limit + 1)])
@@ -136,7 +118,6 @@ class Container(Runner):
         return content
 
     def close(self) -> None:
-        """Remove the container and all that runs in it."""
         if self.name:
             name, self.name = self.name, ""
             subprocess.run(

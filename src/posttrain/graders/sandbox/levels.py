@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import Literal
 
 from posttrain.errors import RunFailure, UsageError
@@ -74,16 +73,13 @@ def choose_level(level: Level | None, image: str | None) -> Level:
     raise UsageError(f"this machine has no sandbox of the level {wanted}: {reason}; what works here: {works or 'none'}")
 
 
-def open_sandbox(level: Level, bounds: Bounds, image: str | None = None, visible: Sequence[str] = ()) -> Sandbox:
+def open_sandbox(level: Level, bounds: Bounds, image: str | None = None) -> Sandbox:
     """A new sandbox of a level that ``choose_level`` gave; the caller closes it.
-
-    Args:
-        visible: more files and folders to be read inside (``namespaces``; in a container they are mounted).
 
     Raises:
         RunFailure: it cannot be set up.
     """
     if level == "docker":
         assert image is not None, "choose_level asked for it"
-        return Container(image, bounds, visible)
-    return Supervised(level, bounds, visible)
+        return Container(image, bounds)
+    return Supervised(level, bounds)

@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.supervisor import receive, send
@@ -81,37 +82,49 @@ class Finished:
     truncated: bool = False
 
 
-class Sandbox(Protocol):
-    """One sandbox; used by one thread, for one program at a time. ``python`` is the interpreter inside."""
+class Sandbox(ABC):
+    """One sandbox, also as a context; used by one thread, for one program at a time.
+
+    ``python`` is the interpreter inside. ``exec`` is made of ``start`` and ``wait``.
+    """
 
     level: str
     layers: tuple[str, ...]
     python: tuple[str, ...]
-
-    def start(
-        self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
-    ) -> None: ...
-    def wait(self) -> Ended: ...
-    def exec(
-        self,
-        argv: Sequence[str],
-        input: bytes = b"",
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        seconds: float = 10.0,
-    ) -> Finished: ...
-    def write_file(self, path: str, content: bytes) -> None: ...
-    def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class Runner:
-    """``exec`` in terms of ``start`` and ``wait``, and a sandbox as a context."""
-
     bounds: Bounds
 
+    @abstractmethod
+    def start(
+        self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
+    ) -> None:
+        """Start a program whose standard input, output and error are these descriptors; see ``exec``."""
+
+    @abstractmethod
+    def wait(self) -> Ended:
+        """Until the program has ended, which it has at the latest when its seconds are over."""
+
+    @abstractmethod
+    def write_file(self, path: str, content: bytes) -> None:
+        """Write a file in the working folder.
+
+        Raises:
+            RunFailure: the folder is full, what stands there is no ordinary file, or docker refuses.
+        """
+
+    @abstractmethod
+    def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
+        """The bytes of an ordinary file in the working folder.
+
+        Raises:
+            RunFailure: no such file, no ordinary one, or a longer one.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that runs inside, and forget the files."""
+
     def exec(
-        self: Any,
+        self,
         argv: Sequence[str],
         input: bytes = b"",
         cwd: str = ".",
@@ -152,7 +165,7 @@ class Runner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()  # type: ignore[attr-defined]
+        self.close()
 
 
 class _Exchange:
@@ -236,14 +249,14 @@ class _Exchange:
 # --- what process and namespaces have in common: a supervisor
 
 
-class Supervised(Runner):
+class Supervised(Sandbox):
     """A sandbox of this machine, behind a supervisor (``supervisor.py``).
 
     Raises:
         RunFailure: it cannot be set up; the message says what the kernel refused.
     """
 
-    def __init__(self, level: str, bounds: Bounds, visible: Sequence[str] = ()) -> None:
+    def __init__(self, level: str, bounds: Bounds) -> None:
         self.level, self.bounds = level, bounds
         self.python: tuple[str, ...] = (os.path.realpath(sys.executable), "-s", "-S", "-B")
         self.layers: tuple[str, ...] = ()
@@ -253,7 +266,7 @@ class Supervised(Runner):
             self.folder = tempfile.mkdtemp(prefix="posttrain-box-")
         except OSError as error:
             raise RunFailure(f"a sandbox needs an empty folder, and none can be made: {error}") from None
-        settings = {"level": level, "bounds": asdict(bounds), "visible": list(visible), "folder": self.folder}
+        settings = {"level": level, "bounds": asdict(bounds), "folder": self.folder}
         self._control, self._process = _starter().open(settings)
         try:
             self.layers = tuple(self._hear(START_SECONDS)["layers"])
@@ -264,44 +277,23 @@ class Supervised(Runner):
     def start(
         self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
     ) -> None:
-        """Start a program whose standard input, output and error are these descriptors; see ``exec``."""
         self._ended, self._seconds = None, seconds
         message = {"start": list(argv), "cwd": cwd, "env": dict(env), "seconds": seconds}
         self._ask(message, list(descriptors))
 
     def wait(self) -> Ended:
-        """Until the program has ended, which it has at the latest when its seconds are over.
-
-        Raises:
-            SandboxGone: the supervisor was ended, or answers no more.
-        """
+        """Raises ``SandboxGone`` where the supervisor was ended, or answers no more."""
         while self._ended is None:
             self._note(self._hear(self._seconds + GRACE_SECONDS))
         return self._ended
 
-    def kill(self) -> None:
-        """End the program that runs; ``wait`` tells of it."""
-        if self._ended is None:
-            self._ask({"kill": True})
-
     def write_file(self, path: str, content: bytes) -> None:
-        """Write a file in the working folder.
-
-        Raises:
-            RunFailure: the folder is full, or what stands there is no ordinary file.
-        """
         self._ask({"write": path_inside(path), "content": base64.b64encode(content).decode()})
 
     def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
-        """The bytes of an ordinary file in the working folder.
-
-        Raises:
-            RunFailure: no such file, no ordinary one, or a longer one.
-        """
         return base64.b64decode(self._ask({"read": path_inside(path), "limit": limit})["content"])
 
     def close(self) -> None:
-        """End everything that runs inside, and forget the files."""
         if self._control.fileno() >= 0:
             self._control.close()
         if self._process >= 0:

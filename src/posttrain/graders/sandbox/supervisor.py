@@ -163,11 +163,11 @@ def _build_root(settings: dict[str, Any]) -> list[str]:
     for link in ("/lib", "/lib64"):
         if os.path.islink(link):
             os.symlink(os.readlink(link), folder + link)
-    settings["readable"] = readable = visible_places(settings)
+    settings["readable"] = readable = visible_places()
     for place in readable:
         _show(place, folder + place)
         kernel.restrict_mount(folder + place, kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES)
-    for place in hidden_places(settings, readable):
+    for place in hidden_places(readable):
         kernel.mount("tmpfs", folder + place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,mode=555")
     for device in _DEVICES:
         _show(f"/dev/{device}", f"{folder}/dev/{device}")
@@ -195,16 +195,15 @@ def _show(place: str, target: str) -> None:
     kernel.mount(place, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
-def visible_places(settings: dict[str, Any]) -> list[str]:
-    """What can be read inside: this Python, the system's libraries, and what was asked for; none within another."""
+def visible_places() -> list[str]:
+    """What can be read inside: this Python and the system's libraries; none within another."""
     prefix = os.path.realpath(sys.base_prefix)
-    wanted = [os.path.realpath(sys.executable), f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache",
-              *settings["visible"]]  # fmt: skip
+    wanted = [os.path.realpath(sys.executable), f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
     places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
     return [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
 
 
-def hidden_places(settings: dict[str, Any], readable: list[str]) -> list[str]:
+def hidden_places(readable: list[str]) -> list[str]:
     """Folders of installed packages below what can be read: some bring the answers of data sets with them."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     places = {
@@ -214,11 +213,8 @@ def hidden_places(settings: dict[str, Any], readable: list[str]) -> list[str]:
         for python in (version, "python3")
         for name in _PACKAGES
     }
-    shown = tuple(settings["visible"])
     return sorted(
-        place
-        for place in places
-        if os.path.isdir(place) and place not in shown and any(place.startswith(f"{one}/") for one in readable)
+        place for place in places if os.path.isdir(place) and any(place.startswith(f"{one}/") for one in readable)
     )
 
 
@@ -260,9 +256,6 @@ class Supervisor:
             if "start" in message:
                 self._start(message, descriptors)
                 return {"started": True}
-            if "kill" in message:
-                self._kill_main()
-                return {"killed": True}
             if "write" in message:
                 write_inside(message["write"], base64.b64decode(message["content"]), self.user)
                 return {"written": True}

@@ -24,7 +24,6 @@ from posttrain.interpret.activations.shards import (
     StoreIndex,
     StoreWriter,
     column,
-    documents_hash,
     pack_documents,
     row_norms,
 )
@@ -297,7 +296,7 @@ def recording_key(
         "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
         "devices": [choose_device(model.device).type for model in models],
         "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
-        "documents": documents_hash(documents, prompt_lengths, told),
+        "documents": hashlib.sha256(pack_documents(documents, prompt_lengths, told)).hexdigest(),
         "data": dict(data or {}),
         "sites": list(sites),
         "settings": [dtype, outliers, batch],

@@ -497,15 +497,6 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
             )
 
 
-def documents_hash(
-    documents: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int] | None = None,
-    told: Sequence[Sequence[int]] | None = None,
-) -> str:
-    """SHA-256 of the documents as they are stored, by which the same texts in the same tokens are known."""
-    return _hash(pack_documents(documents, prompt_lengths, told))
-
-
 def pack_documents(
     documents: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int] | None = None,

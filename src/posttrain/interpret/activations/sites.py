@@ -136,35 +136,22 @@ def halves_of(backbone: Any, layer: int) -> tuple[nn.Module, nn.Module]:
     )
 
 
-def first_tensor(output: Any) -> Tensor:
-    """What a module gives: itself, or the first of several."""
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
 @torch.no_grad()
 def _probe(backbone: Any, block: nn.Module, modules: list[nn.Module]) -> dict[int, Tensor]:
     """By id, what the modules and the block give on a few tokens (float32); under -1 what the block reads."""
     seen: dict[int, Tensor] = {}
 
-    def keep(key: int) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            seen[key] = first_tensor(output).float().clone()
+    def keep(key: int, values: Tensor) -> Tensor:
+        seen[key] = values.float().clone()
+        return values
 
-        return hook
-
-    def keep_input(_: nn.Module, args: Any, kwargs: Any) -> None:
-        seen[-1] = (args[0] if args else kwargs["hidden_states"]).float().clone()
-
-    hooks = [module.register_forward_hook(keep(id(module))) for module in (*modules, block)]
-    hooks.append(block.register_forward_pre_hook(keep_input, with_kwargs=True))
-    vocabulary = backbone.get_input_embeddings().weight.shape[0]
-    ids = torch.tensor([[i % vocabulary for i in _PROBE_IDS]], device=backbone.get_input_embeddings().weight.device)
-    try:
+    embeddings = backbone.get_input_embeddings().weight
+    ids = torch.tensor([[i % len(embeddings) for i in _PROBE_IDS]], device=embeddings.device)
+    with ExitStack() as hooks:
+        for module in (*modules, block):
+            hooks.enter_context(hooked(module, False, partial(keep, id(module))))
+        hooks.enter_context(hooked(block, True, partial(keep, -1)))
         backbone(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 
@@ -176,7 +163,7 @@ def _agree(added: Tensor, expected: Tensor, after: Tensor) -> bool:
     return bool(error <= 0.05 * expected.norm() + 2**-8 * after.norm())
 
 
-_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 
 class _Reached(Exception):
@@ -196,7 +183,7 @@ def truncate(model: Any, layer: int) -> Any:
     backbone = backbone_of(model)
     check_sites(backbone, [Site(layer, "resid")])
     name, blocks = blocks_of(backbone)
-    norms = [norm for norm in _FINAL_NORMS if norm in backbone._modules]
+    norms = [norm for norm in FINAL_NORMS if norm in backbone._modules]
     if len(norms) != 1:
         raise UsageError(f"{type(backbone).__name__}: no final norm that could be left out")
     shorter = copy.copy(backbone)
@@ -240,35 +227,19 @@ class Extractor:
         tokens, lengths = pad(documents, self.device)
         real = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
         activations: dict[str, Tensor] = {}
-        with self._watching(activations, lambda values: values[real]), suppress(_Reached):
-            self.backbone(input_ids=tokens, use_cache=False)
-        return {str(site): activations[str(site)].cpu() for site in self.sites}
-
-    @contextmanager
-    def _watching(self, activations: dict[str, Tensor], select: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Hooks that copy what is wanted as soon as it is there, and stop the forward pass at the last of it."""
 
         def keep(site: Site, values: Tensor) -> Tensor:
-            activations[str(site)] = select(values)
+            """Copy what is wanted as soon as it is there, and stop the forward pass at the last of it."""
+            activations[str(site)] = values[real]
             if len(activations) == len(self._read):
                 raise _Reached
             return values
 
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, suppress(_Reached):
             for site, module, reads_input in self._read:
                 hooks.enter_context(hooked(module, reads_input, partial(keep, site)))
-            yield
-
-
-def activations_of(model: Any, documents: Sequence[Sequence[int]], sites: Sequence[str]) -> dict[str, Tensor]:
-    """By site (``resid.20``), ``[tokens, d]`` of all tokens of the documents, one document after the other.
-
-    For many batches make one ``Extractor``.
-
-    Raises:
-        UsageError: no such site in this model.
-    """
-    return Extractor(model, sites)(documents)
+            self.backbone(input_ids=tokens, use_cache=False)
+        return {str(site): activations[str(site)].cpu() for site in self.sites}
 
 
 def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
@@ -314,8 +285,9 @@ def hooked(module: nn.Module, reads_input: bool, change: Callable[[Tensor], Tens
     """Inside, the hidden states that a module gives (or reads) go through ``change``."""
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
-        changed = change(first_tensor(output))
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        if isinstance(output, tuple):
+            return change(output[0]), *output[1:]
+        return change(output)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:

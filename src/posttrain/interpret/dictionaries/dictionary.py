@@ -107,7 +107,8 @@ def batchtopk(
     count = min(max(1, round(len(rows) * k / pre.shape[1])), len(rows) - 1)
     bound = rows.topk(count + 1, sorted=False).values.amin().clamp_min(0.0)  # the first that is not kept
     running = torch.where(threshold > 0, threshold.lerp(bound.to(threshold), average), bound.to(threshold))
-    return Codes(keep_above(pre, bound), threshold=running)
+    # zero where it is not above the bound: one pass, and one for its gradient
+    return Codes(torch.nn.functional.threshold(pre, float(bound), 0.0), threshold=running)
 
 
 @register("dictionary", architecture="jumprelu", needs_rank=False, learns_threshold=True)
@@ -147,11 +148,6 @@ def keep_largest(pre: Rows, k: int) -> Tensor:
     """The k largest entries of each row where positive, zero elsewhere."""
     values, places = pre.topk(min(k, pre.shape[1]), dim=-1, sorted=False)
     return torch.zeros_like(pre).scatter(-1, places, torch.relu(values))
-
-
-def keep_above(pre: Rows, bound: Tensor) -> Tensor:
-    """``pre`` where it exceeds the number ``bound`` >= 0, zero elsewhere: one pass, and one for its gradient."""
-    return torch.nn.functional.threshold(pre, float(bound), 0.0)
 
 
 class _Jump(torch.autograd.Function):
@@ -260,22 +256,33 @@ class Dictionary(nn.Module):
             self.register_buffer("output_scale", torch.ones(1))
         self.register_parameter("W_skip", nn.Parameter(torch.zeros(d, d)) if skip else None)
 
-    def pre_activations(self, x: Tensor) -> Tensor:
-        """[n, F] from activations [n, M, d] (or [n, d] with one source), in the precision of the weights."""
-        flat, _ = self._flat(x)
+    def pre_activations(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """[n, F] from activations [n, M, d] (or [n, d] with one source), in the precision of the weights.
+
+        ``chosen``, int64 [S]: those of these features alone, [n, S].
+        """
+        flat = self.scaled(x)
         centred = flat if self.transcoder else flat - self.b_dec.reshape(-1)
-        return centred @ self.W_enc.reshape(-1, self.features) + self.b_enc
+        weights, bias = self.W_enc.reshape(-1, self.features), self.b_enc
+        return centred @ weights + bias if chosen is None else centred @ weights[:, chosen] + bias[chosen]
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Features [n, F] of activations [n, M, d] (or [n, d] with one source)."""
-        return self.select(self.pre_activations(x))
+    def encode(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Features [n, F] of activations [n, M, d] (or [n, d] with one source).
 
-    def select(self, pre: Tensor) -> Tensor:
-        """Features [n, F] from pre-activations, as the trained dictionary makes them: each row by itself."""
+        ``chosen``, int64 [S]: these alone, [n, S]; no others are computed where features do not compete.
+        """
+        if chosen is not None and self.architecture == "topk":
+            return self.encode(x)[:, chosen]
+        return self.select(self.pre_activations(x, chosen), chosen)
+
+    def select(self, pre: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Features from pre-activations (of the ``chosen``), as the trained dictionary makes them: row by row."""
         if self.architecture == "topk":
             return keep_largest(pre, int(self.options["k"]))
         positive = torch.relu(pre)
-        return positive if self.architecture == "standard" else positive * (pre > self.threshold)
+        if self.architecture == "standard":
+            return positive
+        return positive * (pre > (self.threshold if chosen is None else self.threshold[chosen]))
 
     def decode(self, features: Tensor, read: Tensor | None = None) -> Tensor:
         """Activations [n, M, d] (with one source [n, d]) from features [n, F].
@@ -300,17 +307,13 @@ class Dictionary(nn.Module):
 
     def scaled(self, x: Tensor) -> Tensor:
         """[n, M·d]: activations as training sees them, multiplied by ``input_scale``."""
-        return self._flat(x)[0]
+        assert x.numel() == len(x) * self.sources * self.d, f"{tuple(x.shape)} for {self.sources} sources of {self.d}"
+        x = x.to(self.W_enc.dtype).reshape(len(x), self.sources, self.d) * self.input_scale[:, None]
+        return x.reshape(len(x), -1)
 
     def scaled_target(self, y: Tensor) -> Tensor:
         """[n, d]: what a transcoder is to write, as training sees it."""
         return y.to(self.W_dec.dtype).reshape(len(y), self.d) * self.output_scale
-
-    def _flat(self, x: Tensor) -> tuple[Tensor, int]:
-        rows = len(x)
-        assert x.numel() == rows * self.sources * self.d, f"{tuple(x.shape)} for {self.sources} sources of {self.d}"
-        x = x.to(self.W_enc.dtype).reshape(rows, self.sources, self.d) * self.input_scale[:, None]
-        return x.reshape(rows, -1), rows
 
     @torch.no_grad()
     def prepare(self, sample: Tensor) -> None:

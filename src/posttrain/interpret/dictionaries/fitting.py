@@ -5,7 +5,7 @@ What Lightning runs with checkpoints and metrics (``training``) are the same ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,28 +50,9 @@ class Measured:
     threshold: Tensor | None = None
 
 
-@dataclass(slots=True)
-class Request:
-    """What the loss is of, besides the weights; ``measured`` is filled in by the forward pass.
-
-    ``targets`` [n, D]: what a transcoder is to write; None: the rows themselves. ``progress`` in [0, 1]: the share of
-    the training that is done. ``dead`` [F]: which features AuxK revives; None for no AuxK. ``dtype``: of the operands
-    of the matrix products.
-    """
-
-    dictionary: Dictionary
-    rows: Tensor
-    progress: float = 1.0
-    auxk: float = 0.0
-    dead: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-    targets: Tensor | None = None
-    measured: Measured | None = field(default=None, init=False)
-
-
 def dictionary_loss(
     dictionary: Dictionary,
-    rows: Tensor,
+    x: Tensor,
     *,
     progress: float = 1.0,
     auxk: float = 0.0,
@@ -81,40 +62,43 @@ def dictionary_loss(
 ) -> tuple[Tensor, Measured]:
     """The loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, D], and what was measured.
 
-    ``targets`` [n, D], scaled: of a transcoder.
+    ``progress`` in [0, 1]: the share of the training that is done. ``dead`` [F]: which features AuxK revives; None for
+    no AuxK. ``dtype``: of the operands of the matrix products. ``targets`` [n, D], scaled: what a transcoder is to
+    write; None: the rows themselves.
     """
     assert dictionary.transcoder == (targets is not None), "a transcoder has targets, and nothing else has"
-    request = Request(dictionary, rows, progress, auxk, dead, dtype, targets)
+    with torch.no_grad():
+        loss, gradients, measured = _evaluate(dictionary, x, progress, auxk, dead, dtype, targets)
     weights = [dictionary.W_enc, dictionary.W_dec, dictionary.b_enc, dictionary.b_dec, dictionary.threshold]
     if dictionary.W_skip is not None:
         weights.append(dictionary.W_skip)
-    loss = _Loss.apply(request, *weights)
-    assert request.measured is not None
-    return loss, request.measured
+    return _Loss.apply((loss, gradients), *weights), measured
 
 
 class _Loss(torch.autograd.Function):
-    """The forward pass computes the gradients too; the backward pass hands them out."""
+    """A loss whose gradients are known; the backward pass hands them out, once."""
 
     @staticmethod
-    def forward(ctx: Any, request: Request, *weights: Tensor) -> Tensor:
-        loss, gradients, request.measured = _evaluate(request)
-        ctx.save_for_backward(*(g for g in gradients if g is not None))
-        ctx.present = [g is not None for g in gradients]
+    def forward(ctx: Any, known: tuple[Tensor, list[Tensor | None]], *weights: Tensor) -> Tensor:
+        loss, ctx.gradients = known
         ctx.shapes = [w.shape for w in weights]
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        gradients = [
-            next(saved).view(shape) if there else None for there, shape in zip(ctx.present, ctx.shapes, strict=True)
-        ]
-        return (None, *(None if g is None else g.mul_(upstream[0]) for g in gradients))
+        pairs, ctx.gradients = zip(ctx.gradients, ctx.shapes, strict=True), ()
+        return (None, *(None if g is None else g.view(shape).mul_(upstream[0]) for g, shape in pairs))
 
 
-def _evaluate(request: Request) -> tuple[Tensor, list[Tensor | None], Measured]:
-    dictionary, x, dtype = request.dictionary, request.rows, request.dtype
+def _evaluate(
+    dictionary: Dictionary,
+    x: Tensor,
+    progress: float,
+    auxk: float,
+    dead: Tensor | None,
+    dtype: torch.dtype,
+    targets: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None], Measured]:
     encoder = dictionary.W_enc.detach().view(-1, dictionary.features)  # [D, F]
     decoder = dictionary.W_dec.detach().view(dictionary.features, -1)  # [F, D]
     b_dec = dictionary.b_dec.detach().view(-1)
@@ -123,9 +107,9 @@ def _evaluate(request: Request) -> tuple[Tensor, list[Tensor | None], Measured]:
     pre = torch.addmm(bias.to(dtype), low_x, low_encoder).requires_grad_()
     threshold = dictionary.threshold.detach().requires_grad_(dictionary.learns_threshold)
     with torch.enable_grad():
-        codes: Codes = dictionary.codes(pre, threshold, request.progress)
+        codes: Codes = dictionary.codes(pre, threshold, progress)
     features = codes.features.detach()
-    offset = b_dec - (x if request.targets is None else request.targets)
+    offset = b_dec - (x if targets is None else targets)
     if dictionary.W_skip is not None:
         offset += low_x @ dictionary.W_skip.detach().to(dtype)
     error, on_features, on_decoder, heard, squared = _reconstruct(dictionary, features, low_decoder, offset)
@@ -136,10 +120,8 @@ def _evaluate(request: Request) -> tuple[Tensor, list[Tensor | None], Measured]:
     on_pre = pulled[0]
     fired = (on_decoder != 0).any(dim=1)  # a feature that was active somewhere got a gradient; n times as few numbers
     auxiliary = x.new_zeros(())
-    if request.auxk and request.dead is not None:
-        auxiliary = request.auxk * _revive(
-            request, pre.detach(), error, low_decoder, _Gradients(on_pre, on_decoder, request.auxk)
-        )
+    if auxk and dead is not None:
+        auxiliary = auxk * _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
     on_encoder = (low_x.T @ on_pre).to(encoder.dtype)
     sums = on_pre.sum(0, dtype=encoder.dtype)
     on_b_dec = heard.sum(0)
@@ -186,22 +168,14 @@ def _reconstruct(
     return errors[-1], joined, gradient, heard, (means[-1], torch.stack(means).mean())
 
 
-@dataclass(slots=True)
-class _Gradients:
-    """Where AuxK adds its own, in place."""
-
-    on_pre: Tensor
-    on_decoder: Tensor
-    coefficient: float
-
-
-def _revive(request: Request, pre: Tensor, error: Tensor, decoder: Tensor, gradients: _Gradients) -> Tensor:
-    """mean (x − x̂ − ê)²; its gradients are added to those of ``pre`` and the decoder of dead features.
+def _revive(
+    dead: Tensor, auxk: float, pre: Tensor, error: Tensor, decoder: Tensor, on_pre: Tensor, on_decoder: Tensor
+) -> Tensor:
+    """mean (x − x̂ − ê)²; ``auxk`` times its gradients are added, in place, to those of ``pre`` and the decoder.
 
     The error is a constant here: only dead features learn from it.
     """
-    assert request.dead is not None
-    places = request.dead.nonzero().squeeze(1)
+    places = dead.nonzero().squeeze(1)
     if not len(places):
         return error.new_zeros(())
     chosen = pre[:, places]
@@ -209,9 +183,9 @@ def _revive(request: Request, pre: Tensor, error: Tensor, decoder: Tensor, gradi
     features = torch.relu(chosen) if len(places) <= width else keep_largest(chosen, width)
     rows = decoder[places]
     left = (features @ rows).to(error.dtype) + error
-    low = (left * (2.0 * gradients.coefficient / left.numel())).to(decoder.dtype)
-    gradients.on_decoder.index_add_(0, places, (features.T @ low).to(error.dtype))
-    gradients.on_pre.index_add_(1, places, (low @ rows.T) * (features > 0))
+    low = (left * (2.0 * auxk / left.numel())).to(decoder.dtype)
+    on_decoder.index_add_(0, places, (features.T @ low).to(error.dtype))
+    on_pre.index_add_(1, places, (low @ rows.T) * (features > 0))
     return torch.linalg.vector_norm(left).square() / left.numel()
 
 

@@ -4,6 +4,7 @@ Rows come from a tensor or from recorded activations (``recording``). The last d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -37,23 +38,6 @@ class Rows(Protocol):
     def boundary(self, row: int) -> int:
         """The first row of the document that ``row`` is of."""
         ...
-
-
-class TensorRows:
-    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
-
-    chunks: Sequence[range] | None = None
-
-    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
-        self.x = x.unsqueeze(1) if x.dim() == 2 else x
-        self.num_rows, sources, self.d = self.x.shape
-        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return self.x[rows].float()
-
-    def boundary(self, row: int) -> int:
-        return row
 
 
 class StoreRows:
@@ -99,12 +83,7 @@ class StoreRows:
         return (post - base).unsqueeze(1) if self.source == DIFFERENCE else torch.stack([base, post], dim=1)
 
     def boundary(self, row: int) -> int:
-        document = self._document(row)
-        low, high = 0, row
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._document(middle) >= document else (middle + 1, high)
-        return low
+        return bisect_left(range(row), self._document(row), key=self._document)
 
     def _document(self, row: int) -> int:
         return int(self.store.documents(torch.tensor([row]))[0])

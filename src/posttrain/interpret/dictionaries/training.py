@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ except ImportError as error:
 STATE = "state.ckpt"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
     """How a training ended: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on the rows held out."""
 
@@ -61,7 +61,11 @@ class Trained:
     step: int
     reason: str
     quality: Quality
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, float]]:
+        """The quality by name, as ``runs.launch`` asks every training for it."""
+        return {"held_out": self.quality.numbers()}
 
 
 def train_dictionary(
@@ -95,8 +99,11 @@ def train_dictionary(
     metrics.trim(newest or 0)
     module = _Training(dictionary, recipe)
     batches = RowBatches(rows, num_rows, settings.batch, settings.steps, settings.seed)
-    held_out = _HeldOut(rows, num_rows)
-    watch = _Watch(recipe, checkpoints, metrics, observer, should_stop, held_out)
+
+    def measure_held_out() -> Quality:
+        return measure(dictionary, in_batches(rows, num_rows, rows.num_rows))
+
+    watch = _Watch(recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
     facts: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", facts)
     with _quiet():
@@ -105,11 +112,11 @@ def train_dictionary(
         trainer.fit(module, batches, ckpt_path=place, weights_only=True if place else None)
     step = int(trainer.global_step)
     module.to(_device(settings.device))
-    quality = held_out.measure(dictionary)
+    quality = measure_held_out()
     reason = "finished" if step >= settings.steps else "interrupted"
     observer("finish", {"step": step, "reason": reason})
     dictionary.cpu()
-    return Trained(dictionary, step, reason, quality, {"held_out": quality.numbers()})
+    return Trained(dictionary, step, reason, quality)
 
 
 class _Training(lightning.LightningModule):
@@ -150,16 +157,6 @@ class _Training(lightning.LightningModule):
         return {"loss": metrics["squared_error"] + metrics["penalty"] + metrics["auxk"], **metrics}
 
 
-class _HeldOut:
-    """The rows from ``start`` on, which are not trained on."""
-
-    def __init__(self, rows: Rows, start: int) -> None:
-        self.rows, self.start = rows, start
-
-    def measure(self, dictionary: Dictionary) -> Quality:
-        return measure(dictionary, in_batches(self.rows, self.start, self.rows.num_rows))
-
-
 class _Watch(Callback):
     """Logs, measures and saves at the steps that are due for it, and stops when asked."""
 
@@ -170,10 +167,10 @@ class _Watch(Callback):
         metrics: MetricsLog,
         observer: Observer,
         should_stop: Callable[[], bool],
-        held_out: _HeldOut,
+        measure_held_out: Callable[[], Quality],
     ) -> None:
-        self.recipe, self.checkpoints, self.metrics, self.held_out = recipe, checkpoints, metrics, held_out
-        self.observer, self.should_stop = observer, should_stop
+        self.recipe, self.checkpoints, self.metrics = recipe, checkpoints, metrics
+        self.observer, self.should_stop, self.measure_held_out = observer, should_stop, measure_held_out
         self._logged_at: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -182,14 +179,12 @@ class _Watch(Callback):
         if step % settings.log_every == 0 or last or step == 1:
             self._log(step, pl_module, len(batch))
         if (self.recipe.eval.every and step % self.recipe.eval.every == 0) or last:
-            self._evaluated(step, self.held_out.measure(pl_module.dictionary))
+            numbers = self.measure_held_out().numbers()
+            self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in numbers.items()})
         if last or stop or (settings.save_every and step % settings.save_every == 0):
             self._save(trainer, step)
         if stop:
             trainer.should_stop = True
-
-    def _evaluated(self, step: int, quality: Quality) -> None:
-        self.metrics.append(step, {f"eval/held_out/{name}": value for name, value in quality.numbers().items()})
 
     def _log(self, step: int, module: _Training, batch: int) -> None:
         numbers = module.numbers()
@@ -290,18 +285,9 @@ def _quiet() -> Iterator[None]:
 DICTIONARY, RESULTS = "dictionary", "dictionary.json"
 
 
-@dataclass(frozen=True)
-class DictionaryRun:
-    """What ``runs.launch`` asks of a training."""
-
-    step: int
-    reason: str
-    evaluations: dict[str, dict[str, float]]
-
-
 def train_run(
     recipe: Any, files: RunFiles, *, resume: bool, observer: Observer, should_stop: Any, allow_large: bool
-) -> DictionaryRun:
+) -> Trained:
     """Record activations if the recipe says so, train, measure, and write the dictionary."""
     assert isinstance(recipe, SaeRecipe)
 
@@ -334,4 +320,4 @@ def train_run(
         recovered = recovered_by(rows, recipe, trained.dictionary, notify)
         content = json.dumps(results_of(trained.quality, recovered), indent=1)
         replace_file(files.folder / RESULTS, content.encode() + b"\n")
-    return DictionaryRun(trained.step, trained.reason, trained.evaluations)
+    return trained

@@ -27,11 +27,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.evals.statistics import Summary, summarize_seeds
+from posttrain.evals.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen
-from posttrain.interpret.differences.divergence import encode_some, feature_patch, random_features
+from posttrain.interpret.differences.divergence import feature_patch, random_features
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Rollout
@@ -205,7 +205,7 @@ def scale_features(dictionary: Dictionary, factors: Mapping[int, float], limit: 
     gains = torch.tensor(list(factors.values()), device=dictionary.b_dec.device) - 1.0
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (encode_some(dictionary, x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
+        moved = (dictionary.encode(x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
         return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
     return added
@@ -259,32 +259,17 @@ class Trial:
         return sum(float(grade.parts.get("correct", 0.0) == 1.0) for grade in grades) / len(grades)
 
 
-@dataclass(frozen=True, slots=True)
-class Dose:
-    """What one dose to ``num_features`` features does, with one dictionary: to the changed ones and to others.
-
-    ``others``: one outcome for each set of rate-matched random features.
-    """
-
-    num_features: int
-    dose: float
-    changed: float
-    others: tuple[float, ...]
-
-    @property
-    def difference(self) -> float:
-        """Changed less the mean of the others."""
-        return self.changed - sum(self.others) / len(self.others)
-
-
 def try_doses(
     trial: Trial,
     treat: Callable[[Sequence[int], float], Added],
     ranked: Sequence[int],
     matched: Sequence[Sequence[int]],
     plan: Sequence[tuple[int, float]],
-) -> list[Dose]:
-    """The outcome of every (number of features, dose) of the plan, all of them decoded side by side.
+) -> list[dict[str, Any]]:
+    """What every (number of features, dose) of the plan does, with one dictionary; all are decoded side by side.
+
+    By name: ``features`` (their number), ``dose``, the outcomes of the ``changed`` ones and of each set of rate-matched
+    ``random`` ones, and the ``difference``: changed less the mean of the random ones.
 
     Args:
         treat: (features, dose) -> the treatment.
@@ -295,29 +280,23 @@ def try_doses(
     outcomes = trial.outcomes([treat(features[:count], dose) for count, dose in plan for features in sets])
     doses = []
     for index, (count, dose) in enumerate(plan):
-        part = outcomes[index * len(sets) : (index + 1) * len(sets)]
-        doses.append(Dose(min(count, len(ranked)), dose, part[0], tuple(part[1:])))
+        changed, *others = outcomes[index * len(sets) : (index + 1) * len(sets)]
+        difference = changed - sum(others) / len(others)
+        fact = {"features": min(count, len(ranked)), "dose": dose, "changed": changed, "random": others}
+        doses.append(fact | {"difference": difference})
     return doses
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The difference between changed and other features over seeds, with its 95 % Student-t interval.
+def judge(differences: Sequence[float]) -> dict[str, Any]:
+    """Differences between changed and other features, one per seed: their mean with its 95 % Student-t interval.
 
     ``separates``: the interval does not hold 0; None where one seed gives no interval.
     """
-
-    summary: Summary
-    separates: bool | None
-
-
-def judge(differences: Sequence[float]) -> Verdict:
-    """Whether differences, one per seed of the dictionary, lie on one side of 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
-    if summary.half_width is None:
-        return Verdict(summary, None)
-    return Verdict(summary, abs(summary.mean) > summary.half_width)
+    separates = None if summary.half_width is None else abs(summary.mean) > summary.half_width
+    facts = {"mean": summary.mean, "half_width": summary.half_width, "seeds": summary.n}
+    return facts | {"values": list(differences), "separates": separates}
 
 
 TESTS = ("given", "returned", "scaled")
@@ -362,9 +341,8 @@ def measure_causes(
         matched = [random_features(view, ranked, changes.seed + seed, 1 + draw) for draw in range(settings.draws)]
         for test in TESTS:
             trial = trials["base" if test == "given" else "post"]
-            treat = partial(_scale if test == "scaled" else _move, dictionary, limit)
-            doses = try_doses(trial, treat, ranked, matched, plan_of(test, settings))
-            facts[test].append([_plain(dose) for dose in doses])
+            treat = partial(_scale if test == "scaled" else move_features, dictionary, limit=limit)
+            facts[test].append(try_doses(trial, treat, ranked, matched, plan_of(test, settings)))
         point = next(p for p in facts["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
         observe(
             f"causal test, seed {seed}: {settings.measure} of the base {facts['unchanged']['base']:.3f}, given "
@@ -386,22 +364,8 @@ def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     return sorted(set(points))
 
 
-def _move(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
-    return move_features(dictionary, features, dose, limit)
-
-
-def _scale(dictionary: Dictionary, limit: float, features: Sequence[int], dose: float) -> Added:
+def _scale(dictionary: Dictionary, features: Sequence[int], dose: float, limit: float) -> Added:
     return scale_features(dictionary, dict.fromkeys(features, dose), limit)
-
-
-def _plain(dose: Dose) -> dict[str, Any]:
-    return {
-        "features": dose.num_features,
-        "dose": dose.dose,
-        "changed": dose.changed,
-        "random": list(dose.others),
-        "difference": dose.difference,
-    }
 
 
 def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -417,17 +381,7 @@ def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
             differences[f"{test}, slope"] = [
                 _slope([row[i]["dose"] for i in same], [row[i]["difference"] for i in same]) for row in rows
             ]
-    verdicts = {}
-    for name, values in differences.items():
-        verdict = judge(values)
-        verdicts[name] = {
-            "mean": verdict.summary.mean,
-            "half_width": verdict.summary.half_width,
-            "seeds": verdict.summary.n,
-            "values": values,
-            "separates": verdict.separates,
-        }
-    return verdicts
+    return {name: judge(values) for name, values in differences.items()}
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

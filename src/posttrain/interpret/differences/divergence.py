@@ -167,7 +167,7 @@ def feature_patch(dictionary: Dictionary, features: Sequence[int] | None) -> Pat
 
     def patch(base: Tensor, post: Tensor) -> Tensor:
         directions = dictionary.W_dec[:, 0] if chosen is None else dictionary.W_dec[chosen, 0]
-        return (encode_some(dictionary, post, chosen) - encode_some(dictionary, base, chosen)) @ directions
+        return (dictionary.encode(post, chosen) - dictionary.encode(base, chosen)) @ directions
 
     return patch
 
@@ -180,17 +180,6 @@ def difference_patch(dictionary: Dictionary, features: Sequence[int]) -> Patch:
         return dictionary.encode(post - base)[:, chosen] @ dictionary.W_dec[chosen, 0]
 
     return patch
-
-
-def encode_some(dictionary: Dictionary, x: Tensor, chosen: Tensor | None) -> Tensor:
-    """``dictionary.encode(x)[:, chosen]``, computing no others where features do not compete."""
-    if chosen is None or dictionary.architecture == "topk":
-        features = dictionary.encode(x)
-        return features if chosen is None else features[:, chosen]
-    centred = x.to(dictionary.W_enc.dtype) * dictionary.input_scale[0] - dictionary.b_dec[0]
-    pre = centred @ dictionary.W_enc[0][:, chosen] + dictionary.b_enc[chosen]
-    positive = torch.relu(pre)
-    return positive if dictionary.architecture == "standard" else positive * (pre > dictionary.threshold[chosen])
 
 
 def _batches(documents: Sequence[Sequence[int]]) -> list[list[tuple[int, Sequence[int]]]]:

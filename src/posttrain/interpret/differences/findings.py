@@ -14,10 +14,11 @@ from torch import Tensor
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.measures import Quality
-from posttrain.interpret.differences.changes import Changes, Scaling, Seen, feature_contexts
+from posttrain.interpret.differences.changes import MEASURES, Changes, Scaling, Seen, feature_contexts
 from posttrain.interpret.features.logit_lens import strongest_tokens
 
 MAX_LATENTS = 64  # latents of the difference that are listed
+LEAST_COSINE = 0.7  # partners that are less similar do not count
 MAX_POINTS = 4096  # features of the scatter
 
 
@@ -88,7 +89,7 @@ def describe_features(
     entries = []
     for index, feature in enumerate(chosen):
         entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
-        for row, name in enumerate(("rate", "mean")):
+        for row, name in enumerate(MEASURES):
             for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
                 entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
         entry["amplification"] = number(float(seen.amplification[feature]))
@@ -111,22 +112,19 @@ class Overlap:
     count: int
 
 
-def overlap(
-    directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor], least: float = 0.7
-) -> Overlap:
+def overlap(directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor]) -> Overlap:
     """The overlap of two sets of features.
 
     Args:
         directions: decoder rows [F, d] of both.
         chosen: int64, the changed features of each.
         signs: [F] of each, above 0 where a feature's mean activation rose.
-        least: partners that are less similar do not count.
     """
     unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in directions]
     cosine, partner = (unit[0] @ unit[1].T).max(dim=1)
     is_chosen = torch.zeros(len(unit[1]), dtype=torch.bool, device=partner.device)
     is_chosen[chosen[1]] = True
-    same = is_chosen[partner] & (cosine >= least) & ((signs[0] > 0) == (signs[1] > 0)[partner])
+    same = is_chosen[partner] & (cosine >= LEAST_COSINE) & ((signs[0] > 0) == (signs[1] > 0)[partner])
     count = len(chosen[0])
     if not count:
         return Overlap(float("nan"), float(same.double().mean()), float("nan"), 0)
@@ -147,7 +145,7 @@ def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -
         )
         pairs.append({"first": a, "second": b, **{k: _finite(v) for k, v in asdict(shared).items()}})
     shares = [pair["share"] for pair in pairs if pair["share"] is not None]
-    return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": 0.7}
+    return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": LEAST_COSINE}
 
 
 def describe_scaling(

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import (
-    replaced,
-)
+from posttrain.interpret.activations.sites import replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
@@ -63,21 +64,16 @@ def judged_solutions(
 
     collected = Collected()
     rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped)
-    for problem, first, responses in group_by_problem(rows, problem_key, read, collected.dropped):
-        example = Example(
-            id=f"judged_solutions/{split}/{first.line}",
-            messages=(Message("user", problem),),
-            responses=tuple(responses),
-            meta={key: first.plain(key) for key in META_KEYS if first.has(key)},
-        )
-        collected.examples.append(example)
+    for first, example in group_by_problem(rows, problem_key, read, f"judged_solutions/{split}", collected.dropped):
+        meta = {key: first.plain(key) for key in META_KEYS if first.has(key)}
+        collected.examples.append(replace(example, meta=meta))
     return collected.as_task("judged_solutions", path, split, validation_share)
 
 
 def group_by_problem(
-    rows: Iterable[Row], problem_key: str, read: Callable[[Row], Response], dropped: Counter[str]
-) -> Iterator[tuple[str, Row, list[Response]]]:
-    """Each problem in the order of its first row, with that row and the responses of all its rows.
+    rows: Iterable[Row], problem_key: str, read: Callable[[Row], Response], name: str, dropped: Counter[str]
+) -> Iterator[tuple[Row, Example]]:
+    """Each problem in the order of its first row: that row, and an example (``name``/line) with all rows' responses.
 
     Raises:
         DataError: a malformed row.
@@ -92,7 +88,7 @@ def group_by_problem(
         else:
             groups.setdefault(row.text(problem_key).strip(), (row, []))[1].append(response)
     for problem, (first, responses) in groups.items():
-        yield problem, first, responses
+        yield first, Example(f"{name}/{first.line}", (Message("user", problem),), responses=tuple(responses))
 
 
 # Solutions of GSM8K's test questions by four models, judged by their answers (Cobbe et al. 2021).
@@ -128,16 +124,11 @@ def gsm8k_solutions(
         validation_share: share of the questions that is held out.
     """
     collected = Collected()
-    for question, first, responses in group_by_problem(_flat(read_file(path)), "question", _read, collected.dropped):
+    rows, name = _flat(read_file(path)), f"gsm8k_solutions/{split}"
+    for first, example in group_by_problem(rows, "question", _read, name, collected.dropped):
         working, answer = split_answer(first.text("ground_truth")) if first.has("ground_truth") else ("", None)
-        example = Example(
-            id=f"gsm8k_solutions/{split}/{first.line}",
-            messages=(Message("user", question),),
-            answer=answer,
-            solution=(working or None) if answer is not None else None,
-            responses=tuple(responses),
-        )
-        collected.examples.append(example)
+        solution = (working or None) if answer is not None else None
+        collected.examples.append(replace(example, answer=answer, solution=solution))
     return collected.as_task("gsm8k_solutions", path, split, validation_share)
 
 

@@ -175,6 +175,13 @@ class Draft:
         self.say(phrases[sign, operand], n=number)
         return True
 
+    def go_on(self, phrases: Phrases, family: str, questions: tuple[str, ...], steps: int) -> Story | None:
+        """Events up to so many steps, then the question; None where one does not come off."""
+        while len(self.equations) < steps:
+            if not self.change(phrases):
+                return None
+        return self.finish(family, questions, steps)
+
     def finish(self, family: str, questions: tuple[str, ...], steps: int) -> Story | None:
         """The story with its question, an aside now and then; None unless it has ``steps`` steps."""
         if len(self.equations) != steps:
@@ -206,10 +213,7 @@ def chain(rng: Random, steps: int, limit: int) -> Story | None:
     """A heap of things that grows and shrinks: one event a step."""
     draft = Draft(rng, limit, draw_cast(rng), value=rng.randint(2, limit))
     draft.say(text.STARTS, n=draft.value)
-    for _ in range(steps):
-        if not draft.change(text.CHANGES):
-            return None
-    return draft.finish("chain", text.QUESTIONS, steps)
+    return draft.go_on(text.CHANGES, "chain", text.QUESTIONS, steps)
 
 
 def compare(rng: Random, steps: int, limit: int) -> Story | None:
@@ -258,10 +262,7 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     else:
         draft.say(("{They} pays from a purse of {n} coins.",), n=purse)
     draft.work(purse, "-", draft.value, (None, draft.last))
-    while len(draft.equations) < steps:
-        if not draft.change(text.COIN_CHANGES):
-            return None
-    return draft.finish("shop", text.COIN_QUESTIONS, steps)
+    return draft.go_on(text.COIN_CHANGES, "shop", text.COIN_QUESTIONS, steps)
 
 
 def rate(rng: Random, steps: int, limit: int) -> Story | None:
@@ -276,10 +277,7 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
         before, gained = rng.randint(2, limit - draft.value), draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
         draft.work(before, "+", gained, (None, draft.last))
-    while len(draft.equations) < steps:
-        if not draft.change(text.CHANGES):
-            return None
-    return draft.finish("rate", text.QUESTIONS, steps)
+    return draft.go_on(text.CHANGES, "rate", text.QUESTIONS, steps)
 
 
 def share(rng: Random, steps: int, limit: int) -> Story | None:
@@ -304,10 +302,7 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
     guest = rng.choice([person for person in text.PEOPLE if person[0] not in (cast.name, cast.friend)])
     cast.friend, (cast.name, cast.they) = cast.name, guest
     draft.sentences.append(f"One of the friends is {guest[0]}.")
-    while len(draft.equations) < steps:
-        if not draft.change(text.CHANGES):
-            return None
-    return draft.finish("share", text.SHARE_QUESTIONS, steps)
+    return draft.go_on(text.CHANGES, "share", text.SHARE_QUESTIONS, steps)
 
 
 FAMILIES: dict[str, Callable[[Random, int, int], Story | None]] = {

@@ -79,12 +79,6 @@ def probe(sample: Sequence[Asked]) -> list[Payment]:
     return sorted(payments, key=lambda one: (-one.rate, -one.score))
 
 
-def majority(sample: Sequence[Asked]) -> float:
-    """The share of the commonest gold answer: what an honest constant gets."""
-    golds = Counter(one.gold for one in sample if one.gold is not None)
-    return max(golds.values(), default=0) / len(sample)
-
-
 def _ways(sample: Sequence[Asked]) -> Iterator[tuple[str, str, list[tuple[int, str]]]]:
     golds = Counter(one.gold for one in sample if one.gold is not None)
     constants = dict.fromkeys([*CONSTANTS, *(gold for gold, _ in golds.most_common(3))])
