@@ -19,6 +19,7 @@ from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.headline import REWARD, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 
 NUM_TRANSCRIPTS = 6
@@ -112,8 +113,8 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
     if peak:
         facts.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
-    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
-    return Chapter(title, text, choose_panels(rows, RunDirectory(folder).headline()), recipe, facts)
+    panels = choose_panels(rows, RunDirectory(folder).headline())
+    return Chapter(title, text, panels, read_text(folder / "recipe.yaml"), facts)
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from posttrain.runs.directory import run_names
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message
 
@@ -171,7 +172,7 @@ class Archive:
 
     def recipe_text(self, run: str) -> str:
         """The resolved recipe of a run, as it is stored."""
-        return (self.folder(run) / "recipe.yaml").read_text(encoding="utf-8")
+        return read_text(self.folder(run) / "recipe.yaml")
 
     def draw_differences(self, runs: Sequence[str]) -> str:
         """The keys in which the recipes of two or more runs differ, and how their evaluations ended."""

@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from posttrain.commands.console import MAX_COLUMNS, Text, open_console, plain_table, say, wants_json, write_json
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
-from posttrain.errors import UsageError
+from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
@@ -35,6 +35,7 @@ from posttrain.runs.removal import unfinished_deletions
 from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
 from posttrain.untrusted import harmless
 
@@ -298,7 +299,10 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
     table = item.path / "table.md"
     if table.is_file():
         console.print()
-        say(console, table.read_text(encoding="utf-8", errors="replace").rstrip())
+        try:
+            say(console, read_text(table).rstrip())
+        except DataError as error:  # the runs are shown all the same
+            say(console, str(error), "red")
     console.print()
     print_runs(console, item.runs, links, item.runs)
     say(console, f"\nsee {item.path / 'report.html'}", "dim")
