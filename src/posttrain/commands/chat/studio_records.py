@@ -25,6 +25,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message
+from posttrain.untrusted import fitting
 
 # What the studio shows, as HTML (``templates/studio.jinja``); nothing in it runs a script.
 
@@ -71,7 +72,12 @@ def draw_rollouts(groups: Sequence[Sequence[RecordedRollout]], text: str = "", n
     if not groups:
         return draw_note("no rollout fits; widen the filter")
     pattern = re.compile(f"({re.escape(text)})") if text else None
-    return draw(PAGE, "rollouts", groups, lambda content: pattern.split(content) if pattern else [content], note)
+    firsts = [group[0] for group in groups]
+    fit = fitting(
+        [text for first in firsts for text in (first.example_id, first.prompt, first.answer or "")]
+        + [one.transcript for group in groups for one in group]
+    )
+    return draw(PAGE, "rollouts", groups, fit, lambda shown: pattern.split(shown) if pattern else [shown], note)
 
 
 def draw_curves(curves: Mapping[str, Mapping[str, tuple[list[float], list[float]]]]) -> str:

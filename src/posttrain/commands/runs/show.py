@@ -37,7 +37,7 @@ from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
-from posttrain.untrusted import harmless
+from posttrain.untrusted import fitting, harmless
 
 STYLES = {
     "running": "cyan",
@@ -340,7 +340,8 @@ def _last_episode(folder: Path) -> list[str]:
     row = newest[0]
     turns = counted(len(row.turns), "turn")
     about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
-    return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
+    fit = fitting([row.prompt, row.transcript])
+    return [about, *fit(row.prompt).splitlines(), *fit(row.transcript).splitlines()]
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
