@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76490
+MAX_PACKAGE_LINES = 76600
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2480,
+    "ground": 2490,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6620,
@@ -28,7 +28,7 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5710,
     "environments": 1760,
-    "store": 2610,
+    "store": 2630,
     "models": 4660,
     "engines": 8690,
     "evals": 3010,
@@ -36,9 +36,9 @@ ROOMS: dict[str, int] = {
     "train": 7680,
     "interpret": 7550,
     "runs": 3680,
-    "sweeps": 3290,
+    "sweeps": 3340,
     "reports": 3120,
-    "commands": 8950,
+    "commands": 8970,
 }
 
 

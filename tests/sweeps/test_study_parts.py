@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_runner import STUDIED, FakeRunner, doings
 
-from posttrain.errors import DataError, RunConflict, RunFailure
+from posttrain.errors import DataError, RecipeError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.sweeps import write_study
 from posttrain.sweeps.plan import standings
@@ -184,6 +184,17 @@ def test_answers_that_are_not_those_of_the_study_are_refused(make_plan) -> None:
     path.write_text(f"{json.dumps(item)}\n{json.dumps(item | {'id': 'b'})}\n")
     with pytest.raises(DataError, match="not answers to the problems of this study"):
         collect_study(plan, outcome, "posttrain study mine")
+
+
+def test_no_two_parts_have_one_name(make_plan, tmp_path: Path) -> None:
+    sampled = "proxy: {task: {name: stories, size: 40}, rollout: {prompts: 8, group: 4, select: best_and_worst},"
+    text = TEXT.replace(sampled, "labelled: {data: {batch: 4},").replace("bradley_terry", "process")
+    text = text.replace("best_of_n:", "labelled: {task: stories, n: 4, samples: 2}\nbest_of_n:")
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(
+        RecipeError, match="study: two parts would be called labelled-seed0; give what they are made by"
+    ):
+        load_study(str(tmp_path / "twice.yaml"), folder=tmp_path / "out")
 
 
 def changed(name: str, before: str, after: str) -> Callable[[Path], None]:

@@ -157,8 +157,8 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
     for key in shared:
         answers = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
         answers = [replace(answer, text=fit(answer.text)) for answer in answers]
-        first = columns[0][1][key]
-        question, gold = fit(first.prompt), None if first.answer is None else fit(first.answer)
+        asked = columns[0][1][key]
+        question, gold = fit(asked.prompt), None if asked.answer is None else fit(asked.answer)
         transcripts.append(Transcript(question, gold, answers, turns_of(question)))
     return transcripts
 

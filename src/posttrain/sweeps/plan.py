@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,13 @@ class Plan:
     parts: list[Part]
     num_seeds: int
     resolved: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(part.name for part in self.parts).items() if count > 1]
+        if twice:
+            raise RecipeError(
+                f"{self.what}: two parts would be called {twice[0]}; give what they are made by other names"
+            )
 
     @property
     def start(self) -> Training | None:
