@@ -434,6 +434,8 @@ def test_texts_of_a_megabyte_leave_a_page_that_can_be_drawn(root: Path, monkeypa
     left = "[... 999,000 characters are left out here ...]"
     assert [page.count(f"{a * 500} {left} {a * 500}") for a in ("a", "\\x1b", "c")] == [1, 1, 1]
     assert len(page) < 10_000
+    marked = Archive(root).draw_rollouts("bad", "training", None, None, None, "a")
+    assert marked.count('<span class="marked">a</span>') == 200 + 3  # of the prompt, and of the note in the completion
 
 
 def test_what_has_room_is_shown_whole() -> None:

@@ -77,7 +77,9 @@ def draw_rollouts(groups: Sequence[Sequence[RecordedRollout]], text: str = "", n
         [text for first in firsts for text in (first.example_id, first.prompt, first.answer or "")]
         + [one.transcript for group in groups for one in group]
     )
-    return draw(PAGE, "rollouts", groups, fit, lambda shown: pattern.split(shown) if pattern else [shown], note)
+    return draw(
+        PAGE, "rollouts", groups, fit, lambda shown: pattern.split(shown, MAX_MARKS) if pattern else [shown], note
+    )
 
 
 def draw_curves(curves: Mapping[str, Mapping[str, tuple[list[float], list[float]]]]) -> str:
@@ -114,6 +116,7 @@ TRAINING = "training"
 FAVOURITES = ("accuracy", "reward", "loss", "num_tokens", "entropy")
 MAX_GROUPS = 40
 MAX_HITS = 8 * MAX_GROUPS
+MAX_MARKS = 200  # of one text
 
 
 def check_offered(name: Any, offered: Sequence[str], kind: str) -> str:
