@@ -36,7 +36,7 @@ ROOMS: dict[str, int] = {
     "train": 7680,
     "interpret": 7550,
     "runs": 3680,
-    "sweeps": 3340,
+    "sweeps": 3350,
     "reports": 3120,
     "commands": 8970,
 }

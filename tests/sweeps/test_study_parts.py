@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -233,6 +234,7 @@ DAMAGES = {
     "answers cut": (cut_line(ITEMS), "of 1 items, and items.jsonl beside it has 0"),
     "answers doubled": (double(ITEMS), "of 1 items, and items.jsonl beside it has 2"),
     "no answers": (lambda folder: (folder / ITEMS).unlink(), "results.json: damaged (FileNotFoundError"),
+    "cut results": (changed(RESULTS, "}}", "}"), "results.json: damaged (JSONDecodeError"),
     "no count": (changed(RESULTS, '"n"', '"m"'), "results.json: damaged (KeyError: 'n')"),
     "a list": (lambda folder: (folder / RESULTS).write_text("[]") and None, "results.json: damaged (AttributeError"),
     "of another seed": (changed(RESULTS, '"seed": 1', '"seed": 0'), "of 0, where 1 was asked for"),
@@ -249,11 +251,11 @@ def test_finished_parts_whose_records_are_not_all_there_are_refused(name: str, m
     run_folder, choice = plan.folder / "cells" / "grpo-seed1", plan.choosing[1]
     state = run_folder / "checkpoints" / "step-000002" / "state.json"
     state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"records": {"metrics": 3}}))
+    state.write_text(json.dumps({"records": {"metrics": 3}, "best": math.nan}))
     told = json.loads((run_folder / "status.json").read_text())
     (run_folder / "status.json").write_text(json.dumps(told | {"evaluation": "x"}))
     settings = {"checkpoint": plan.start.weights, "seed": 1, "best_of": str(plan.folder / "cells" / "proxy-seed1")}
-    (choice.folder / "results.json").write_text(json.dumps({"results": {"n": 1}, "settings": settings}))
+    (choice.folder / "results.json").write_text(json.dumps({"results": {"n": 1, "kl": math.nan}, "settings": settings}))
     assert unfinished_parts(plan) == []
     change, words = DAMAGES[name]
     change(plan.folder)

@@ -135,9 +135,14 @@ class Training(Part):
         """
         path, rows, status = self.folder / "metrics.jsonl", self.metrics(), self.status
         try:
-            state = read_json(Path(self.weights) / "state.json")
-            expected = state["records"]["metrics"]
-        except (FileNotFoundError, KeyError, TypeError):  # pruned, or of an earlier posttrain
+            expected = json.loads(read_record(Path(self.weights) / "state.json"))["records"]["metrics"]  # may say NaN
+        except (
+            FileNotFoundError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # pruned, or of an earlier posttrain
             expected = len(rows)
         if len(rows) != expected:
             return f"{path}: {len(rows)} lines, and {expected} stood there when the run ended"
@@ -187,12 +192,12 @@ class Sampling(Part):
         """Where the files of a finished evaluation are not of one piece, or of another evaluation."""
         path = self.folder / RESULTS
         try:
-            content = read_json(path)
+            content = json.loads(read_record(path))  # of what does not exist it says NaN
             num_items = read_record(self.folder / ITEMS, MAX_BYTES).count(b"\n")
             stated = {str(key): value for key, value in content.get("settings", {}).items()}
             if content["results"]["n"] != num_items:
                 return f"{path}: of {content['results']['n']} items, and {ITEMS} beside it has {num_items}"
-        except (FileNotFoundError, KeyError, TypeError, AttributeError) as error:
+        except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             return f"{path}: damaged ({type(error).__name__}: {error})"
         asked = dict(zip(self.command, self.command[1:], strict=False))
         told = {"evaluate": stated.get("a", stated.get("checkpoint")), "--best-of": stated.get("best_of")}
