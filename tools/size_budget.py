@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76300
+MAX_PACKAGE_LINES = 76420
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2570,
+    "ground": 2580,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6570,
@@ -28,17 +28,17 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5620,
     "environments": 1760,
-    "store": 2610,
+    "store": 2630,
     "models": 4660,
     "engines": 8720,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7720,
+    "train": 7730,
     "interpret": 7300,
     "runs": 3680,
-    "sweeps": 3290,
+    "sweeps": 3350,
     "reports": 3110,
-    "commands": 9000,
+    "commands": 9020,
 }
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+MAX_SHOWN = 1 << 22  # characters of others on one page: more take a minute to draw, and nobody reads them
 # A joiner (U+200C, U+200D) belongs between letters of some scripts and in emoji; elsewhere it hides.
 _JOINED = "[^\x00-\u024f\\s\u200c\u200d]"
 _SELECTOR = "[\ufe00-\ufe0f\U000e0100-\U000e01ef]"
@@ -57,6 +58,20 @@ def harmless_json(content: str) -> str:
 def _json_escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+def fitting(texts: Sequence[str]) -> Callable[[str], str]:
+    """How each of ``texts`` is shown so that together they have room on one page: where it is short, the two ends."""
+    lengths = [len(text) for text in texts]
+    room = sum(lengths) if sum(lengths) <= MAX_SHOWN else MAX_SHOWN // len(lengths)
+
+    def fit(text: str) -> str:
+        left = len(text) - room // 2 * 2
+        if len(text) <= room:
+            return text
+        return f"{text[: room // 2]} [... {left:,} characters are left out here ...] {text[room // 2 + left :]}"
+
+    return fit
 
 
 class HarmlessStream:

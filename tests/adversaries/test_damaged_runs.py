@@ -386,9 +386,65 @@ def test_results_that_no_evaluation_has(
     assert "\u202e" not in (root.parent / "exported" / "README.md").read_text()
 
 
-def test_no_text_of_another_file_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root.parent / "secret").write_text("token: hunter2\n")
-    (root / "bad" / "recipe.yaml").unlink()
-    (root / "bad" / "recipe.yaml").symlink_to(root.parent / "secret")
-    assert main(["runs", "show", "bad", "--format", "json"]) == 0
-    assert "hunter2" not in capsys.readouterr().out
+LINKED = ["recipe.yaml", "env.json", "status.json", "metrics.jsonl", "notes.json", "rollouts.db"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = make_run(root.parent / "elsewhere" / "secret")
+    (elsewhere / "notes.json").write_text('{"tags": ["hunter2"], "remarks": []}')
+    for file, content in {"recipe.yaml": "token: hunter2\n", "env.json": '{"hunter2": 1}'}.items():
+        (elsewhere / file).write_text(content)
+    (root / "bad" / name).unlink(missing_ok=True)
+    (root / "bad" / name).symlink_to(elsewhere / name)
+    compared = ["runs", "compare", "good", "bad"]
+    for command in (["runs", "show", "bad", "--format", "json"], ["runs", "show", "bad"], ["runs"], compared):
+        assert main(command) == (2 if command == compared and name != "notes.json" and name != "rollouts.db" else 0)
+        shown = capsys.readouterr()
+        assert "hunter2" not in shown.out + shown.err
+        assert "elsewhere" not in shown.out + shown.err
+        told = " ".join((shown.out + shown.err).split())
+        if "show" in command:
+            assert f"{name}: this is a link to another folder; put the file itself in its place (cp -L)" in told
+
+
+def test_the_table_of_a_comparison_is_its_own(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root.parent / "secret").write_text("hunter2\n")
+    (root / "compared").mkdir()
+    (root / "compared" / "compare.yaml").write_text("methods: {a: {}}\nseeds: 1\n")
+    (root / "compared" / "table.md").symlink_to(root.parent / "secret")
+    assert main(["runs", "show", "compared"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "hunter2" not in shown
+    assert "table.md: this is a link to another folder" in shown
+    assert "finished 0 of 1 runs" in shown
+
+
+def test_texts_of_a_megabyte_leave_a_page_that_can_be_drawn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain import untrusted
+    from posttrain.commands.chat.studio_records import Archive
+
+    monkeypatch.setattr(untrusted, "MAX_SHOWN", 4000)  # two samples: four texts and the id, which is short
+    path = root / "bad" / "rollouts.db"
+    db = sqlite3.connect(path)
+    db.execute("UPDATE rollouts SET prompt = ?, completion = ?, answer = ?", ["a" * 10**6, "\x1b" * 10**6, "c" * 10**6])
+    db.commit()
+    db.close()
+    page = Archive(root).draw_rollouts("bad", "training", None, None, None, "")
+    left = "[... 999,000 characters are left out here ...]"
+    assert [page.count(f"{a * 500} {left} {a * 500}") for a in ("a", "\\x1b", "c")] == [1, 1, 1]
+    assert len(page) < 10_000
+    marked = Archive(root).draw_rollouts("bad", "training", None, None, None, "a")
+    assert marked.count('<span class="marked">a</span>') == 200 + 3  # of the prompt, and of the note in the completion
+
+
+def test_what_has_room_is_shown_whole() -> None:
+    from posttrain.untrusted import MAX_SHOWN, fitting
+
+    long, short = "x" * (MAX_SHOWN - 3), "abc"
+    assert [len(fitting([long, short])(text)) for text in (long, short)] == [MAX_SHOWN - 3, 3]
+    fit = fitting([long, "abcd"])
+    assert fit("abcd") == "abcd"
+    half = MAX_SHOWN // 4
+    assert fit(long) == f"{'x' * half} [... {MAX_SHOWN - 3 - 2 * half:,} characters are left out here ...] {'x' * half}"
+    assert fitting([])("") == ""

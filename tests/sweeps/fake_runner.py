@@ -61,7 +61,7 @@ else:
     ]
     item = {"id": "a", "index": 0, "question": "?", "answer": "1", "meta": {}, "samples": samples}
     (folder / "items.jsonl").write_text(json.dumps(item) + "\\n")
-    (folder / "results.json").write_text("{}")
+    (folder / "results.json").write_text(json.dumps({"results": {"n": 1}}))
 """
 # (step, results) of the evaluations of a run: of a comparison, and of a study, where gold turns over.
 COMPARED = [(step, {"n": 20, "accuracy": value, "reward": value}) for step, value in ((0, 0.1), (2, 0.5))]

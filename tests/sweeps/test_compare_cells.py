@@ -240,6 +240,7 @@ def test_what_a_process_said_last(tmp_path: Path) -> None:
         file.write("Traceback ...\nValueError: no\n\n")
     assert last_error(log, start, 1) == "ValueError: no"
     assert last_error(log, 0, 1) == "of an earlier start"
+    assert last_error(log, start, -40) == "ended by signal 40"  # of those without a name of their own
     assert last_error(log, start, -signal.SIGKILL) == "ended by SIGKILL (out of memory?)"
 
 

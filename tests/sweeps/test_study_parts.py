@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from fake_runner import STUDIED, FakeRunner, doings
 
-from posttrain.errors import DataError, RunConflict, RunFailure
+from posttrain.errors import DataError, RecipeError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.sweeps import write_study
 from posttrain.sweeps.plan import standings
@@ -184,3 +185,83 @@ def test_answers_that_are_not_those_of_the_study_are_refused(make_plan) -> None:
     path.write_text(f"{json.dumps(item)}\n{json.dumps(item | {'id': 'b'})}\n")
     with pytest.raises(DataError, match="not answers to the problems of this study"):
         collect_study(plan, outcome, "posttrain study mine")
+
+
+def test_no_two_parts_have_one_name(make_plan, tmp_path: Path) -> None:
+    sampled = "proxy: {task: {name: stories, size: 40}, rollout: {prompts: 8, group: 4, select: best_and_worst},"
+    text = TEXT.replace(sampled, "labelled: {data: {batch: 4},").replace("bradley_terry", "process")
+    text = text.replace("best_of_n:", "labelled: {task: stories, n: 4, samples: 2}\nbest_of_n:")
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(
+        RecipeError, match="study: two parts would be called labelled-seed0; give what they are made by"
+    ):
+        load_study(str(tmp_path / "twice.yaml"), folder=tmp_path / "out")
+
+
+def changed(name: str, before: str, after: str) -> Callable[[Path], None]:
+    """A file of the study with other text in it."""
+
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert before in text
+        (folder / name).write_text(text.replace(before, after, 1))
+
+    return change
+
+
+def cut_line(name: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:-1]))
+
+    return cut
+
+
+def double(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text() * 2) and None
+
+
+METRICS = "cells/grpo-seed1/metrics.jsonl"
+ITEMS, RESULTS = "chosen/proxy-seed1/items.jsonl", "chosen/proxy-seed1/results.json"
+DAMAGES = {
+    "metrics cut": (cut_line(METRICS), "metrics.jsonl: 2 lines, and 3 stood there when the run ended"),
+    "metrics doubled": (double(METRICS), "metrics.jsonl: 6 lines, and 3 stood there when the run ended"),
+    "no metrics": (lambda folder: (folder / METRICS).unlink(), "metrics.jsonl: 0 lines, and 3 stood there"),
+    "another run's metrics": (
+        changed("cells/grpo-seed1/status.json", '"accuracy": 0.5', '"accuracy": 0.25'),
+        "its last evaluation is not that of status.json; they differ in accuracy",
+    ),
+    "answers cut": (cut_line(ITEMS), "of 1 items, and items.jsonl beside it has 0"),
+    "answers doubled": (double(ITEMS), "of 1 items, and items.jsonl beside it has 2"),
+    "no answers": (lambda folder: (folder / ITEMS).unlink(), "results.json: damaged (FileNotFoundError"),
+    "cut results": (changed(RESULTS, "}}", "}"), "results.json: damaged (JSONDecodeError"),
+    "no count": (changed(RESULTS, '"n"', '"m"'), "results.json: damaged (KeyError: 'n')"),
+    "a list": (lambda folder: (folder / RESULTS).write_text("[]") and None, "results.json: damaged (AttributeError"),
+    "of another seed": (changed(RESULTS, '"seed": 1', '"seed": 0'), "of 0, where 1 was asked for"),
+    "of other weights": (changed(RESULTS, "out/start", "out/other"), "/other/checkpoints/step-000002, where "),
+    "by another scorer": (changed(RESULTS, "cells/proxy-seed1", "cells/proxy-seed0"), "/proxy-seed0, where "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_finished_parts_whose_records_are_not_all_there_are_refused(name: str, make_plan) -> None:
+    """Else they would give other figures without a word."""
+    plan = make_plan()
+    run(plan)
+    run_folder, choice = plan.folder / "cells" / "grpo-seed1", plan.choosing[1]
+    state = run_folder / "checkpoints" / "step-000002" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"records": {"metrics": 3}, "best": math.nan}))
+    told = json.loads((run_folder / "status.json").read_text())
+    (run_folder / "status.json").write_text(json.dumps(told | {"evaluation": "x"}))
+    settings = {"checkpoint": plan.start.weights, "seed": 1, "best_of": str(plan.folder / "cells" / "proxy-seed1")}
+    (choice.folder / "results.json").write_text(json.dumps({"results": {"n": 1, "kl": math.nan}, "settings": settings}))
+    assert unfinished_parts(plan) == []
+    change, words = DAMAGES[name]
+    change(plan.folder)
+    before = {path: path.read_bytes() for path in plan.folder.rglob("*") if path.is_file()}
+    with pytest.raises(RunConflict) as refusal:
+        run(plan)
+    assert words in str(refusal.value)
+    assert str(refusal.value).endswith("under another name with --run NAME, or delete these parts first")
+    assert {path: path.read_bytes() for path in plan.folder.rglob("*") if path.is_file()} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,19 @@ def test_the_last_completed_step_is_saved_and_the_rest_is_as_if_nothing_had_happ
     assert same_bits(saved_tensors(whole, 4), saved_tensors(cut, 4))
     assert untimed(cut) == untimed(whole)
     assert recorded(cut) == recorded(whole)
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path: Path) -> None:
+    recipe = make_recipe("sft", eval=EVALUATION)
+    run(tmp_path, recipe, stop_after=3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    events = Events()
+    assert watched(tmp_path, recipe, events, resume=True).step == 4
+    dropped = (
+        "5 lines of metrics.jsonl, and the rollouts, were dropped"  # three steps, evaluations before and after two
+    )
+    said = [facts["message"] for facts in events.of("notice")]
+    assert said == [f"no checkpoint to go on from, so the run starts over; {dropped}"]
 
 
 def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.headline import REWARD, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.untrusted import fitting
 
 NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
@@ -112,8 +114,8 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
     peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
     if peak:
         facts.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
-    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
-    return Chapter(title, text, choose_panels(rows, RunDirectory(folder).headline()), recipe, facts)
+    panels = choose_panels(rows, RunDirectory(folder).headline())
+    return Chapter(title, text, panels, read_text(folder / "recipe.yaml"), facts)
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:
@@ -149,13 +151,20 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
     for step in dict.fromkeys((first, last)):
         label = "before training" if step == 0 else f"after {step} steps"
         columns.append((label, {row.example_id: row for row in store.evaluations(task, step)}))
-    shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)]
+    shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)][:NUM_TRANSCRIPTS]
+    fit = fitting([text for _, rows in columns for key in shared for text in _texts_of(rows[key])])
     transcripts, tells_reward = [], RunDirectory(folder).headline().metric == REWARD.metric
-    for key in shared[:NUM_TRANSCRIPTS]:
+    for key in shared:
         answers = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
-        question = columns[0][1][key]
-        transcripts.append(Transcript(question.prompt, question.answer, answers, turns_of(question.prompt)))
+        answers = [replace(answer, text=fit(answer.text)) for answer in answers]
+        asked = columns[0][1][key]
+        question, gold = fit(asked.prompt), None if asked.answer is None else fit(asked.answer)
+        transcripts.append(Transcript(question, gold, answers, turns_of(question)))
     return transcripts
+
+
+def _texts_of(row: RecordedRollout) -> tuple[str, str, str]:
+    return row.transcript, row.prompt, row.answer or ""
 
 
 def template_of(recipe: Recipe) -> Any:

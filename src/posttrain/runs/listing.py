@@ -19,7 +19,7 @@ from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
-from posttrain.store.reading import Remembered, read_record, read_yaml
+from posttrain.store.reading import Remembered, read_text, read_yaml
 from posttrain.store.rollouts import RolloutStore
 
 # What lists say of a run, out of its files; remembered by file, so that ten thousand runs are listed at once.
@@ -293,13 +293,13 @@ def show_run(path: str | Path) -> dict[str, Any]:
     steps: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], problems)
     summary = summarize_run(path)
     all_problems = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
-    text = partial(read_record, directory.recipe_path)
+    text = partial(read_text, directory.recipe_path)
     new = [problem for problem in all_problems[1:] if problem not in all_problems[0]]
     if all_problems:
         summary = replace(summary, state="damaged", problem="; ".join([all_problems[0], *new]))
     return asdict(summary) | {
         "path": str(directory.folder),
-        "recipe_text": "" if directory.recipe_path.is_symlink() else _read_or(text, b"", []).decode(errors="replace"),
+        "recipe_text": _read_or(text, "", []),
         "environment": environment,
         "status": asdict(status) if status else {},
         "remarks": [asdict(remark) for remark in _read_or(lambda: read_notes(path), Notes(), []).remarks],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.errors import DataError
 from posttrain.store.durable import explain_storage
+from posttrain.store.reading import refuse_link_out
 
 READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
 MAX_CELL_BYTES = 1 << 27
@@ -30,6 +31,7 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
     immutable, which also works on a read-only disk. The file may be a stranger's: what it holds is limited in size,
     its schema may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
     """
+    refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
     mode = "rwc" if not read_only else "ro&immutable=1" if at_rest else "ro"
     address = f"{path.resolve().as_uri()}?mode={mode}"

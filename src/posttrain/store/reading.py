@@ -33,8 +33,9 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
 
     Raises:
         FileNotFoundError: there is none.
-        DataError: no file, too large, or not readable.
+        DataError: no file, a link that leads out of its folder, too large, or not readable.
     """
+    refuse_link_out(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -53,6 +54,28 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
         raise DataError(path, f"cannot be read ({error.strerror})") from None
     finally:
         os.close(descriptor)
+
+
+def refuse_link_out(path: Path) -> None:
+    """Refuse a file that is a link to another folder: what lies there is no part of a stranger's run, and is not shown.
+
+    Raises:
+        DataError: it is one.
+    """
+    if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
+        raise DataError(path, "this is a link to another folder; put the file itself in its place (cp -L)")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that is only to be shown, of at most a megabyte; bytes that are no text show as such.
+
+    Raises:
+        DataError: see ``open_record``; or there is none.
+    """
+    try:
+        return read_record(path, _MAX_YAML_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        raise DataError(path, "cannot be read (it is gone)") from None
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.runs.directory import RunDirectory, RunStatus, refuse_live_folder, wait_for_end
 from posttrain.store.durable import refuse_links, storage_errors
-from posttrain.store.metrics import MetricsLog, MetricsRow
-from posttrain.store.reading import read_json
+from posttrain.store.metrics import MAX_BYTES, MetricsLog, MetricsRow, evaluation_points
+from posttrain.store.reading import read_json, read_record
 from posttrain.strict_yaml import write_yaml
 
 Standing = Literal["new", "unfinished", "finished"]
@@ -123,7 +124,32 @@ class Training(Part):
     def conflict(self) -> str | None:
         changed = RunDirectory(self.folder).changed_keys(self.recipe)
         shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
-        return f"{self.folder}: made by another recipe; it differs in {shown}" if changed else None
+        if changed:
+            return f"{self.folder}: made by another recipe; it differs in {shown}"
+        return self._damage() if self.standing == "finished" else None
+
+    def _damage(self) -> str | None:
+        """Where the metrics of a finished run are not all that it recorded, or another run's.
+
+        Its last checkpoint says how many lines there were, and its status what the last evaluation gave.
+        """
+        path, rows, status = self.folder / "metrics.jsonl", self.metrics(), self.status
+        try:
+            expected = json.loads(read_record(Path(self.weights) / "state.json"))["records"]["metrics"]  # may say NaN
+        except (
+            FileNotFoundError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # pruned, or of an earlier posttrain
+            expected = len(rows)
+        if len(rows) != expected:
+            return f"{path}: {len(rows)} lines, and {expected} stood there when the run ended"
+        points = [p.results for p in evaluation_points(rows) if status is not None and p.name == status.evaluation]
+        told = status.held_out if status is not None and status.evaluation is not None else {}
+        wrong = [key for key, value in told.items() if not points or points[-1].get(key) != value]
+        return f"{path}: its last evaluation is not that of status.json; they differ in {wrong[0]}" if wrong else None
 
     @property
     def whereabouts(self) -> str:
@@ -158,7 +184,27 @@ class Sampling(Part):
             before = read_json(self.settings[0])
         except (FileNotFoundError, DataError):
             before = None
-        return None if before == list(self.command) else f"{self.folder}: made with other settings of {self.group}"
+        if before != list(self.command):
+            return f"{self.folder}: made with other settings of {self.group}"
+        return self._damage() if self.last_file.name == RESULTS and self.standing == "finished" else None
+
+    def _damage(self) -> str | None:
+        """Where the files of a finished evaluation are not of one piece, or of another evaluation."""
+        path = self.folder / RESULTS
+        try:
+            content = json.loads(read_record(path))  # of what does not exist it says NaN
+            num_items = read_record(self.folder / ITEMS, MAX_BYTES).count(b"\n")
+            stated = {str(key): value for key, value in content.get("settings", {}).items()}
+            if content["results"]["n"] != num_items:
+                return f"{path}: of {content['results']['n']} items, and {ITEMS} beside it has {num_items}"
+        except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            return f"{path}: damaged ({type(error).__name__}: {error})"
+        asked = dict(zip(self.command, self.command[1:], strict=False))
+        told = {"evaluate": stated.get("a", stated.get("checkpoint")), "--best-of": stated.get("best_of")}
+        for word, value in (told | {"--seed": stated.get("seed")}).items():
+            if value is not None and word in asked and Path(str(value)).parts[-3:] != Path(asked[word]).parts[-3:]:
+                return f"{path}: of {value}, where {asked[word]} was asked for"
+        return None
 
     @property
     def whereabouts(self) -> str:
@@ -232,6 +278,13 @@ class Plan:
     parts: list[Part]
     num_seeds: int
     resolved: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(part.name for part in self.parts).items() if count > 1]
+        if twice:
+            raise RecipeError(
+                f"{self.what}: two parts would be called {twice[0]}; give what they are made by other names"
+            )
 
     @property
     def start(self) -> Training | None:

@@ -30,6 +30,7 @@ Command = Callable[[Part, bool], list[str]]
 POLL_SECONDS = 0.3
 TELL_SECONDS = 20.0
 MIN_SHARE_DONE = 0.03
+MAX_SAID = 2000  # characters of what a failed process said last
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,6 @@ def last_error(log: Path, start: int, code: int) -> str:
     lines = [line.strip() for line in content.splitlines() if line.strip()]
     said = [line.removeprefix("posttrain: ") for line in lines if line.startswith("posttrain: ")]
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return said[-1] if said else lines[-1] if lines else f"ended with exit code {code} and said nothing"
+    return (said or lines or [f"ended with exit code {code} and said nothing"])[-1][:MAX_SAID]

@@ -104,8 +104,11 @@ class Loop:
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
-        self.metrics.trim(keep, self.owed)
+        trimmed = self.metrics.trim(keep, self.owed)
         self.rollouts.trim(keep, self.owed)
+        if checkpoint is None and trimmed is not None and trimmed.dropped_lines:
+            dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
+            self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
         """The facts of the event ``start``; ``length`` is that of the passes over the data, where they are counted."""

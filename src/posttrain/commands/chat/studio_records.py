@@ -22,8 +22,10 @@ from posttrain.runs.directory import run_names
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.types import Message
+from posttrain.untrusted import fitting
 
 # What the studio shows, as HTML (``templates/studio.jinja``); nothing in it runs a script.
 
@@ -70,7 +72,14 @@ def draw_rollouts(groups: Sequence[Sequence[RecordedRollout]], text: str = "", n
     if not groups:
         return draw_note("no rollout fits; widen the filter")
     pattern = re.compile(f"({re.escape(text)})") if text else None
-    return draw(PAGE, "rollouts", groups, lambda content: pattern.split(content) if pattern else [content], note)
+    firsts = [group[0] for group in groups]
+    fit = fitting(
+        [text for first in firsts for text in (first.example_id, first.prompt, first.answer or "")]
+        + [one.transcript for group in groups for one in group]
+    )
+    return draw(
+        PAGE, "rollouts", groups, fit, lambda shown: pattern.split(shown, MAX_MARKS) if pattern else [shown], note
+    )
 
 
 def draw_curves(curves: Mapping[str, Mapping[str, tuple[list[float], list[float]]]]) -> str:
@@ -107,6 +116,7 @@ TRAINING = "training"
 FAVOURITES = ("accuracy", "reward", "loss", "num_tokens", "entropy")
 MAX_GROUPS = 40
 MAX_HITS = 8 * MAX_GROUPS
+MAX_MARKS = 200  # of one text
 
 
 def check_offered(name: Any, offered: Sequence[str], kind: str) -> str:
@@ -171,7 +181,7 @@ class Archive:
 
     def recipe_text(self, run: str) -> str:
         """The resolved recipe of a run, as it is stored."""
-        return (self.folder(run) / "recipe.yaml").read_text(encoding="utf-8")
+        return read_text(self.folder(run) / "recipe.yaml")
 
     def draw_differences(self, runs: Sequence[str]) -> str:
         """The keys in which the recipes of two or more runs differ, and how their evaluations ended."""

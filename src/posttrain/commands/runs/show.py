@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from posttrain.commands.console import MAX_COLUMNS, Text, open_console, plain_table, say, wants_json, write_json
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
-from posttrain.errors import UsageError
+from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
 from posttrain.runs.listing import (
@@ -35,8 +35,9 @@ from posttrain.runs.removal import unfinished_deletions
 from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
+from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
-from posttrain.untrusted import harmless
+from posttrain.untrusted import fitting, harmless
 
 STYLES = {
     "running": "cyan",
@@ -298,7 +299,10 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
     table = item.path / "table.md"
     if table.is_file():
         console.print()
-        say(console, table.read_text(encoding="utf-8", errors="replace").rstrip())
+        try:
+            say(console, read_text(table).rstrip())
+        except DataError as error:  # the runs are shown all the same
+            say(console, str(error), "red")
     console.print()
     print_runs(console, item.runs, links, item.runs)
     say(console, f"\nsee {item.path / 'report.html'}", "dim")
@@ -336,7 +340,8 @@ def _last_episode(folder: Path) -> list[str]:
     row = newest[0]
     turns = counted(len(row.turns), "turn")
     about = f"\nthe last of step {row.step}: {turns}, {row.finish}, reward {row.reward:.3f}"
-    return [about, *row.prompt.splitlines(), *row.transcript.splitlines()]
+    fit = fitting([row.prompt, row.transcript])
+    return [about, *fit(row.prompt).splitlines(), *fit(row.transcript).splitlines()]
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
