@@ -136,19 +136,14 @@ class Training(Part):
         path, rows, status = self.folder / "metrics.jsonl", self.metrics(), self.status
         try:
             expected = json.loads(read_record(Path(self.weights) / "state.json"))["records"]["metrics"]  # may say NaN
-        except (
-            FileNotFoundError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):  # pruned, or of an earlier posttrain
+        except (FileNotFoundError, KeyError, TypeError, ValueError, RecursionError):  # pruned, or of an earlier version
             expected = len(rows)
         if len(rows) != expected:
             return f"{path}: {len(rows)} lines, and {expected} stood there when the run ended"
         points = [p.results for p in evaluation_points(rows) if status is not None and p.name == status.evaluation]
         told = status.held_out if status is not None and status.evaluation is not None else {}
-        wrong = [key for key, value in told.items() if not points or points[-1].get(key) != value]
+        numbers = {key: value for key, value in told.items() if value == value}  # NaN is no other number than NaN
+        wrong = [key for key, value in numbers.items() if not points or points[-1].get(key) != value]
         return f"{path}: its last evaluation is not that of status.json; they differ in {wrong[0]}" if wrong else None
 
     @property
