@@ -349,7 +349,8 @@ def describe(plan: PipelinePlan) -> list[tuple[str, str]]:
         if part.seed == 0:
             facts.append((part.method, f"{plan.sources[part.method]}: {describe_training(part.recipe)}"))
     how = f"at most {asked.max_tokens} tokens, temperature {asked.temperature:g}"
-    facts.append(("contests", f"{asked.n} prompts of {label_of_word(asked.task)}, {asked.samples} answers each, {how}"))
+    each = "one answer each" if asked.samples == 1 else f"{asked.samples} answers each"
+    facts.append(("contests", f"{asked.n} prompts of {label_of_word(asked.task)}, {each}, {how}"))
     facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
     return facts
 

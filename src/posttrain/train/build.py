@@ -179,48 +179,53 @@ def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Base:
+class Models:
+    """The model as it was loaded, its pass and that of the objective, heads, reference, and parts that are trained."""
+
+    loaded: LoadedModel
+    policy: Forward
+    forward: Forward | ActorCritic
+    heads: dict[str, torch.nn.Module]
+    reference: Reference | None
+    shards: Shards | None
+
+
+@dataclass(frozen=True)
+class Base(Models):
     """What training and evaluation both stand on; ``read``: of a recipe with ``data``, its source over a task."""
 
     words: Words
-    loaded: LoadedModel
-    policy: Forward
     method: Method
-    heads: dict[str, torch.nn.Module]
     grader: Grader
     stage: Stage | None
     site: EngineSite
     engine: Engine
     context: int
-    reference: Reference | None
     streams: Streams
     read: Callable[..., SupervisedSource] | None
-    shards: Shards | None = None
 
 
 def _build_base(
     words: Words, task: Task, site: EngineSite, folder: Path | None, eval_tasks: Sequence[Task] = ()
 ) -> Base:
     """``folder``: of the run, where rewards keep something in it. ``eval_tasks``: what the trainer is evaluated on."""
-    recipe, loaded, policy, forward, heads, reference, shards = _build_models(words, task, site.world, eval_tasks)
-    method = _build_method(words, forward)
+    recipe, models = words.recipe, _build_models(words, task, site.world, eval_tasks)
+    loaded, shards = models.loaded, models.shards
+    method = _build_method(words, models.forward)
     grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
     context = context_length(loaded.model.config)
     site = replace(site, within=shards.within if shards else None)
     engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
-    streams = _build_streams(words, method, policy, reference, loaded.tokenizer, context, site.world)
+    streams = _build_streams(words, method, models.policy, models.reference, loaded.tokenizer, context, site.world)
     read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
-    fixed = (words, loaded, policy, method, heads, grader, stage, site, engine, context, reference, streams, read)
-    return Base(*fixed, shards)
+    parts = (models.loaded, models.policy, models.forward, models.heads, models.reference, models.shards)
+    return Base(*parts, words, method, grader, stage, site, engine, context, streams, read)
 
 
-def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
-    """(recipe, model as loaded, its pass, that of the objective, heads, reference, the parts that this process holds).
-
-    Where no whole model is to stay in main memory, as many processes of a machine load theirs at a time as it holds.
-    """
-    recipe, device = words.recipe, choose_device(words.recipe.model.device)
-    shards, loads_onto, digest = None, None, list[int]()
+def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> Models:
+    """Where no whole model is to stay in main memory, processes load as many at a time as a machine's holds."""
+    recipe, shards, loads_onto, digest = words.recipe, None, None, list[int]()
+    device = choose_device(recipe.model.device if world.size > 1 else "cpu")  # alone, loading asks for it
     if recipe.scale.sharding == "fsdp2" and world.size > 1:
         from posttrain.train.distributed import Shards
 
@@ -241,7 +246,7 @@ def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[T
     if shards is not None:
         same_digest(digest, world, "before training")
         shards.choose_paths(policy)
-    return recipe, loaded, policy, forward, heads, reference, shards
+    return Models(loaded, policy, forward, heads, reference, shards)
 
 
 def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
