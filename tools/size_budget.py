@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 8720,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7730,
+    "train": 7740,
     "interpret": 7300,
     "runs": 3680,
     "sweeps": 3340,

@@ -13,6 +13,7 @@ import torch
 from ranks import shard_case, train_case, world_of
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fake_follower import FakeFollower
@@ -430,6 +431,50 @@ def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str,
     kept = [of[-1][0] for of in shapes]
     assert kept == (rows if case == "sft" else [-(-of // several.size) for of in rows])
     assert [of[0] for of in shapes] == [of[0] for of in shard_case(ONE, plain)[0]]
+
+
+@pytest.mark.parametrize(
+    "case", ["sft alone", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sft alone, lora", "grpo"))]
+)
+def test_moments_in_parts_are_offloaded_and_come_back(
+    case: str, several: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's main memory is another place, by a stand-in: what lies there has the other sign.
+
+    A moment that an update, or who saves, read where it lies would be wrong; and so one that a resume put elsewhere.
+    """
+    kept: dict[int, Any] = {}  # by where its numbers are
+    moves = {"there": 0, "back": 0}
+    to = DTensor.to
+
+    def into_memory(tensor: Any) -> Any:
+        moves["there"] += 1
+        assert tensor.to_local().data_ptr() not in kept
+        negative = -tensor
+        kept[negative.to_local().data_ptr()] = negative
+        return negative
+
+    def back(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        is_kept = tensor.to_local().data_ptr() in kept
+        moves["back"] += is_kept
+        return -tensor if is_kept else to(tensor, *arguments, **options)
+
+    recipe, offloaded = (
+        recipe_of(case, "float32", **SHARDED, train={"steps": 3, "offload": where}) for where in ("none", "optimizer")
+    )
+    train_case(several, recipe, tmp_path / "plain")
+    monkeypatch.setattr(DTensor, "cpu", into_memory)
+    monkeypatch.setattr(DTensor, "to", back)
+    train_case(several, offloaded, tmp_path / "offloaded", stop_after=1)
+    num_moments = moves["there"]
+    assert num_moments > 10
+    assert moves["back"] == num_moments, "behind the first update, to be saved"
+    train_case(several, offloaded, tmp_path / "offloaded", resume=True)
+    assert moves == {"there": 4 * num_moments, "back": 4 * num_moments}, "restored there, two updates, saved"
+    assert same_bits(saved_tensors(tmp_path / "plain", 3), saved_tensors(tmp_path / "offloaded", 3))
+    monkeypatch.undo()
+    _, events = train_case(ONE, recipe_of(case, "float32", train={"steps": 3}), tmp_path / "offloaded", resume=True)
+    assert not events.of("step"), "it is finished, and its checkpoint is as any other"
 
 
 @pytest.mark.slow

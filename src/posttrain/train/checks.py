@@ -383,8 +383,6 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield not known, "scale.sharding", f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
     yield w.recipe.model.load_bits, "scale.sharding", bits
-    parted = ": with fsdp2 every process has its part of the optimizer already; leave train.offload out"
-    yield w.recipe.train.offload != "none", "train.offload", parted
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
     yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
     layers = ": layers whose weights are gathered as they are used were never compiled; use scale.sharding none"

@@ -488,7 +488,9 @@ class Shards:
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], kept: Container[str]) -> dict[str, Tensor]:
         """Whole tensors of parts, on the CPU, gathered one by one; those alone that this process has a use for."""
-        gathered = ((name, whole(tensor)) for name, tensor in tensors.items())
+        device = self._mesh.device_type  # parts of an optimizer that is offloaded lie elsewhere
+        placed = ((n, t.to(device) if isinstance(t, DTensor) else t) for n, t in tensors.items())
+        gathered = ((name, whole(tensor)) for name, tensor in placed)
         return {name: full.cpu() for name, full in gathered if name in kept}
 
     def rows(self, tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:

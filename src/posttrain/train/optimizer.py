@@ -187,7 +187,8 @@ class Offloaded(Optimizer):
     """An optimizer whose state lies in the machine's main memory between updates (``train.offload``).
 
     For its step each tensor's state goes to where the tensor is, and back; tensors that are stepped together (Muon's
-    of one shape) go together. The numbers are those of the optimizer itself.
+    of one shape) go together. Of a tensor in parts each process has its part's. The numbers are those of the optimizer
+    itself.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -340,7 +341,8 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         is_there = (fused or not scalar) and not isinstance(optimizer, Offloaded)
         device = parameter.device if is_there else torch.device("cpu")
         whole = value.detach().to(device)
-        restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
+        own = (whole if scalar else _part_of(whole, parameter)).clone()
+        restored.setdefault(parameter, {})[key] = own if is_there else own.cpu()  # a part comes to be on the GPU
     for group in optimizer.param_groups if is_ours else ():
         kept = {"momentum"} if group.get("orthogonal") else {"step", "exp_avg", "exp_avg_sq"}
         for parameter in group["params"]:

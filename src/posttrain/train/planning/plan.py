@@ -250,6 +250,8 @@ def _ladder(recipe: Recipe) -> Iterator[tuple[str, Callable[[Recipe], Recipe]]]:
     train, rollout, model = recipe.train, recipe.rollout, recipe.model
     if not train.gradient_checkpointing:
         yield "train.gradient_checkpointing: true", changed("train", gradient_checkpointing=True)
+    if train.offload == "none":
+        yield "train.offload: optimizer", changed("train", offload="optimizer")
     for divisor in (2, 4, 8, 16):
         tokens = train.tokens_per_micro // divisor
         if tokens >= 256:
