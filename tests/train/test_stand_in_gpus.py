@@ -1,4 +1,6 @@
-"""Training and evaluation on an Apple GPU, by a stand-in (``apple_gpu``): no float64, no missing kernel."""
+"""Training and evaluation on GPUs, by a stand-in (``gpu_stand_in``): nothing lies on another device than what it meets.
+
+On Apple's no float64 and no missing kernel; on NVIDIA's nothing in a graph that waits for the host."""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from apple_gpu import MPS, OnApple, apple_gpu, has_kernel
+from gpu_stand_in import CUDA, MPS, OnGpu, apple_gpu, has_kernel, nvidia_gpu
 from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import choose_device, load_model
@@ -22,6 +25,13 @@ from small_runs import make_recipe, recorded, run, same_bits, saved_tensors
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
 SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
+PAGED = {**SHORT, "engine": {"name": "native", "cache": "paged"}}
+COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
+NVIDIA: dict[str, dict[str, Any]] = {
+    "pages": {"kind": "grpo", "rollout": PAGED},
+    "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
+    "16 bits, pages": {"kind": "grpo", "rollout": PAGED, "model": COARSE},
+}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"kind": "sft", "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**DRAWN, "drift_prompts": 3}},
@@ -32,52 +42,63 @@ CASES: dict[str, dict[str, Any]] = {
     "reward model": {"kind": "judged", "eval": {"every": 2, "n": 4, "tasks": ["small_runs:judged_sums"]}},
 }
 
+GPUS = {"mps": apple_gpu, "cuda": nvidia_gpu}
+
 
 def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]], list[tuple[int, ...]]]:
     """Every row of metrics of two steps, and what was sampled."""
-    about = CASES[case]
+    about = {**CASES, **NVIDIA}[case]
     model = {**about.get("model", {}), "device": device}
     run(folder, make_recipe(**{**about, "model": model, "train": {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}}))
     rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
     return rows, [tuple(r.completion) for r in recorded(folder)[0]]
 
 
+def check_row(row: dict[str, float], other: dict[str, float], device: str) -> None:
+    if device == "cuda" and "padding_share" in row:
+        assert row.pop("padding_share") == 0.0, "flex attention pads nothing"
+        other = {name: value for name, value in other.items() if name != "padding_share"}
+    assert row == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("case", CASES)
-def test_two_steps_and_an_evaluation_ask_for_nothing_that_an_apple_gpu_lacks(case: str, tmp_path: Path) -> None:
-    with apple_gpu():
-        rows, sampled = trained(case, "mps", tmp_path / "mps")
+def test_two_steps_and_an_evaluation_ask_for_nothing_that_a_gpu_lacks(case: str, device: str, tmp_path: Path) -> None:
+    with GPUS[device]():
+        rows, sampled = trained(case, device, tmp_path / device)
     expected, drawn = trained(case, "cpu", tmp_path / "cpu")
     assert sampled == drawn
     assert bool(drawn) == (CASES[case]["kind"] == "grpo")
     assert len(rows) == len(expected) >= 2
     for row, other in zip(rows, expected, strict=True):
-        assert row == pytest.approx(other, rel=2e-4, abs=2e-6)
+        check_row(row, other, device)
 
 
+@pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_offloaded_optimizer_gives_the_bits_of_one_that_is_not(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its state is in main memory before and after every update, and where the weights are in between."""
     seen: list[tuple[bool, bool]] = []
 
     def watch(self: Offloaded, closure: Any = None) -> None:
-        before = on_apple(self)
+        before = on_gpu(self)
         step(self)
         assert self.state
-        seen.append((before, on_apple(self)))
+        seen.append((before, on_gpu(self)))
 
-    def on_apple(optimizer: Offloaded) -> bool:
-        return any(isinstance(x, OnApple) for state in optimizer.state.values() for x in state.values())
+    def on_gpu(optimizer: Offloaded) -> bool:
+        return any(isinstance(x, OnGpu) for state in optimizer.state.values() for x in state.values())
 
     step = Offloaded.step
     monkeypatch.setattr(Offloaded, "step", watch)
-    options = {"model": {"device": "mps"}, "optimizer": optimizer}
+    options = {"model": {"device": device}, "optimizer": optimizer}
     offloaded, plain = (
         make_recipe("sft", **options, train={"steps": 3, "lr": 1e-4, "offload": offload})
         for offload in ("optimizer", "none")
     )
-    with apple_gpu():
+    with GPUS[device]():
         run(tmp_path / "plain", plain)
         assert seen == []
         run(tmp_path / "whole", offloaded)
@@ -90,17 +111,19 @@ def test_an_offloaded_optimizer_gives_the_bits_of_one_that_is_not(
     assert same_bits(saved[0], saved[2])
 
 
-def test_it_goes_on_from_a_checkpoint_there(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", model={"device": "mps"}, train={"steps": 2, "lr": 1e-4})
-    with apple_gpu():
+@pytest.mark.parametrize("device", GPUS)
+def test_it_goes_on_from_a_checkpoint_there(device: str, tmp_path: Path) -> None:
+    recipe = make_recipe("sft", model={"device": device}, train={"steps": 2, "lr": 1e-4})
+    with GPUS[device]():
         run(tmp_path, recipe, stop_after=1)
         assert run(tmp_path, recipe, resume=True).step == 2
         run(tmp_path / "whole", recipe)
     assert same_bits(saved_tensors(tmp_path, 2), saved_tensors(tmp_path / "whole", 2))
 
 
+@pytest.mark.parametrize("device", [MPS, CUDA])
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.7}])
-def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any]) -> None:
+def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any], device: torch.device) -> None:
     noise = torch.Generator().manual_seed(0)
     logits, uniforms = (
         torch.randn(64, 500, generator=noise) * 3,
@@ -109,17 +132,57 @@ def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any]) -> None:
     sampling = Sampling(max_tokens=1, temperature=0.8, **options)
     ids, probabilities = draw(logits, uniforms, sampling)
     assert len(set(ids.tolist())) > 20
-    with apple_gpu():
-        there = logits.to(MPS)
-        drawn, likely = draw(there, with_float64(torch.zeros(64, 1, device=MPS)).double() + uniforms, sampling)
-        assert (there.device, drawn.device) == (MPS, MPS)
+    with GPUS[device.type]():
+        there = logits.to(device)
+        zeros = with_float64(torch.zeros(64, 1, device=device)).double()
+        drawn, likely = draw(there, zeros + uniforms.to(zeros.device), sampling)
+        assert (there.device, drawn.device) == (device, device)
         assert (drawn.cpu().equal(ids), likely.cpu().equal(probabilities)) == (True, True)
+
+
+def test_graphs_of_pages_wait_for_nothing_and_say_what_a_cpu_says(tmp_path: Path) -> None:
+    with nvidia_gpu() as counts:
+        rows, sampled = trained("pages", "cuda", tmp_path / "cuda")
+    expected, drawn = trained("pages", "cpu", tmp_path / "cpu")
+    assert sampled == drawn
+    for row, other in zip(rows, expected, strict=True):
+        check_row(row, other, "cuda")
+    assert counts["replays"] == 2 * SHORT["max_tokens"]
+    assert counts["flash over pages"] == 0, "it takes 16 bits"
+
+
+@pytest.mark.parametrize("case", ["16 bits", "16 bits, pages"])
+def test_sixteen_bits_attend_by_flash(case: str, tmp_path: Path) -> None:
+    """And what scores a token that is sampled, and the same token in training, differ by rounding."""
+    with nvidia_gpu() as counts:
+        rows, _ = trained(case, "cuda", tmp_path / "cuda")
+    assert counts["flash backward"] > 2 * 3, "layers, in two updates"
+    assert counts["flash"] >= counts["flash backward"]
+    assert (counts["flash over pages"] > SHORT["max_tokens"]) == (counts["replays"] > 0) == ("pages" in case)
+    assert counts["flex"] == 0
+    assert 0 < rows[-1]["mismatch_kl"] < 1e-3
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_the_host_looks_every_eighth_token(cache: str) -> None:
+    """At ids and at log-probabilities; with a stop token that may come, and none that does."""
+    prompts, keys = [[5, 6, 7], [8, 9]], [[1, 2], [3, 4]]
+    waits = {}
+    with nvidia_gpu() as counts:
+        model = load_model(make_recipe("sft", model={"device": "cuda"}).model, seed=0).model
+        for tokens in (64, 128):
+            engine = NativeEngine(model, cache=cache)
+            counts.clear()
+            said = engine.generate(prompts, keys, Sampling(tokens, temperature=1.0, stop_ids=frozenset([10**6])))
+            assert {len(c.ids) for group in said for c in group} == {tokens}
+            waits[tokens] = counts["waits"]
+    assert waits[128] - waits[64] == 2 * (128 - 64) // 8
 
 
 def test_the_stand_in_refuses_what_an_apple_gpu_refuses() -> None:
     with apple_gpu():
         x = torch.ones(3, device=MPS)
-        assert isinstance(x, OnApple)
+        assert isinstance(x, OnGpu)
         for make in (x.double, lambda: x.to(torch.float64), lambda: x.sum(dtype=torch.float64)):
             with pytest.raises(TypeError, match="doesn't support float64"):
                 make()
