@@ -44,6 +44,7 @@ coverage: $(DEV) ## which lines the fast suite runs, those of started processes 
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
+	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest -n 2 -m gpu tests/gpu # what needs no kernel of a GPU's
 
 test-gpu: $(DEV) ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu tests/gpu

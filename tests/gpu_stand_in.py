@@ -119,6 +119,8 @@ class _Devices(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(_inside, (args, kwargs or {}))
+        if func is Tensor.cuda:
+            return args[0].to(_INSIDE)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], _indices(args[1]), *args[2:])
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == _INSIDE:  # past every dispatch
@@ -297,10 +299,10 @@ def _flex(
 ) -> Tensor:
     """``[1, H, N, D]``; a key is seen where its block and the mask say so."""
     _device.counts["flex"] += 1
-    size, device = query.shape[2], query.device
-    places = torch.arange(size, device=device)
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    blocks = block_mask.to_dense()[0, 0].bool()
+    size = query.shape[2]
+    with _Factories(), _Devices():  # where layers are recomputed, in a backward pass, they are off
+        places, zero = torch.arange(size, device=CUDA), torch.zeros((), dtype=torch.long, device=CUDA)
+        blocks = block_mask.to_dense()[0, 0].bool()
     wide, high = block_mask.BLOCK_SIZE[1], block_mask.BLOCK_SIZE[0]
     seen = block_mask.mask_mod(zero, zero, places[:, None], places[None, :])
     seen = seen & blocks.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:size, :size]

@@ -1,11 +1,18 @@
-"""No TF32: parity is asked for in fp32."""
+"""No TF32: parity is asked for in fp32; and where all tests compute on what stands in for a GPU."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from gpu_stand_in import nvidia_gpu
+
+if os.environ.get("POSTTRAIN_GPU_TESTS_ON") == "stand-in":  # from now on: modules ask for a GPU as they are imported
+    _stand_in = nvidia_gpu()
+    _stand_in.__enter__()
 
 
 @pytest.fixture

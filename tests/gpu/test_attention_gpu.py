@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from wide_models import DEVICE, LAUNCHES, VOCABULARY, WAITS, check_scores, needs_device, on_cuda, wide_model
+from wide_models import DEVICE, LAUNCHES, PLACE, VOCABULARY, WAITS, check_scores, needs_device, on_cuda, wide_model
 
 from looped_attention import looped
 from posttrain.engines.base import Sampling
@@ -155,18 +155,18 @@ def test_activations_computed_again_change_no_gradient_and_take_less_memory(dtyp
     model, batch = wide_model(dtype, layers=6), long_batch()
     forward = Forward(model)
     learn(forward, batch)
-    found, peaks = [], []
+    gradients, peaks = [], []
     for again in (False, True):
-        if DEVICE.type == "cuda":
+        if PLACE == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if again:
             with gradient_checkpointing([model]):
-                found.append(learn(forward, batch))
+                gradients.append(learn(forward, batch))
         else:
-            found.append(learn(forward, batch))
-        peaks.append(torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 1 - again)
-    scale = float(found[0].abs().max())
-    assert float((found[0] - found[1]).abs().max()) < 0.02 * scale  # sums of shared keys in another order
+            gradients.append(learn(forward, batch))
+        peaks.append(torch.cuda.max_memory_allocated() if PLACE == "cuda" else 1 - again)
+    scale = float(gradients[0].abs().max())
+    assert float((gradients[0] - gradients[1]).abs().max()) < 0.02 * scale  # sums of shared keys in another order
     assert peaks[1] < peaks[0]
 
 
@@ -256,7 +256,7 @@ def test_launches_and_waits_of_a_token() -> None:
     assert not [name for name in events if name == "aten::_scaled_dot_product_attention_math"]
 
 
-@pytest.mark.parametrize("tokens", [64, 1200] if DEVICE.type == "cuda" else [64])
+@pytest.mark.parametrize("tokens", [64, 1200] if PLACE == "cuda" else [64])
 def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: int) -> None:
     """Beyond 512 tokens, rows of several lengths: log-probabilities as drawn, against the packed forward pass."""
     model = wide_model()

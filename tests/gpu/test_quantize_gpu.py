@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from wide_models import needs_device, on_cuda
 
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
@@ -17,7 +18,8 @@ pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installe
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    needs_device,
+    on_cuda,  # its kernels
 ]
 
 IDS = torch.randint(0, 300, (3, 17), generator=torch.Generator().manual_seed(2))

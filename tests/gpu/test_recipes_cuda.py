@@ -11,9 +11,9 @@ import torch
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from test_recipes import NAMES, NUM_STEPS, local_data, random_models, small  # the fixtures of the CPU test
+from test_recipes import NAMES, NUM_STEPS, judge, local_data, random_models, small, with_coin  # as the CPU test has it
 
-__all__ = ["local_data", "random_models"]
+__all__ = ["judge", "local_data", "random_models"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,9 +26,10 @@ def test_every_recipe_trains_two_steps_on_cuda(
     name: str,
     random_models: dict[str, Path],
     local_data: dict[str, Path],
+    judge: Path,
     tmp_path: Path,
 ) -> None:
-    recipe = small(name, random_models, local_data)
+    recipe = with_coin(small(name, random_models, local_data), judge)
     recipe.model.device = "cuda"
     recipe.model.dtype = load_recipe(name).model.dtype
     result = launch(recipe, root=tmp_path, name="run")

@@ -1,6 +1,7 @@
 """Where the tests of this folder compute, a model of the shape that people train, and what a profile calls things.
 
-``POSTTRAIN_GPU_TESTS_ON=cpu`` runs, on a machine without a GPU, those that count nothing that only a GPU does.
+On a machine without a GPU ``POSTTRAIN_GPU_TESTS_ON`` runs those that count nothing that only a GPU does: with ``cpu``
+there, with ``stand-in`` on what stands in for a GPU (``gpu_stand_in``), where nothing may lie on another device.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from posttrain.models.forward.forward import Forward
 from posttrain.types import Completion, Sample, collate
 
-DEVICE = torch.device(os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda"))
+PLACE = os.environ.get("POSTTRAIN_GPU_TESTS_ON", "cuda")
+DEVICE = torch.device("cuda" if PLACE == "stand-in" else PLACE)
 needs_device = pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs CUDA")
-on_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="counts what a GPU does")
+on_cuda = pytest.mark.skipif(PLACE != "cuda", reason="counts what a GPU does")
 VOCABULARY = 301
 # What a launch, a graph's launch and a wait of the host are called in a profile of CUDA.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")

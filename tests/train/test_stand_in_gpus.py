@@ -24,6 +24,7 @@ from small_runs import make_recipe, recorded, run, same_bits, saved_tensors
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
+TRAIN = {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}
 SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
 PAGED = {**SHORT, "engine": {"name": "native", "cache": "paged"}}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
@@ -33,6 +34,7 @@ NVIDIA: dict[str, dict[str, Any]] = {
     "16 bits, pages": {"kind": "grpo", "rollout": PAGED, "model": COARSE},
 }
 CASES: dict[str, dict[str, Any]] = {
+    "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}},
     "sft": {"kind": "sft", "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**DRAWN, "drift_prompts": 3}},
     "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
@@ -49,7 +51,7 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
     """Every row of metrics of two steps, and what was sampled."""
     about = {**CASES, **NVIDIA}[case]
     model = {**about.get("model", {}), "device": device}
-    run(folder, make_recipe(**{**about, "model": model, "train": {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}}))
+    run(folder, make_recipe(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
     rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
     return rows, [tuple(r.completion) for r in recorded(folder)[0]]
 
