@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.reports.charts.curves import choose_panels, draw_curves
-from posttrain.reports.charts.panels import Panel, Series, axis_range, nice_ticks
+from posttrain.reports.charts.panels import Panel, Series, axis_range, labelled, nice_ticks
 from posttrain.reports.page import draw, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.store.headline import REWARD, choose_headline
@@ -145,6 +145,18 @@ def test_ticks_are_round_and_inside() -> None:
     assert nice_ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert nice_ticks(3.0, 47.0) == [10.0, 20.0, 30.0, 40.0]
     assert nice_ticks(-0.0031, 0.0022) == [-0.002, 0.0, 0.002]
+    assert nice_ticks(0.0, 4e-14) == [0.0, 1e-14, 2e-14, 3e-14, 4e-14]
+
+
+def test_labels_of_ticks_tell_them_apart() -> None:
+    assert labelled([0.0, 0.5], True) == [(0.0, "0%"), (0.5, "50%")]
+    assert [label for _, label in labelled([2.30002, 2.30004], False)] == ["2.30002", "2.30004"]
+    assert [label for _, label in labelled([0.99995, 1.0], True)] == ["99.995%", "100%"]
+    frame = Panel("KL", "nats", [Series("grpo", [1.0, 2.0], [0.0, 1.5e-13])]).frame()
+    assert [text for _, text in frame.x_ticks] == ["1", "2"], "there is no step 1.5"
+    halves = Panel("KL", "nats", [Series("grpo", [1.0, 1.5, 2.0], [0.0, 1.0, 2.0])]).frame()
+    assert ["1.2", "1.4"] == [text for _, text in halves.x_ticks][1:3]
+    assert len({text for _, text in frame.y_ticks}) == len({frame.y(tick) for tick, _ in frame.y_ticks}) > 2
 
 
 def test_axis_holds_every_value_and_interval() -> None:

@@ -90,9 +90,10 @@ class Frame:
         self.x_range = panel.x_range or (min(xs), max(max(xs), min(xs) + 1))
         self.y_range = panel.y_range or axis_range(panel)
         self.log_x, self.log_y = panel.log_x, panel.log_y
-        self.x_ticks = panel.x_ticks or [(tick, f"{tick:g}") for tick in _ticks(self.x_range, self.log_x)]
-        labels = [(tick, show_tick(tick, panel.is_share)) for tick in _ticks(self.y_range, self.log_y)]
-        self.y_ticks = panel.y_ticks or labels
+        has_halves = not all(float(x).is_integer() for x in xs)  # of steps there are none
+        along = [x for x in _ticks(self.x_range, self.log_x) if has_halves or x.is_integer()]
+        self.x_ticks = panel.x_ticks or [(tick, f"{tick:g}") for tick in along]
+        self.y_ticks = panel.y_ticks or labelled(_ticks(self.y_range, self.log_y), panel.is_share)
         self.levels = [(value, label) for label, value in panel.levels if math.isfinite(value)]
         self.equal = (max(self.x_range[0], self.y_range[0]), min(self.x_range[1], self.y_range[1]))
 
@@ -128,7 +129,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def axis_range(panel: Panel) -> Range:
@@ -152,6 +153,15 @@ def axis_range(panel: Panel) -> Range:
     return (low if low == 0 else low - room), high + room
 
 
-def show_tick(value: float, is_share: bool) -> str:
+def labelled(ticks: list[float], is_share: bool) -> Ticks:
+    """Ticks with labels of three digits, or of as many as tell them apart."""
+    for digits in range(3, 10):
+        labels = [show_tick(tick, is_share, digits) for tick in ticks]
+        if len(set(labels)) == len(ticks):
+            break
+    return list(zip(ticks, labels, strict=True))
+
+
+def show_tick(value: float, is_share: bool, digits: int = 3) -> str:
     """A tick's label: ``40%``, ``0.02``, ``1e-05``."""
-    return f"{value * 100:.3g}%" if is_share else f"{value:.3g}"
+    return f"{value * 100:.{digits}g}%" if is_share else f"{value:.{digits}g}"
