@@ -346,6 +346,8 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
     stated: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda *_, **__: True,
         "get_device_name": lambda *_: "a stand-in",
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * GIB),
         "mem_get_info": lambda *_: (60 * GIB, 80 * GIB),
