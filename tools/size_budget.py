@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76430
+MAX_PACKAGE_LINES = 76460
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2580,
@@ -37,8 +37,8 @@ ROOMS: dict[str, int] = {
     "interpret": 7300,
     "runs": 3680,
     "sweeps": 3340,
-    "reports": 3120,
-    "commands": 9020,
+    "reports": 3140,
+    "commands": 9030,
 }
 
 

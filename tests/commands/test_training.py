@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import answer_of, chapter_of, seconds_of, template_of
+from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, template_of, write_summary
 from posttrain.recipes.recipe import load_recipe
-from posttrain.store.metrics import MetricsLog, MetricsRow
+from posttrain.store.headline import ACCURACY
+from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow
 from posttrain.store.rollouts import RecordedRollout
 
 RECIPE = """\
@@ -50,6 +53,21 @@ def test_a_run_leaves_records_curves_results_and_report(place: Path) -> None:
     assert report.count('class="card transcript"') == 5
     assert report.count("before training</span>") == 5
     assert f"posttrain generate {run}" in report
+    assert "Held-out problems, never trained on. Before the first update and after the last." in report
+
+
+def test_what_was_trained_on_is_not_called_unseen() -> None:
+    points = [EvaluationPoint(step, f"nim/{split}", {}) for step in (0, 2) for split in ("validation", "train")]
+    assert note_on(points, ACCURACY).startswith("Held-out problems, but nim/train: of the split that was trained on.")
+
+
+def test_commands_of_a_report_can_be_typed(place: Path) -> None:
+    folder = place / "runs" / "two words"
+    shutil.copytree(place / "runs" / "mine", folder)
+    report = html.unescape(write_summary(folder).read_text())
+    assert f"posttrain generate '{folder}'" in report
+    assert f"posttrain train '{folder}/recipe.yaml' --run 'two words-again'" in report
+    shutil.rmtree(folder)
 
 
 def test_the_end_of_a_run_says_where_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

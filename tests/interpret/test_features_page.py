@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import re
 import shutil
@@ -147,7 +148,9 @@ def test_the_page_in_a_browser(opened: object) -> None:
     assert first.locator(".context").count() == 6
     first.locator(".more").click()
     assert first.locator(".context").count() == 9
-    assert first.locator(".peak").first.evaluate("e => e.style.backgroundColor") == "rgba(217, 102, 43, 0.8)"
+    assert (
+        first.locator(".peak").first.evaluate("e => e.style.backgroundColor") == "rgba(217, 102, 43, 0.68)"
+    )  # read in the dark, too
     search(page, "")
     page.fill("#high", "0.001")
     page.wait_for_timeout(300)
@@ -156,3 +159,13 @@ def test_the_page_in_a_browser(opened: object) -> None:
     page.locator("#overview rect").last.click()
     page.wait_for_timeout(100)
     assert int(page.inner_text("#shown").split()[0]) < 4096
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.reload()
+    page.wait_for_selector(".feature")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    boxes = [text.bounding_box() for text in page.locator("#overview text").all()]
+    assert len(boxes) == 6
+    assert all(left["x"] + left["width"] < right["x"] for left, right in itertools.pairwise(boxes))
+    assert page.locator("#overview").evaluate(
+        "e => e.viewBox.baseVal.width === e.clientWidth"
+    )  # letters as wide as high

@@ -3,12 +3,14 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from posttrain.reports.charts import curves
 from posttrain.reports.charts.curves import choose_panels, draw_curves
 from posttrain.reports.charts.panels import Panel, Series, axis_range, labelled, nice_ticks
-from posttrain.reports.page import draw, write_html
+from posttrain.reports.page import draw, flatten, render, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.store.headline import REWARD, choose_headline
 from posttrain.store.metrics import MetricsRow, evaluation_points
@@ -227,7 +229,7 @@ def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
     assert "0.700 [0.600, 0.800]" in words
     assert "KL from start" in words
     assert "2.310" in words
-    assert "prompts they have never seen" in words
+    assert "How they do on prompts" in words
     assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
     assert "Hello &lt;b&gt;." in body
 
@@ -292,3 +294,61 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
     opened = {panel.title: panel for panel in choose_panels([step(k, 16.0 - k) for k in (1, 2, 3)])}
     assert [s.ys for s in opened["Prompts by part"].series] == [[15.0, 14.0, 13.0], [1.0, 2.0, 3.0]]
     assert "Accuracy by part" not in {panel.title for panel in choose_panels(rows())}
+
+
+def test_a_lone_row_of_points_says_whose_it_is() -> None:
+    points = Series("held-out", [0.0, 2.0], [0.1, 0.2], is_points=True)
+    assert '<span class="key c0 dot">held-out</span>' in draw("parts.jinja", "chart", Panel("x", "", [points]))
+    line = Series("training", [1.0, 2.0], [0.1, 0.2])
+    assert "legend" not in draw("parts.jinja", "chart", Panel("x", "", [line]))
+
+
+def test_curves_show_lines_at_the_end_of_an_axis_and_steps_without_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(curves, "save_picture", lambda figure, path, dots: drawn.append(figure))
+    steps = [MetricsRow(k, {"grad_norm": 0.0, "mismatch_kl": k * 1e-12, "entropy": 1.0}) for k in (1, 2, 3)]
+    draw_curves(choose_panels(steps), "a run", tmp_path / "curves.png")
+    [figure] = drawn
+    figure.canvas.draw()
+    shown = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+    norm, kl = shown["Gradient norm"], shown["KL from sampler to trainer"]
+    assert not norm.lines[0].get_clip_on()
+    assert norm.lines[0].get_zorder() > norm.spines["bottom"].get_zorder()
+    assert norm.texts[0].get_text() == "before clipping"
+    assert all(text.get_text().isdigit() for text in norm.get_xticklabels())
+    assert kl.yaxis.get_offset_text().get_text() == ""  # a power of ten would lie on the caption
+    assert {"1e-12", "2e-12", "3e-12"} <= {text.get_text() for text in kl.get_yticklabels()}
+
+
+def test_a_machine_is_told_in_units() -> None:
+    hardware = {"memory_bytes": 24 * 2**30, "gpus": [], "of": ["a", "b"], "no": None}
+    told = [("hardware: memory", "24.0 GiB"), ("hardware: gpus", "none"), ("hardware: of", "a, b")]
+    assert flatten({"hardware": hardware}) == told
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.1's contrast ratio of two colours ``#rrggbb``."""
+
+    def luminance(color: str) -> float:
+        shares = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [s / 12.92 if s <= 0.03928 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_words_can_be_read_on_every_ground() -> None:
+    assert contrast("#000000", "#ffffff") == 21.0
+    blocks = re.findall(r":root \{(.*?)\}", render("style.css"), flags=re.DOTALL)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks)
+    for colors in (light, light | dark):
+        for ground in ("paper", "card"):
+            for words in ("ink", "soft", "good", "bad", "c3"):
+                assert contrast(colors[words], colors[ground]) >= 4.5, (words, ground)
+        # The deepest a token is coloured (differences.jinja, features.js): 68 % of the heat over the card.
+        pairs = zip(bytes.fromhex(colors["heat"][1:]), bytes.fromhex(colors["card"][1:]), strict=True)
+        deepest = "#" + "".join(f"{round(0.68 * heat + 0.32 * card):02x}" for heat, card in pairs)
+        assert contrast(colors["ink"], deepest) >= 4.5

@@ -105,7 +105,7 @@ def test_what_is_no_over_optimization_is_called_so() -> None:
             describe_method("z", "training", [falling(0)]),
         ]
     )
-    assert told[0] == "dpo: no over-optimization: gold is highest at the end (51.0%)"
+    assert told[0] == "dpo: no over-optimization up to √KL 1.00: gold is highest at the end (51.0 ± 2.5 %)"
     assert told[1].startswith("x: gold falls, but the proxy does too:")
     assert told[2].startswith("y: a fall that may be chance")
     assert told[3].startswith("z: one seed tells a course, and no more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,10 +50,10 @@ def write_summary(folder: str | Path) -> Path:
         lead=recipe.description or f"{recipe.model.name}, trained with {recipe.objective.name}.",
         headline=headline,
         stages=_stages(points, headline),
-        stages_note=f"Held-out {headline.of}, before the first update and after the last.",
+        stages_note=note_on(points, headline),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
         transcripts=_before_and_after(run.folder, recipe, points),
-        transcripts_note=f"The same held-out {headline.of}, before training and after it.",
+        transcripts_note=f"The same {headline.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
         commands=_commands(run, recipe),
     )
@@ -61,11 +62,13 @@ def write_summary(folder: str | Path) -> Path:
 
 def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
     """What to type next; a reward model cannot be asked."""
-    again = ("train it again", f"posttrain train {run.recipe_path} --run {run.folder.name}-again")
+    recipe_path = shlex.quote(str(run.recipe_path))
+    again = ("train it again", f"posttrain train {recipe_path} --run {shlex.quote(run.folder.name + '-again')}")
     if recipe.trains_scorer:
         return [again]
-    asked = ("ask the trained model", f"posttrain generate {run.folder}")
-    return [asked, ("measure it again", f"posttrain evaluate {run.folder}"), again]
+    folder = shlex.quote(str(run.folder))
+    asked = ("ask the trained model", f"posttrain generate {folder}")
+    return [asked, ("measure it again", f"posttrain evaluate {folder}"), again]
 
 
 def write_results(
@@ -126,7 +129,14 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
     newest = starts[-1]
     shown = {name: newest.get(name) for name in ("started", "versions", "hardware", "git") if newest.get(name)}
     command = newest.get("command")
-    return {"command": " ".join(map(str, command)), **shown} if command else shown
+    return {"command": shlex.join(map(str, command)), **shown} if command else shown
+
+
+def note_on(points: Sequence[EvaluationPoint], headline: Headline) -> str:
+    """What was measured, and when: a recipe may have its training split measured, too."""
+    trained = [name for name in dict.fromkeys(point.name for point in points) if name.endswith("/train")]
+    but = f", but {', '.join(trained)}: of the split that was trained on" if trained else ", never trained on"
+    return f"Held-out {headline.of}{but}. Before the first update and after the last."
 
 
 def _stages(points: Sequence[EvaluationPoint], headline: Headline) -> list[Stage]:

@@ -49,8 +49,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     for name, value in values.items():
         if isinstance(value, Mapping):
             lines += flatten(value, f"{prefix}{name}: ")
+        elif name.endswith("_bytes"):
+            lines.append((f"{prefix}{name.removesuffix('_bytes')}", f"{value / 2**30:,.1f} GiB"))
         elif value is not None:
-            lines.append((f"{prefix}{name}", value))
+            is_list = isinstance(value, list | tuple)
+            lines.append((f"{prefix}{name}", (", ".join(map(str, value)) or "none") if is_list else value))
     return lines
 
 

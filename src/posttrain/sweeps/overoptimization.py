@@ -287,7 +287,8 @@ def _finding(method: MethodCourse, turn: TurnOver) -> str:
         f"{turn.end.mean:.1%} at √KL {last.distance:.2f}; from that peak on {proxy}"
     )
     if turn.peak_at == last.at:
-        return f"{method.name}: no over-optimization: gold is highest at the end ({turn.end.mean:.1%})"
+        reach = f"no over-optimization up to √KL {last.distance:.2f}"  # beyond it nobody has looked
+        return f"{method.name}: {reach}: gold is highest at the end ({show_summary(turn.end, is_share=True)})"
     if turn.is_shown:
         verb = "over-optimized" if last.proxy.mean > peak.proxy.mean else "gold falls, but the proxy does too"
         return f"{method.name}: {verb}: {course}"

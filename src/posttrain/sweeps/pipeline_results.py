@@ -260,7 +260,7 @@ def tables(standings: Sequence[Standing], rates: Mapping[tuple[str, str], Estima
     made = [TextTable("Policies against the start", header, lines)]
     if rates:
         pairs = [[f"{left} over {right}", show_estimate(rate, is_share=True)] for (left, right), rate in rates.items()]
-        made.append(TextTable("Policies against one another, by the judge", ["", "wins"], pairs))
+        made.append(TextTable("Policies against one another, by the judge", ["policies", "wins"], pairs))
     return made
 
 

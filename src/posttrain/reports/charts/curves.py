@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from posttrain.reports.charts.panels import Panel, Series, axis_range
 from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
@@ -167,20 +169,28 @@ def draw_curves(panels: Sequence[Panel], title: str, path: str | Path) -> Path:
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
+    over: dict[str, Any] = {"clip_on": False, "zorder": 3}  # a line at the very end of an axis is seen above it
     for axes, panel in zip(grid.flat, panels, strict=False):
         for color, s in zip(COLORS * len(panel.series), panel.series, strict=False):
             if s.is_points:
                 errors = error_bars(s.ys, s.low, s.high) if s.low else None
-                axes.errorbar(s.xs, s.ys, errors, fmt="o", color=color, markersize=4, capsize=2, label=s.label)
+                axes.errorbar(s.xs, s.ys, errors, fmt="o", color=color, markersize=4, capsize=2, label=s.label, **over)
             else:
-                axes.plot(s.xs, s.ys, color=color, linewidth=1.4, label=s.label)
+                axes.plot(s.xs, s.ys, color=color, linewidth=1.4, label=s.label, **over)
         low, high = axis_range(panel)
         axes.set_ylim(low, high * 1.03 if panel.is_share else high)
         if panel.is_share:
             show_percent(axes.yaxis)
-        axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+        else:  # as on the page; a power of ten above the axis would lie on the caption
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        caption = textwrap.fill(panel.caption, 74)
+        pad = 7 + 9.5 * (1 + caption.count("\n"))
+        axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=pad)
+        above = {"xytext": (0, 4), "textcoords": "offset points", "fontsize": 7.5, "color": "#666666"}
+        axes.annotate(caption, (0, 1), xycoords="axes fraction", va="bottom", **above)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # of steps there are no halves
         axes.set_xlabel("step", fontsize=8)
         plain_frame(axes)
-        if len(panel.series) > 1:
+        if len(panel.series) > 1 or panel.series[0].is_points:
             axes.legend(fontsize=7.5, frameon=False)
     return save_picture(figure, path, 130)

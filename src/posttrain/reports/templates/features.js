@@ -108,7 +108,7 @@ function drawContext(f, c) {
   label.title = "document " + c.document + ", token " + c.position;
   c.tokens.forEach((token, i) => {
     const level = c.levels[i], span = element("span", i === c.peak ? "peak" : "", visible(texts[token]));
-    if (level > 0) span.style.backgroundColor = "rgb(217 102 43 / " + (0.08 + 0.72 * level / LEVELS).toFixed(3) + ")";
+    if (level > 0) span.style.backgroundColor = "rgb(217 102 43 / " + (0.08 + 0.60 * level / LEVELS).toFixed(3) + ")";
     if (level < 0) span.style.color = "var(--soft)";
     span.title = level < 0 ? "no row" : short(i === c.peak ? c.activation : level / LEVELS * f.max);
     tokens.append(span);
@@ -148,7 +148,7 @@ function drawLens(f) {
 
 // How many features have which density, on a logarithmic axis; a click on a bar shows them.
 function drawOverview() {
-  const box = control("overview"), bins = 40, from = -5, wide = 1000;
+  const box = control("overview"), bins = 40, from = -5, wide = box.clientWidth || 1000;
   const counts = new Array(bins).fill(0);
   const bin = d => Math.min(bins - 1, Math.max(0, Math.floor((Math.log10(d) - from) / -from * bins)));
   features.forEach(f => { if (f.density > 0) counts[bin(f.density)]++; });
@@ -170,7 +170,7 @@ function drawOverview() {
   for (let power = from; power <= 0; power++) {
     const anchor = power === from ? "start" : power === 0 ? "end" : "middle";
     box.append(shape("text", {x: (power - from) / -from * wide, y: 88, "text-anchor": anchor},
-      power === from ? "density " + percent(10 ** power) : percent(10 ** power)));
+      power === from && wide > 600 ? "density " + percent(10 ** power) : percent(10 ** power)));
   }
 }
 
