@@ -166,6 +166,5 @@ def test_the_page_in_a_browser(opened: object) -> None:
     boxes = [text.bounding_box() for text in page.locator("#overview text").all()]
     assert len(boxes) == 6
     assert all(left["x"] + left["width"] < right["x"] for left, right in itertools.pairwise(boxes))
-    assert page.locator("#overview").evaluate(
-        "e => e.viewBox.baseVal.width === e.clientWidth"
-    )  # letters as wide as high
+    same = "e => e.viewBox.baseVal.width === e.clientWidth"  # letters are not squeezed
+    assert page.locator("#overview").evaluate(same)
