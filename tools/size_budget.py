@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76460
+MAX_PACKAGE_LINES = 76420
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2580,
+    "ground": 2590,
     "recipes": 1280,
     "algorithms": 2060,
     "graders": 6570,
@@ -30,13 +30,13 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2630,
     "models": 4660,
-    "engines": 8720,
+    "engines": 8700,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7740,
+    "train": 7730,
     "interpret": 7300,
     "runs": 3680,
-    "sweeps": 3340,
+    "sweeps": 3330,
     "reports": 3140,
     "commands": 9030,
 }

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.engines.conversation import Conversation, Respondent, begin, converse_by_generating
+from posttrain.engines.conversation import Conversation, Groups, Respondent, begin, converse_by_generating
 from posttrain.errors import UsageError
-from posttrain.types import Completion
 from posttrain.world import ONE, Within, World
 
 UNLIMITED_CONTEXT = 1 << 31
@@ -50,6 +49,7 @@ class Engine(ABC):
     version: int = 0
     folder: Path | None = None
     world: World = ONE
+    _notices: tuple[str, ...] = ()
 
     def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
         """The engine where it is to work.
@@ -93,15 +93,14 @@ class Engine(ABC):
 
     def take_notices(self) -> list[str]:
         """What the engine has to say to the user since it was last asked (a server was started again, say)."""
-        return []
+        said, self._notices = list(self._notices), ()
+        return said
 
     def close(self) -> None:  # noqa: B027
         """Give back what the engine holds (a server that it started); it may be used again."""
 
     @abstractmethod
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """One completion per key, grouped by prompt.
 
         ``keys[i]`` holds one 64-bit key per completion of ``prompts[i]``: token t of a completion
@@ -118,7 +117,7 @@ class Engine(ABC):
         keys: Sequence[Sequence[int]],
         sampling: Sampling,
         respondent: Respondent,
-    ) -> list[list[Completion]]:
+    ) -> Groups:
         """One completion per key, of as many turns as ``respondent`` keeps going, grouped by prompt.
 
         Token t of turn k is drawn with the t-th uniform number of ``turn_key(key, k)``. A turn ends at a stop id, which

@@ -12,7 +12,8 @@ from posttrain.types import Completion, Finish, Message, Turn
 if TYPE_CHECKING:
     from posttrain.engines.base import Sampling
 
-Generate = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], "Sampling"], list[list[Completion]]]
+Groups = list[list[Completion]]  # by prompt
+Generate = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], "Sampling"], Groups]
 
 
 @dataclass(frozen=True, slots=True)

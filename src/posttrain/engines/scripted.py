@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.conversation import Groups
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
 from posttrain.registry import register
@@ -51,9 +52,7 @@ class ScriptedEngine(Engine):
         self.logprob = logprob
         self.calls: list[tuple[list[tuple[int, ...]], list[tuple[int, ...]], Sampling]] = []
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``.
 
         Raises:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item
-from posttrain.evals.ranking import best_of_n, majority_at_k
-from posttrain.evals.statistics import Difference, Summary, item_interval, paired_bootstrap, pass_at_k, summarize_seeds
+from posttrain.evals.measures import item_values
+from posttrain.evals.statistics import Difference, Summary, item_interval, paired_bootstrap, summarize_seeds
 from posttrain.evals.tables import TextTable
 from posttrain.sweeps.study import StudyPlan, StudyReport, StudyResults, show_summary
 
@@ -82,31 +81,18 @@ def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
     first = next(iter(evaluations.values()))
     samples = min(len(item.samples) for items in first for item in items if item.samples)
     ns = powers_of_two(samples)
-    chosen = [_chosen(name, ns, seeds, _by_score) for name, seeds in evaluations.items()]
-    return [*chosen, *(_chosen(name, ns, first, worth) for name, worth in _OTHERS.items())]
+    chosen = [_chosen(name, ns, seeds, "best_of") for name, seeds in evaluations.items()]
+    return [*chosen, *(_chosen(name, ns, first, measure) for name, measure in _MEASURES.items())]
 
 
-def _by_score(item: Item, n: int) -> float:
-    scores = [-math.inf if sample.score is None else sample.score for sample in item.samples]
-    return best_of_n(scores, [float(sample.is_right) for sample in item.samples], n)
+# What is measured of those who choose: how often the answer is right that they choose among n of an item's.
+_MEASURES = {MAJORITY: "majority", RANDOM: "accuracy", ORACLE: "pass"}
 
 
-# How often the answer is right that they choose among n of an item's.
-_OTHERS: Mapping[str, Callable[[Item, int], float]] = {
-    MAJORITY: lambda item, n: majority_at_k(
-        [sample.extracted for sample in item.samples], [sample.is_right for sample in item.samples], n
-    ),
-    RANDOM: lambda item, n: item.share,
-    ORACLE: lambda item, n: pass_at_k(len(item.samples), item.num_right, n),
-}
-
-
-def _chosen(
-    name: str, ns: Sequence[int], seeds: Sequence[Sequence[Item]], worth: Callable[[Item, int], float]
-) -> Chosen:
+def _chosen(name: str, ns: Sequence[int], seeds: Sequence[Sequence[Item]], measure: str) -> Chosen:
     choices = Chosen(name, list(ns), {}, {}, {}, {})
     for n in ns:
-        table = [[worth(item, n) if item.samples else 0.0 for item in items] for items in seeds]
+        table = [item_values(items, f"{measure}@{n}") for items in seeds]
         choices.values[n] = [statistics.fmean(column) for column in zip(*table, strict=True)]
         choices.seeds[n] = [statistics.fmean(row) for row in table]
         used = 1 if name == RANDOM else n  # of an item's answers, by one choice

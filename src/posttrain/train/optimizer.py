@@ -137,34 +137,30 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            if group["orthogonal"]:
-                self._step_matrices(group, ready)
-            else:
-                for parameter in ready:
-                    self._step_adamw(group, parameter)
+            for members in _stepped_together(group):
+                if group["orthogonal"]:
+                    self._step_matrices(group, members)
+                else:
+                    self._step_adamw(group, *members)
         return loss
 
-    def _step_matrices(self, group: dict[str, Any], ready: Sequence[Parameter]) -> None:
-        by_shape: dict[torch.Size, list[Parameter]] = {}
-        for parameter in ready:
-            by_shape.setdefault(parameter.shape, []).append(parameter)
-        mu = group["momentum"]
-        for shape, members in by_shape.items():
-            updates = []
-            for parameter in members:
-                assert parameter.grad is not None
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                state["momentum"].lerp_(parameter.grad, 1 - mu)
-                updates.append(whole(parameter.grad.lerp(state["momentum"], mu)))
-            directions = orthogonalize(torch.stack(updates), group["ns_steps"])
-            for parameter, direction in zip(members, directions, strict=True):
-                num_in, num_out = shape if getattr(parameter, "input_first", False) else reversed(shape)
-                scale = max(1.0, num_out / num_in) ** 0.5
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(_part_of(direction, parameter), alpha=-group["lr"] * scale)
+    def _step_matrices(self, group: dict[str, Any], members: Sequence[Parameter]) -> None:
+        """Of one shape."""
+        mu, shape = group["momentum"], members[0].shape
+        updates = []
+        for parameter in members:
+            assert parameter.grad is not None
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+            state["momentum"].lerp_(parameter.grad, 1 - mu)
+            updates.append(whole(parameter.grad.lerp(state["momentum"], mu)))
+        directions = orthogonalize(torch.stack(updates), group["ns_steps"])
+        for parameter, direction in zip(members, directions, strict=True):
+            num_in, num_out = shape if getattr(parameter, "input_first", False) else reversed(shape)
+            scale = max(1.0, num_out / num_in) ** 0.5
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(_part_of(direction, parameter), alpha=-group["lr"] * scale)
 
     def _step_adamw(self, group: dict[str, Any], parameter: Parameter) -> None:
         assert parameter.grad is not None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
-from posttrain.engines.conversation import Conversation, Respondent, begin
+from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
@@ -25,7 +25,6 @@ from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, RecipeError, UsageError
 from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
-from posttrain.types import Completion
 
 if TYPE_CHECKING:
     from posttrain.engines.native.paged.paging import Paging
@@ -164,9 +163,7 @@ class NativeEngine(Engine):
         if self.paging is not None:
             self.paging.close()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``. The model's training mode is as before afterwards.
 
         Raises:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.conversation import Groups
 from posttrain.engines.vllm.engine import COLOCATED
 from posttrain.engines.vllm.plugin.posttrain_vllm import pack_tied_heads
 from posttrain.engines.vllm.probe import (
@@ -108,7 +109,6 @@ class ColocatedEngine(Engine):
         self._asleep = False
         self._preempted = 0
         self._handler: logging.FileHandler | None = None
-        self._notices: list[str] = []
         with self._inside():
             self._vllm = _import_vllm(where)  # missed before anything is trained
 
@@ -150,9 +150,7 @@ class ColocatedEngine(Engine):
             self._llm.sleep(level=2)
         self._asleep = True
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``. Every completion is a request of its own, all of them at once.
 
         Raises:
@@ -198,11 +196,6 @@ class ColocatedEngine(Engine):
         except Unreadable as error:
             raise RunFailure(f"vLLM in this process: an answer that cannot be used, to the probe: {error}") from None
         return largest_difference(self.model, lambda compute: compute(), scores)
-
-    def take_notices(self) -> list[str]:
-        """See ``Engine.take_notices``."""
-        said, self._notices = self._notices, []
-        return said
 
     def close(self) -> None:
         """End vLLM and free its memory; a later ``sync`` builds it again."""
@@ -302,9 +295,9 @@ class ColocatedEngine(Engine):
         """Say that answers were put back and begun over; they are the same ones, for each has its own seed."""
         count = sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == PREEMPTIONS)
         if count > self._preempted:
-            self._notices.append(
+            self._notices += (
                 f"vLLM had no room for {count - self._preempted} answers under way and computed what they had again; "
-                f"more memory ({self.where}.gpu_memory, on a CPU VLLM_CPU_KVCACHE_SPACE) saves that time"
+                f"more memory ({self.where}.gpu_memory, on a CPU VLLM_CPU_KVCACHE_SPACE) saves that time",
             )
         self._preempted = count
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.conversation import Groups
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import (
     CompletionRequest,
@@ -257,9 +258,7 @@ class VllmEngine(Engine):
         with self._open() as server:
             return self._connect(server).context or UNLIMITED_CONTEXT
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``. Every completion is a request of its own.
 
         Raises:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
-from posttrain.engines.conversation import Conversation, Respondent, converse_by_generating
+from posttrain.engines.conversation import Conversation, Groups, Respondent, converse_by_generating
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.follow import FollowingEngine, Own
 from posttrain.engines.vllm.http import HttpServer
@@ -32,7 +32,6 @@ from posttrain.types import Completion
 from posttrain.world import Within, World
 
 Result = TypeVar("Result")
-Groups = list[list[Completion]]
 LOOK_SECONDS = 1.0
 
 
@@ -225,7 +224,6 @@ class FollowingFleet(AskedFleet):
             member.reader = self.reader
         self.version = -1
         self._lost: dict[int, str] = {}
-        self._notices: list[str] = []
 
     def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
         """See ``Engine.settle``."""
@@ -274,11 +272,6 @@ class FollowingFleet(AskedFleet):
         if self.version < 0:
             self.sync(0)
         return self._until_answered(lambda: self.ask(prompts, keys, sampling))
-
-    def take_notices(self) -> list[str]:
-        """See ``Engine.take_notices``."""
-        said, self._notices = self._notices, []
-        return said
 
     def close(self) -> None:
         """End the servers, where they are the run's own."""
@@ -389,9 +382,9 @@ class FollowingFleet(AskedFleet):
                 f"({self.members[number].where}.restarts). {self.members[number].tail()}"
             )
         self.restarts += 1
-        self._notices.append(
+        self._notices += (
             f"{what}; it is started again, given the weights of now, and asked for what it had not answered, with the "
-            "same seeds"
+            "same seeds",
         )
         self.members[number].launch(anew=True, moves=not self.own.port)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.conversation import Groups
 from posttrain.engines.vllm.command import ServerOptions, server_command
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.http import HttpServer
@@ -28,7 +29,6 @@ from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Collectives, WeightSender, ask
 from posttrain.engines.weights import save_without_weights
 from posttrain.errors import EngineMismatch, RunFailure
-from posttrain.types import Completion
 from posttrain.world import Within, World
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class FollowingEngine(VllmEngine):
         self.restarts = 0
         self._port, self._token = port, secrets.token_hex(4)
         self._sender: WeightSender | None = None
-        self._notices: list[str] = []
 
     def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
         """See ``Engine.settle``; one server of several processes' own, or placed elsewhere, is a fleet of one."""
@@ -114,27 +113,18 @@ class FollowingEngine(VllmEngine):
         self.url, self._token = self.world.tell((self.url, self._token), "the server's weights")
         self.version = version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``."""
         if self.version < 0:
             self.sync(0)
         return self._alive(lambda: self.ask(prompts, keys, sampling))
 
-    def ask(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def ask(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """As ``generate``, of a server that has been given weights; nothing is done about one that fails."""
         self._check_label()
         groups = super().generate(prompts, keys, sampling)
         self._check_label()
         return [[replace(completion, version=self.version) for completion in group] for group in groups]
-
-    def take_notices(self) -> list[str]:
-        """See ``Engine.take_notices``."""
-        said, self._notices = self._notices, []
-        return said
 
     def close(self) -> None:
         """End the server, where it is the run's own."""
@@ -179,7 +169,7 @@ class FollowingEngine(VllmEngine):
                         f"{self.process.tail()}"
                     ) from None
                 self.restarts += 1
-                self._notices.append(f"{reason}; it is started again and given the weights of now, with the same seeds")
+                self._notices += (f"{reason}; it is started again and given the weights of now, with the same seeds",)
                 self._end_server()
 
     def _start(self) -> None:
