@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -230,3 +231,22 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's threads are another library's there")
+@pytest.mark.parametrize(
+    ("variable", "spins"),
+    [
+        ({}, "3000"),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "passive"}, "0"),
+    ],
+)
+def test_torchs_threads_are_told_to_sleep_early_unless_the_environment_says_how(
+    variable: dict[str, str], spins: str
+) -> None:
+    clean = {key: word for key, word in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = clean | {"OMP_DISPLAY_ENV": "VERBOSE"} | variable  # the library tells what it has read
+    command = [sys.executable, "-m", "posttrain", "train", "tiny/sft", "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
