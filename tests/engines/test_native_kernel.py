@@ -211,6 +211,19 @@ def test_logprobs_equal_the_models_forward(
             assert (picked - torch.tensor(c.logprobs)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("dim", [8, 20, 128])
+def test_norms_and_gates_against_float64(native_kernel: str, dim: int) -> None:
+    from posttrain.models.kernel import layers
+
+    x, weight, other = torch.randn(5, dim), torch.randn(dim), torch.randn(5, dim)
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    torch.testing.assert_close(layers.rms_norm(x, weight, EPS).double(), normed, rtol=1e-6, atol=1e-7)
+    gated = x.double() * x.double().sigmoid() * other.double()
+    torch.testing.assert_close(layers.swiglu(x.clone(), other).double(), gated, rtol=1e-6, atol=1e-7)
+    halves = torch.cat([x, other], 1).chunk(2, dim=1)
+    torch.testing.assert_close(layers.swiglu(*halves).double(), gated, rtol=1e-6, atol=1e-7)
+
+
 def test_greedy_answers_of_the_embedded_model_are_the_same(native_kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(ModelSection(), seed=0)
     texts = ("Eva starts with 19 shells. She finds 12 at the beach.", "Tom has 7 apples", "Mia reads", "A", "12 + 30 =")

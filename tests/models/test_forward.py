@@ -17,6 +17,7 @@ from small_models import (
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from posttrain.algorithms.objectives.primitives import row_last
 from posttrain.models.forward.forward import (
     MAX_LOGIT_ELEMENTS,
     Entropy,
@@ -129,6 +130,47 @@ def test_what_is_read_at_a_token_is_that_token():
         columns = batch.mask.nonzero()[:, 1]
         assert packing.positions[packing.readers[:count]].tolist() == columns.tolist()
         assert packing.positions[packing.predictors[:count]].tolist() == (columns - 1).tolist()
+
+
+def test_which_states_are_read_worked_by_hand():
+    """A prompt of 300 tokens with answers of one and two, of which the stream has the first of the second."""
+    prompt = list(range(300))
+    rows = [Sample([*prompt, *answer], [False] * 300 + [True] * len(answer), 0, 300) for answer in ([7], [8, 9])]
+    packing = pack(collate(rows))
+    assert packing.read is not None
+    assert packing.place is not None
+    assert packing.read.tolist() == [299, 300, *[0] * 126]
+    assert [packing.place[index].item() for index in (299, 300)] == [0, 1]
+    states = torch.arange(384)[:, None]
+    assert packing.predictors[:3].tolist() == [299, 299, 300]
+    for hidden in (states, states.index_select(0, packing.read)):
+        assert packing.pick(hidden, packing.predictors)[:3, 0].tolist() == [299, 299, 300]
+    nearly_all = pack(collate([Sample(prompt, [False] + [True] * 299)]))
+    assert nearly_all.read is None
+    assert pack(collate([Sample(prompt, [False] * 300)])).read is None
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_head_that_reads_the_last_tokens_gives_what_one_that_reads_all_gives_there(family: str, path: str):
+    model, batch, head = random_model(family), ragged_batch(), ScalarHead(32, init_std=0.5)
+    given = {}
+    for reads in ("at", "last"):
+        forward = Forward(model, head=head, reads=reads, scores_only=True)
+        forward.path = path
+        outputs = forward(batch)
+        assert outputs.scores is not None
+        assert outputs.scores.shape == outputs.logprobs.shape == batch.mask.shape
+        row_last(outputs.scores, batch.mask).square().sum().backward()
+        given[reads] = (outputs.scores.detach(), gradients(model))
+        model.zero_grad()
+        head.zero_grad()
+    last = batch.mask & (batch.mask.flip(1).cumsum(1).flip(1) == 1)
+    assert last.sum() == batch.num_rows < batch.mask.sum()
+    assert float((given["at"][0] - given["last"][0])[last].abs().max()) < 1e-5
+    assert given["at"][0][last].abs().min() > 0
+    assert not given["last"][0][~last].any()
+    assert relative_difference(given["at"][1], given["last"][1]) < 1e-5
 
 
 def gradient(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from posttrain.errors import CheckpointError
 from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.forward.packing import Reads
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import Entry
@@ -39,7 +40,8 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
     like = next(model.parameters())
     head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
-        return policy.alike(model, head, "at", scores_only=True), {"head": head}
+        reads: Reads = "last" if entry.traits["level"] == "pair" else "at"  # one number orders two answers
+        return policy.alike(model, head, reads, scores_only=True), {"head": head}
     if recipe.head.trunk == "shared":
         return policy.alike(model, head), {"head": head}
     frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}

@@ -93,7 +93,7 @@ class Parts:
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
         forward = self.method.forward
-        if not isinstance(forward, Forward) or forward.head is None or forward.reads != "at":
+        if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
             return None
         return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
 

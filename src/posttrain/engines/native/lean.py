@@ -107,6 +107,7 @@ class LeanDecoder:
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
         self._bind_rotary(base, max_positions)
         self.native: NativeAttention | None = None
+        self.rms_norm, self.swiglu = rms_norm, _swiglu
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
@@ -130,6 +131,15 @@ class LeanDecoder:
 
             self.native = NativeAttention.make(self.num_queries, self.num_keys, self.head_dim, self.scale)
             self.transposed = self.native is None
+        if self.has_kernel:
+            from posttrain.models.kernel import layers
+
+            self.rms_norm, self.swiglu = layers.rms_norm, layers.swiglu
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the native kernel computes what stands between the products."""
+        return self.native is not None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         tokens = pad_right(prompts, self.device)
@@ -165,7 +175,7 @@ class LeanDecoder:
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             hidden = self._block(index, layer, hidden, attend)
-        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+        return multiply(self.rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
 
     def _attend_natively(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
         assert self.native is not None
@@ -222,7 +232,7 @@ class LeanDecoder:
     def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
-        x = rms_norm(hidden, layer.norm1, layer.eps)
+        x = self.rms_norm(hidden, layer.norm1, layer.eps)
         if layer.qkv is None:
             layer.q.into(x, work.q)
             layer.k.into(x, work.k)
@@ -230,12 +240,11 @@ class LeanDecoder:
         else:
             layer.qkv.into(x, work.whole)
         hidden = layer.o.add_to(hidden, attend(index, layer, work))
-        x = rms_norm(hidden, layer.norm2, layer.eps)
+        x = self.rms_norm(hidden, layer.norm2, layer.eps)
         if layer.gate_up is None:
-            gated = F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x))
+            gated = self.swiglu(layer.gate.apply(x), layer.up.apply(x))
         else:
-            gate, up = layer.gate_up.apply(x).chunk(2, dim=1)
-            gated = F.silu(gate).mul_(up)
+            gated = self.swiglu(*layer.gate_up.apply(x).chunk(2, dim=1))
         return layer.down.add_to(hidden, gated)
 
     def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,6 +279,11 @@ class LeanDecoder:
         sign[: self.head_dim // 2] = -1
         self.cos = cos[0, :, None, :]
         self.sin = (sin[0] * sign)[:, None, :]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) up``; ``gate`` is overwritten."""
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 def _mix(weights: Tensor, values: Tensor) -> Tensor:

@@ -18,13 +18,14 @@ from posttrain.types import with_float64
 UNIT = float(2**40)
 
 
-def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling, native: bool = False) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Args:
         logits: ``[R, V]`` of any floating dtype.
         uniforms: ``float64 [R, 1]`` in [0, 1), on the CPU where the logits' device has no float64; None when greedy.
         sampling: temperature and truncation.
+        native: by the native kernel, which this process has, where nothing is truncated; logits are float32 on a CPU.
 
     Returns:
         ids ``int64 [R]`` and the probability ``float32 [R]`` (float64 where the logits are) of each in the full
@@ -33,12 +34,17 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
+    is_truncated = sampling.top_k is not None or sampling.top_p < 1.0
+    if native and uniforms is not None and not is_truncated:
+        from posttrain.models.kernel import layers
+
+        return layers.draw(logits, uniforms)
     probabilities = logits.softmax(-1)
     if uniforms is None:
         ids = logits.argmax(-1, keepdim=True)
     else:
         kept = probabilities
-        if sampling.top_k is not None or sampling.top_p < 1.0:
+        if is_truncated:
             kept = truncate(probabilities, sampling.top_k, sampling.top_p)
         cumulative = kept.mul(UNIT).long().cumsum(-1)
         threshold = (uniforms * cumulative[:, -1:].to(uniforms.device)).long().to(cumulative.device)

@@ -96,7 +96,8 @@ class Forward:
         head: fills ``Outputs.scores`` from the hidden states under the LM head; it is moved to the
             model's device.
         reads: for the trained token t the head reads the state before it (``before``: the value of
-            the state in which t was chosen) or t's own (``at``: rewards and step labels).
+            the state in which t was chosen) or t's own (``at``: labels of tokens and steps); ``last``: t's own, of the
+            last one of a row alone (rewards), and what belongs to the others is 0.
         scores_only: the LM head is not computed (reward models, separate critics).
         precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
@@ -168,7 +169,7 @@ class Forward:
 
     def plan(self, batch: Batch) -> Packing | None:
         """How the batch is packed, on the model's device; None where it takes the padded path."""
-        return pack(batch, reads=self.reads).to(self.device) if self.packs(batch) else None
+        return pack(self._as_read(batch), reads=self.reads).to(self.device) if self.packs(batch) else None
 
     def packs(self, batch: Batch) -> bool:
         """Whether the batch is packed: not where a row is longer than the model's sliding attention window,
@@ -245,13 +246,20 @@ class Forward:
         """How many columns of the batch are computed: the last one predicts nothing, so only ``at`` needs it."""
         return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
 
+    def _as_read(self, batch: Batch) -> Batch:
+        """The batch with the trained tokens that something is read for."""
+        if self.reads != "last":
+            return batch
+        behind = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
+        return replace(batch, mask=batch.mask & (behind == 1))
+
     def _states(self, batch: Batch, packing: Packing | None, *, predicts: bool) -> States:
         self.last_packing = packing
         if packing is None:
             columns = self._columns(batch)
             self.last_slots = batch.num_rows * columns
             self.last_tokens = int(batch.lengths.clamp(max=columns).sum())
-            return self._padded(batch.to(self.device), columns, predicts)
+            return self._padded(self._as_read(batch).to(self.device), columns, predicts)
         states = self._packed(packing, predicts)
         self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
         return states
@@ -265,10 +273,10 @@ class Forward:
             ).last_hidden_state[0]
         self.attention = kernel_used()
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
-        predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
+        predicting = packing.pick(hidden, packing.predictors) if predicts or packing.readers is None else None
         reading = None
         if self.head is not None:
-            reading = predicting if packing.readers is None else hidden.index_select(0, packing.readers)
+            reading = predicting if packing.readers is None else packing.pick(hidden, packing.readers)
         lm_head = base.get_output_embeddings()
         return States(
             predicting=predicting if predicts else None,
@@ -319,7 +327,7 @@ class Forward:
         reading = None
         if self.head is not None:
             hidden = hidden_states[-1]
-            at = self.reads == "at"
+            at = self.reads != "before"
             reading = hidden[batch.mask] if at else hidden[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
         targets = batch.tokens[batch.mask]
         return States(predicting, lambda logits: logits, reading, targets, len(targets), batch.mask)

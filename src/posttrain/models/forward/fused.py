@@ -135,7 +135,8 @@ class FusedLayers:
 
     A known module is of one of ``FAMILIES``, of transformers' own class with nothing hooked into it. Projections are
     called as the modules that they are (an adapter, few bits). A recomputation in the backward pass must run inside of
-    the context too.
+    the context too. Behind the attention of a known last layer only what ``Packing.read`` names is computed, in any
+    type (but for layers that are recomputed): of a reward model one token of a row, of supervised training the answers.
 
     Args:
         native: on a CPU the functions are those of the native kernel, which this process has.
@@ -148,6 +149,9 @@ class FusedLayers:
             forward = _fused_forward(module)
             if forward is not None:
                 self.replaced.append((module, partial(forward, functions, module)))
+            last = _last_layer_of(module)
+            if last is not None:
+                self.replaced.append((last, partial(_last_layer, last)))
 
     def __enter__(self) -> None:
         if not ENABLED:
@@ -160,20 +164,32 @@ class FusedLayers:
             module.__dict__.pop("forward", None)
 
 
-def _fused_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What computes ``module`` instead of its own forward; None where it is not known exactly."""
+def _known_as(module: Any) -> str:
+    """Which part of a family's models ``module`` is (``RMSNorm``, ...); nothing where it is not known exactly."""
     kind = type(module)
     parts = kind.__module__.split(".")
     family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
     if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module):
-        return None
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        return None
-    if kind.__name__ == f"{family}RMSNorm":
-        return _rms_norm
-    if kind.__name__ == f"{family}MLP":
+        return ""
+    is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return "" if is_hooked or not kind.__name__.startswith(family) else kind.__name__.removeprefix(family)
+
+
+def _fused_forward(module: Any) -> Callable[..., Any] | None:
+    """What computes ``module`` instead of its own forward; None where it is not known exactly."""
+    known = _known_as(module)
+    if known == "MLP":
         return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
-    return _attention if kind.__name__ == f"{family}Attention" else None
+    by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "Attention": _attention}
+    return by_name.get(known)
+
+
+def _last_layer_of(module: Any) -> Any:
+    """The last layer of a decoder; None where either is not known exactly."""
+    if _known_as(module) != "Model":
+        return None
+    last = module.layers[module.config.num_hidden_layers - 1]
+    return last if _known_as(last) == "DecoderLayer" else None
 
 
 def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
@@ -241,6 +257,21 @@ def _mlp(functions: Functions, module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
     inner = functions.swiglu(gate, up) if _is_fp32(gate, up) else module.act_fn(gate) * up
     out: Tensor = module.down_proj(inner)
+    return out
+
+
+def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The last layer; behind its attention, where all is a function of one token, as far as it is read.
+
+    Where layers are recomputed it is whole: transformers recomputes what its own class's ``forward`` gives.
+    """
+    packing = active_packing()
+    if packing is None or packing.read is None or module.gradient_checkpointing:
+        whole: Tensor = type(module).forward(module, hidden_states, **kwargs)
+        return whole
+    mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
+    rows = (hidden_states + mixed).index_select(1, packing.read)
+    out: Tensor = rows + module.mlp(module.post_attention_layernorm(rows))
     return out
 
 

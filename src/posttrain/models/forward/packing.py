@@ -190,9 +190,13 @@ def _bucket(runs: list[Run]) -> Bucket:
     )
 
 
-# Where a head reads for the trained token t: the state before it (token t - 1), or at t itself.
-Reads = Literal["before", "at"]
+# Where a head reads for the trained token t: the state before it (token t - 1), or at t itself; or it reads at the last
+# trained token of a row alone.
+Reads = Literal["before", "at", "last"]
 
+# The last layer is computed behind its attention only where something reads it, if that is at most this share of the
+# stream: with fewer left out, picking them costs what it saves.
+MOST_READ = 0.9
 # Streams are filled up to a multiple of this, so that their sizes recur from batch to batch: kernels
 # that are prepared per shape are found again, and freed memory fits the next batch.
 ROUND_TOKENS = 128
@@ -207,6 +211,9 @@ class Packing:
     predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where:
     ``bool [B, T]`` the trained positions in row-major order. How attention takes the runs is worked out when it
     first asks.
+
+    read ``int64 [K]``: the stream indices at which anything reads what the last layer gives, in order and filled up;
+    place ``int64 [N]``: which of these each of them is. None where nearly all are.
     """
 
     tokens: Tensor
@@ -218,6 +225,8 @@ class Packing:
     targets: Tensor
     num_targets: int
     where: Tensor
+    read: Tensor | None = None
+    place: Tensor | None = None
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
@@ -259,6 +268,13 @@ class Packing:
         rows = [(r.start, r.length, r.prefix_start, r.prefix_length) for r in self.runs if r.length]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
 
+    def pick(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """The rows of ``hidden`` that belong to stream indices ``at``; it is of the whole stream, or of ``read``."""
+        if len(hidden) != len(self.tokens):
+            assert self.place is not None, "a part of the stream is computed where the plan names one"
+            at = self.place.index_select(0, at)
+        return hidden.index_select(0, at)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, its prefix among them."""
@@ -276,8 +292,7 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     """Plan the stream of ``batch``.
 
     With ``reads="before"`` the last token of a row is left out: it predicts nothing, and the state
-    before it is its predecessor's. With ``"at"`` it is kept, and ``readers`` says where every trained
-    token itself stands.
+    before it is its predecessor's. Else it is kept, and ``readers`` says where every trained token itself stands.
 
     The plan is made from values, so a batch on a GPU costs a wait per tensor: pack on the CPU, then
     move the plan.
@@ -306,6 +321,7 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
     for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
         runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
+    read, place = _read_places(np.concatenate([predictors, readers]) if unread == 0 else predictors, row_offsets[-1])
     return Packing(
         tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
         positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
@@ -316,7 +332,19 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
+        read=None if read is None else torch.from_numpy(read).to(device),
+        place=None if place is None else torch.from_numpy(place).to(device),
     )
+
+
+def _read_places(read_at: np.ndarray, num_tokens: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """``Packing.read`` and ``Packing.place``, where states are read at ``read_at`` of ``num_tokens``."""
+    at = np.unique(read_at).astype(np.int64)
+    read, place = _rounded(at), _rounded(np.zeros(num_tokens, dtype=np.int64))
+    if not 0 < len(read) <= MOST_READ * len(place):
+        return None, None
+    place[at] = np.arange(len(at))
+    return read, place
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:

@@ -1,5 +1,6 @@
 // What stands between the matrix products of an update, forward and backward: RMS norm, rotary embedding (behind a norm
-// of heads, or none), SwiGLU, and the scores of tokens. float32, contiguous. The formulas stand in fused.py.
+// of heads, or none), SwiGLU, and the scores of tokens; and how a token is drawn. float32, contiguous. The formulas stand
+// in fused.py, that of drawing in the native engine's sampler.py.
 //
 // Rows are shared among threads where there is enough to do. A row's bits are its own; a sum over rows (the gradient of
 // a norm's weight) is taken by blocks of rows, and depends on the number of threads, which a run keeps.
@@ -11,7 +12,6 @@
 #include <cstring>
 #include <vector>
 
-constexpr int64_t LANES = 16;
 #include "threads.h"
 #include "vectors.h"
 
@@ -94,6 +94,17 @@ inline void norm_back(const float* g, const float* x, const float* w, float r, i
   });
 }
 
+inline float largest(const float* x, int64_t n) {
+  Vector lanes = spread(-INFINITY);
+  each(n, [&](int64_t i, int64_t count) {
+    const Vector here = read(x + i, count, -INFINITY);
+    lanes = here > lanes ? here : lanes;
+  });
+  float most = lanes[0];
+  for (int64_t i = 1; i < LANES; i++) most = std::max(most, lanes[i]);
+  return most;
+}
+
 inline Vector sigmoid(Vector x) {
   const Vector e = exponential(x < 0 ? x : -x);
   return (x < 0 ? e : spread(1)) / (1 + e);
@@ -103,12 +114,13 @@ inline Vector sigmoid(Vector x) {
 
 extern "C" {
 
-// x, y [rows, dim], weight [dim], factor [rows].
+// x, y [rows, dim], weight [dim], factor [rows] or null.
 void posttrain_rms_norm(int64_t threads, int64_t rows, int64_t dim, const float* x, const float* weight, float eps,
                         float* y, float* factor) {
   share(rows, num_parts(rows, rows * dim, threads), [=](int64_t, int64_t first, int64_t end) {
     for (int64_t r = first; r < end; r++) {
-      const float *row = x + r * dim, f = factor[r] = norm_factor(row, dim, eps);
+      const float *row = x + r * dim, f = norm_factor(row, dim, eps);
+      if (factor) factor[r] = f;
       each(dim, [&](int64_t i, int64_t count) {
         write(y + r * dim + i, read(row + i, count) * f * read(weight + i, count), count);
       });
@@ -201,6 +213,32 @@ void posttrain_swiglu_backward(int64_t threads, int64_t n, const float* gradient
   });
 }
 
+// logits [rows, size], uniforms [rows] in [0, 1) -> ids [rows] and the probability of each. `table` has room for a row.
+void posttrain_draw(int64_t, int64_t rows, int64_t size, const float* logits, const double* uniforms, float* table,
+                    int64_t* ids, float* probabilities) {
+  const float unit = 1099511627776.0f;  // 2^40: sums of whole numbers have one value in every order
+  for (int64_t r = 0; r < rows; r++) {
+    const float* row = logits + r * size;
+    const float most = largest(row, size);
+    Vector sum{};
+    each(size, [&](int64_t i, int64_t count) {
+      const Vector e = exponential(read(row + i, count, -INFINITY) - most);
+      write(table + i, e, count);
+      sum += e;
+    });
+    const float share_of = 1 / total(sum);
+    int64_t mass = 0, seen = 0, id = 0;
+    for (int64_t i = 0; i < size; i++) mass += static_cast<int64_t>(table[i] * share_of * unit);
+    const int64_t threshold = static_cast<int64_t>(uniforms[r] * static_cast<double>(mass));
+    for (; id < size - 1; id++) {  // of logits that are NaN, any: the caller sees it by the probability
+      seen += static_cast<int64_t>(table[id] * share_of * unit);
+      if (seen > threshold) break;
+    }
+    ids[r] = id;
+    probabilities[r] = table[id] * share_of;
+  }
+}
+
 // logits, probabilities [rows, size]; ids, logprobs [rows, k]; entropies [rows] or null.
 void posttrain_token_scores(int64_t threads, int64_t rows, int64_t size, int64_t k, const float* logits, const int64_t* ids,
                             float* probabilities, float* logprobs, float* entropies) {
@@ -208,13 +246,7 @@ void posttrain_token_scores(int64_t threads, int64_t rows, int64_t size, int64_t
     for (int64_t r = first; r < end; r++) {
       const float* row = logits + r * size;
       float* p = probabilities + r * size;
-      Vector lanes = spread(-INFINITY);
-      each(size, [&](int64_t i, int64_t count) {
-        const Vector here = read(row + i, count, -INFINITY);
-        lanes = here > lanes ? here : lanes;
-      });
-      float most = lanes[0];
-      for (int64_t i = 1; i < LANES; i++) most = std::max(most, lanes[i]);
+      const float most = largest(row, size);
       Vector sum{}, weighted{};
       each(size, [&](int64_t i, int64_t count) {
         const Vector below = read(row + i, count, -INFINITY) - most, e = exponential(below);

@@ -25,6 +25,7 @@ _SIGNATURES = {
     "swiglu_backward": "nppppp",
     "packed_attention": "nnnnnfpppppp",
     "packed_attention_backward": "nnnnnfpppppppppp",
+    "draw": "nnppppp",
     "token_scores": "nnnppppp",
     "token_scores_backward": "nnnpppp",
 }
@@ -40,8 +41,34 @@ def _function(name: str) -> Any:
 
 def _call(name: str, *arguments: Any) -> None:
     """Tensors are contiguous; the caller holds them."""
-    addresses = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     _function(name)(torch.get_num_threads(), *addresses)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension, without gradients."""
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    _call("rms_norm", x.numel() // size, size, x, weight.contiguous(), eps, out, None)
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) up``, without gradients; ``gate`` is overwritten if it is contiguous."""
+    gate = gate.contiguous()
+    _call("swiglu", gate.numel(), gate, up.contiguous(), gate)
+    return gate
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of ``logits [R, V]`` by uniform numbers ``float64 [R, 1]``, as the native engine's ``draw``.
+
+    Returns ids ``int64 [R]`` and the probability ``float32 [R]`` of each, which is NaN where the logits are.
+    """
+    logits, uniforms = logits.contiguous(), uniforms.contiguous()
+    ids, probabilities = torch.empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
+    _call("draw", *logits.shape, logits, uniforms, logits.new_empty(logits.shape[1]), ids, probabilities)
+    return ids, probabilities
 
 
 class RmsNorm(torch.autograd.Function):

@@ -11,11 +11,6 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX512F__
-constexpr int64_t LANES = 16;
-#else
-constexpr int64_t LANES = 8;
-#endif
 #include "threads.h"
 #include "vectors.h"
 
