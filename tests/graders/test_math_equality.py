@@ -205,6 +205,8 @@ y \sin x | \sin{x} \cdot y
 (-\infty, \infty) | \text{all real numbers}
 x \in \mathbb{R} | (-\infty, \infty)
 \mathbb{R} | -\infty < x < \infty
+\begin{pmatrix} 1 & 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}^T
+e^{T+1} | e \cdot e^T
 """
 
 DIFFERENT = r"""
@@ -395,6 +397,10 @@ x^4-16 | x^4 - 16 = x^4 - 17
 (-\infty, \infty) | \mathbb{Q}
 (-\infty, 0) | \mathbb{R}
 (0, \infty) | \text{positive real numbers}
+2^T | 2
+x^{T} | x
+e^{T} | e
+k x^T + 1 | k x + 1
 """
 
 

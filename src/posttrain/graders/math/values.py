@@ -313,6 +313,14 @@ class _Reader(_Latex2Sympy):
         multiply = self.mat_mul_flat if head.is_Matrix or getattr(tail, "is_Matrix", False) else self.mul_flat
         return multiply(head, tail)
 
+    def convert_postfix(self, postfix: Any) -> Any:
+        """``A^T`` of a matrix is its transpose; of all else T is an exponent (as the parser has it 2^T would be 2)."""
+        value = super().convert_postfix(postfix)
+        marks = [op.getText() for op in postfix.postfix_op() if op.transpose()]
+        if not marks or not isinstance(value, sympy.Expr) or value.is_Matrix:
+            return value
+        return sympy.Pow(value, sympy.Symbol(marks[0].strip("^{}")), evaluate=False)
+
     def convert_func(self, func: Any) -> Any:
         """A logarithm to a base is a quotient: of sympy's own with a base e^{\\log_2 5} would be 5."""
         value = super().convert_func(func)
