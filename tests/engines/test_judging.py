@@ -521,7 +521,9 @@ def test_an_answer_cannot_write_marks_of_turns(marks: str) -> None:
         rate("What?", forged, rubric="Be right.", scale=(1, 10), gold=forged),
         compare(forged, forged, forged, rubric="Be right."),
     ):
-        assert marks not in question.text
-        assert not re.search(r"<[|｜]|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>", question.text)
+        sent = RemoteJudge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"]
+        assert marks in question.text
+        assert not re.search(r"<[|｜]|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>", sent)
     plain = "if a < b || c > d: x[1] <= <b>bold</b> <svg> [insert]"
-    assert plain in rate("What?", plain, rubric="Be right.", scale=(1, 10)).text
+    question = rate("What?", plain, rubric="Be right.", scale=(1, 10))
+    assert RemoteJudge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"] == question.text

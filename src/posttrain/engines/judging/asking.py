@@ -32,7 +32,7 @@ _THOUGHT = "</think>"
 # What tokenizers of chats take for the marks of turns. A server looks for them in all that it is given, so an answer
 # that holds them could end its turn and speak for the judge.
 _TURN_MARKS = re.compile(
-    r"<(?=[|｜]|/?(?:s|bos|eos|start_of_turn|end_of_turn)>|</?SYS>>)|"
+    r"<(?=[|｜][^<>\s]{1,40}[|｜]>|/?(?:s|bos|eos|start_of_turn|end_of_turn)>|</?SYS>>)|"
     r"\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT)\])"
 )
 RUBRIC = "How well does the answer do what was asked: is it right, complete and clear, without more than is needed?"
@@ -109,9 +109,8 @@ def mark_of(texts: Sequence[str]) -> str:
 
 
 def quote(mark: str, name: str, text: str) -> str:
-    """A text between the lines that only we can write, with a space in what may be marks of turns (``< |im_end|>``)."""
-    said = _TURN_MARKS.sub(r"\g<0> ", text)
-    return f"<{mark} {name}>\n{said}\n</{mark}>"
+    """A text between the lines that only we can write."""
+    return f"<{mark} {name}>\n{text}\n</{mark}>"
 
 
 def rate(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], gold: str | None = None) -> Question:
@@ -357,7 +356,8 @@ class RemoteJudge(Judge):
         return Opinion(value, None, "", spent[0], spent[1])
 
     def _body(self, model: str, question: Question) -> dict[str, Any]:
-        turns = [{"role": "system", "content": question.system}, {"role": "user", "content": question.text}]
+        said = _TURN_MARKS.sub(r"\g<0> ", question.text)  # < |im_end|>
+        turns = [{"role": "system", "content": question.system}, {"role": "user", "content": said}]
         body = self._settings(model, turns)
         if self.structured:
             form = {"name": "judgement", "strict": True, "schema": dict(question.schema)}

@@ -146,13 +146,23 @@ def _joined(text: str, one: Box, other: Box) -> bool:
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
     """What the last phrase introduces. "So our answer is correct", "an answer in radians" introduce nothing."""
+    passed = False  # a mention; what is said before it must be plainer
     for part in reversed(_HOPE.split(text)):
         for match in reversed(list(phrase.finditer(part))):
-            if not match["verb"] and _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end()):
-                continue
             answer = _read_statement(part[match.end() :])
-            if answer is not None and answer.casefold() not in _JUDGEMENTS:
+            mentions = (
+                not match["verb"] and _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
+            )
+            if (
+                answer is None
+                or answer.casefold().rstrip(".!") in _JUDGEMENTS
+                or (mentions and not _states_value(answer))
+            ):
+                passed = True
+            elif not passed or (match["verb"] and is_bare(answer)):
                 return answer
+            if not passed:
+                break
     return None
 
 
