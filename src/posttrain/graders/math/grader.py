@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
-from posttrain.graders.choice import chosen_letter
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
 from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
@@ -19,7 +17,6 @@ COMPARE = "posttrain.graders.math.equality:compare_answers"
 MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
 MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
 MAX_WORKERS = 4
-_LABEL = re.compile(r"\s*(?:\\text\s*\{)?\s*\(([A-J])\)\s*\}?[\s.,]*")  # the gold answer (B) is a choice
 WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computing time
 
 
@@ -92,8 +89,6 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
         return False
     if same_answer(gold, answer):
         return True
-    if label := _LABEL.fullmatch(gold):
-        return chosen_letter(answer) == label[1]
     expected, stated = parse_quantity(gold), parse_quantity(answer)
     if expected is None or stated is None:
         return None
