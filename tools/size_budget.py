@@ -17,13 +17,13 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76420
+MAX_PACKAGE_LINES = 76560
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
     "recipes": 1280,
     "algorithms": 2060,
-    "graders": 6570,
+    "graders": 6710,
     "rewards": 430,
     "render": 1360,
     "tasks": 5620,

@@ -213,3 +213,9 @@ def test_megabytes_are_read_in_one_pass() -> None:
     assert not same_answer("5", "5" * 1_000_000)
     assert not same_answer("abc", " abc" * 300_000)
     assert not same_answer("1", "1e999999999")
+
+
+@pytest.mark.parametrize("text", ["3 10/2", "3\\frac{10}{2}", "2 2/2", "2\\frac{3}{3}"])
+def test_a_mixed_number_has_a_fraction_below_one(text: str) -> None:
+    """3\\frac{10}{2} is a product, 15 and not 8."""
+    assert parse_quantity(text) is None

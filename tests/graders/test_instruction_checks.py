@@ -136,3 +136,41 @@ def test_instructions(identifier: str, arguments: dict[str, Any], response: str,
 
 def test_every_instruction_has_a_response_that_follows_it_and_one_that_does_not() -> None:
     assert {(name, expected) for name, _, _, expected in CASES} == {(n, e) for n in INSTRUCTIONS for e in (True, False)}
+
+
+# (instruction, arguments, what only seems to follow it): what cannot be seen neither counts nor parts what can.
+UNSEEN = [
+    ("length_constraints:number_words", {"relation": "at least", "num_words": 4}, "w\u200bo\u200br\u200bd"),
+    ("change_case:capital_word_frequency", {"capital_relation": "at least", "capital_frequency": 3}, "A\u200bB\u200bC"),
+    ("keywords:forbidden_words", {"forbidden_words": ["field"]}, "a fi\u00adeld"),
+    ("punctuation:no_comma", {}, "yes\u200b, no"),
+    ("detectable_format:title", {}, "<<\u200b>> text"),
+    ("detectable_format:title", {}, "<<\u2800>> text"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "- one\n- \u200b"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* *\u2060*"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\n\u200b"),
+    ("combination:two_responses", {}, "one\n******\none\u200b"),
+    ("combination:two_responses", {}, "one\n******\n\u200b"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "one"},
+        "one\n\n\u200b",
+    ),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "A letter. P.S."),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "A letter. P.P.S. ..."),
+    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1 Section 2"),
+    ("detectable_format:multiple_sections", {"section_spliter": "DAY", "num_sections": 2}, "DAY 1\nrest\nDAY 2\n..."),
+]
+
+
+@pytest.mark.parametrize(("identifier", "arguments", "response"), UNSEEN)
+def test_what_is_not_seen_follows_nothing(identifier: str, arguments: dict[str, Any], response: str) -> None:
+    assert follow([identifier], [arguments], [response]) == [False]
+
+
+def test_letters_that_join_do_not_part_words() -> None:
+    """Persian writes one word with a zero-width non-joiner, and emoji are joined."""
+    words = {"relation": "less than", "num_words": 2}
+    assert follow(
+        ["length_constraints:number_words"], [words], ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"]
+    ) == [True]

@@ -179,6 +179,34 @@ AB = 5 | AB = CD = 5
 \$5 | 3\text{ tickets} = \$5
 90 | 1.5\text{ hours} = 90\text{ minutes}
 6.62 | \text{Area of 2 squares} = 6.62
+63 | (9)(7)
+63 | 9(7)
+-5 | (-1)(5) = -5
+1 | 2(\frac{1}{2})
+7.5 | 1\frac{1}{2}(5)
+\frac{5\pi}{2} | 2\frac{1}{2}\pi
+30 | 3 \cdot 2(5)
+9 | \log_2^2 8
+\ln 2 | \log_e 2
+5 | 10^{\log 5}
+x^{4}-16 | (x-2)(x+2)(x^2+4) = x^4 - 16
+160000 | 10^4 \cdot 2^4 = 10,000 \cdot 16 = 160,000
+1200 | f(3) = 1,200
+2 \sin 5x \cos x | 2 \cdot \sin{\left(5 \cdot x \right)} \cdot \cos{\left(x \right)}
+2 \sin 5x \cos x | 2 \sin 5x \cdot \cos x
+y \sin x | \sin{x} \cdot y
+\ln(2)\ln(3) | \ln 2 \cdot \ln 3
+\frac{\log(3)}{2} | \log{(3)}/2
+\frac{3}{\pi}\ln 2 | 3/\pi \cdot \ln 2
+\sin(2\sin(x)) | \sin{(2\sin{(x)})}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1,2)
+\begin{pmatrix} 1 & 2 & 3 \end{pmatrix} | \langle 1,2,3 \rangle
+(-\infty, \infty) | \mathbb{R}
+(-\infty, \infty) | \text{all real numbers}
+x \in \mathbb{R} | (-\infty, \infty)
+\mathbb{R} | -\infty < x < \infty
+\begin{pmatrix} 1 & 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}^T
+e^{T+1} | e \cdot e^T
 """
 
 DIFFERENT = r"""
@@ -347,6 +375,32 @@ x - 3z = 0 | x - 3z = 0 \text{ is wrong}
 I \frac{d \omega}{d t}+2 B \omega=T | not I \frac{d \omega}{d t}+2 B \omega=T
 I \frac{d \omega}{d t}+2 B \omega=T | 2 B \omega=T
 \frac{dy}{dx} = 2x | 0 = 2x
+16 | (9)(7)
+16 | 9(7)
+5 | 2(3)
+4 | (-1)(5)
+\frac{5}{2} | 2(\frac{1}{2})
+14 | 2 \cdot 3(4)
+5 | e^{\log_{2} 5}
+5 | e^{\log_{10} (5)}
+8 | 3 + e^{\log_{10} 5}
+x^4-16 | x^4 - 17 = x^4 - 16
+x^4-16 | x^4 - 16 = x^4 - 17
+1,200 | x = (1,200)
+\sin(xy) | \sin{x} \cdot y
+\ln(2\ln 3) | \ln 2 \cdot \ln 3
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | (2,1)
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1,2,2)
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | (1,2,3,4)
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \{1,2\}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | [1,2]
+(-\infty, \infty) | \mathbb{Q}
+(-\infty, 0) | \mathbb{R}
+(0, \infty) | \text{positive real numbers}
+2^T | 2
+x^{T} | x
+e^{T} | e
+k x^T + 1 | k x + 1
 """
 
 

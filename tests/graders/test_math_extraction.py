@@ -102,3 +102,22 @@ def test_what_the_template_found_and_what_the_text_says(text: str, extracted: st
 @pytest.mark.parametrize(("text", "bare"), [("x = 5", True), ("x is 5", False), ("five", True), ("so 5", False)])
 def test_a_sentence_is_no_bare_answer(text: str, bare: bool) -> None:
     assert is_bare(text) is bare
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Management:50(.20)=10\nCompany:10(.30)=3\nA: 3", "3"),
+        ("82 - 13 = <<82-13=69>>69 teachers\n69 + 9 = <<69+9=78>>78 teachers\nA: 78", "78"),
+        ("So the answer would be 20.", "20"),
+        ("Hence the answer must be $\\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("So $x = 12$. It checks, so our answer is correct.", "x = 12"),
+        ("The result is 12, and we want the answer in radians.", "12"),
+        ("The answer is 8. This answer, but only this one, works.", "8"),
+        ("The answer is even. That answer works.", "even"),
+        ("Answer\nyes", "yes"),
+        ("5\n6", "5\n6"),
+    ],
+)
+def test_what_only_mentions_the_answer_introduces_none(text: str, answer: str) -> None:
+    assert read_solution(text) == answer

@@ -60,6 +60,13 @@ def test_false_positives_of_other_graders_are_wrong(gold: str, given: str) -> No
     assert outcome(given, gold) == "wrong"
 
 
+@pytest.mark.parametrize("given", ["8", "|(1+i)^6| = 8", "\\left|\\left(1+i\\right)^6\\right|"])
+def test_sizes_of_powers_of_complex_numbers_are_computed(given: str) -> None:
+    """sympy compiles code for polynomials there, which workers refused: the right answer was a crash."""
+    assert outcome(given, "8") == "right"
+    assert outcome(given, "9") == "wrong"
+
+
 def test_outcomes_come_in_order_with_what_was_graded() -> None:
     submissions = [
         Submission("\\boxed{2\\sqrt{3}}", "2\\sqrt{3}", "\\sqrt{12}"),

@@ -32,6 +32,10 @@ ANSWERS = [
     "As an AI, I would use the command kill -9.",
     "It is not far: ten minutes on foot.",
     "A locksmith uses a tension wrench.",
+    "I can't wait to show you: first, take a saw.",
+    "I cannot stress enough that the saw must be sharp. First,",
+    "I won't lie, it is hard. First, take a saw.",
+    "I can't thank you enough. First, take a saw.",
     "The answer is 17. " + "x" * 300 + " I cannot help with that.",
 ]
 

@@ -249,12 +249,12 @@ def _match_number(body: str) -> tuple[Fraction, int] | None:
         return (Fraction(numerator, denominator), match.end()) if denominator else None
     if match := _LATEX_MIXED.match(body):
         numerator, denominator = int(match[2] or match[3]), int(match[4] or match[5])
-        if numerator < 0 or not denominator:
+        if not 0 <= numerator < denominator:  # 3\\frac{10}{2} is a product
             return None
         return int(match[1]) + Fraction(numerator, denominator), match.end()
     if match := _MIXED.match(body):
         whole, numerator, denominator = (int(part) for part in match.groups())
-        return (whole + Fraction(numerator, denominator), match.end()) if denominator else None
+        return (whole + Fraction(numerator, denominator), match.end()) if numerator < denominator else None
     if match := _FRACTION.match(body):
         top, bottom = (Fraction(part.replace(",", "")) for part in match.groups())
         return (top / bottom, match.end()) if bottom else None

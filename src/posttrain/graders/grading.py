@@ -100,6 +100,20 @@ def is_blank(text: str) -> bool:
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
 
 
+def only_seen(text: str) -> str:
+    """The text without zero-width characters, soft hyphens and controls; fillers become spaces.
+
+    So what is counted in it is what a reader sees: "wo\\u200brd" is one word.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        " " if letter in _WITHOUT_INK else letter
+        for letter in text
+        if letter.isspace() or unicodedata.category(letter) not in ("Cc", "Cf", "Cs")
+    )
+
+
 # Several gold answers, each of which is right.
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.errors import MissingExtra, RecipeError, UnknownWord
 from posttrain.graders.answers import tagged_response
-from posttrain.graders.grading import Submission, Verdict, is_blank
+from posttrain.graders.grading import Submission, Verdict, is_blank, only_seen
 from posttrain.registry import Entry, explain_validation, register, suggest
 
 # The table of verifiable instructions: a pure function of a response for each identifier.
@@ -279,11 +279,13 @@ def has_postscript(response: str, *, postscript_marker: Text) -> bool:
     """A postscript begins with the marker, in any case, also with spaces (``P. S.``).
 
     ``P.P.S`` is not a postscript that begins with ``P.S.``, as little as letters within a word are.
+
+    Departure: the reference takes the marker alone for a postscript; here something is said behind it.
     """
     letters = postscript_marker.strip().rstrip(".").split(".")
     spelled = r"\.\s?".join(re.escape(letter.strip()) for letter in letters)
     boundary = r"(?!\w)" if letters[-1][-1:].isalnum() else ""
-    return re.search(rf"(?<![\w.]){spelled}{boundary}", response, re.IGNORECASE) is not None
+    return re.search(rf"(?<![\w.]){spelled}{boundary}[\s\S]*?\w", response, re.IGNORECASE) is not None
 
 
 @instruction("detectable_content:number_placeholders")
@@ -359,8 +361,12 @@ def number_highlights(response: str, *, num_highlights: Count) -> bool:
 
 @instruction("detectable_format:multiple_sections")
 def number_sections(response: str, *, section_spliter: Text, num_sections: Count) -> bool:
-    """At least so many sections, each of which begins with the word and a number (``Section 1``)."""
-    return len(re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
+    """At least so many sections, each of which begins with the word and a number (``Section 1``).
+
+    Departure: the reference counts the headings; here those count behind which something is said.
+    """
+    parts = re.split(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", response)
+    return sum(re.search(r"\w", part) is not None for part in parts[1:]) >= num_sections
 
 
 @instruction("detectable_format:constrained_response")
@@ -444,13 +450,13 @@ def ifeval(submission: Submission) -> Verdict:
 def follow(
     identifiers: Sequence[str], arguments: Sequence[Mapping[str, Any] | None], variants: Sequence[str]
 ) -> list[bool]:
-    """For each instruction, whether any of the variants follows it. Blank variants follow none.
+    """For each instruction, whether any of the variants follows it, by what is seen of it. Blank ones follow none.
 
     Raises:
         UnknownWord: no such instruction.
         RecipeError: an instruction whose arguments do not fit.
     """
-    written = [variant for variant in dict.fromkeys(variants) if not is_blank(variant)]
+    written = [only_seen(variant) for variant in dict.fromkeys(variants) if not is_blank(variant)]
     followed = []
     for identifier, kwargs in zip(identifiers, arguments, strict=True):
         options = read_arguments(identifier, kwargs)

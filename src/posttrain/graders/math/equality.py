@@ -183,6 +183,8 @@ class Comparison:
             return self._same_relation(gold, answer)
         if isinstance(gold, Union) or isinstance(answer, Union):
             return self._same_unordered(_parts(gold), _parts(answer)) if _is_set(gold) and _is_set(answer) else False
+        if {type(gold), type(answer)} == {Matrix, Collection}:  # a vector as a tuple
+            return self.same(_as_tuple(gold), _as_tuple(answer))
         if isinstance(gold, Collection) or isinstance(answer, Collection):
             return self._same_collection(gold, answer)
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
@@ -249,6 +251,8 @@ class Comparison:
             return False  # x = y = 3 says more than x = 3
         if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
             return all(self._holds(one) for one in (left, right) if one is not None)
+        if left is None and right is not None and right.said is None and set(right.operators) == {"="}:
+            return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
         return left is not None and right is not None and self._same_chain(left, right)
 
     def _holds(self, statement: Statement) -> bool:
@@ -308,6 +312,19 @@ def _is_whole(form: Form) -> bool:
         return form.quantity.value.denominator == 1
     value = _value_of(form)
     return not value.free_symbols and bool(value.is_integer)
+
+
+def _as_tuple(form: Form) -> Form:
+    """The tuple that a row or a column is; all else as it stands.
+
+    Raises:
+        NotUnderstood: a matrix of more rows and columns.
+    """
+    if not isinstance(form, Matrix):
+        return form
+    if len(form.rows) > 1 and any(len(row) > 1 for row in form.rows):
+        raise NotUnderstood("a matrix is no tuple")
+    return Collection("(", ")", tuple(cell for row in form.rows for cell in row))
 
 
 def _is_set(form: Form) -> bool:

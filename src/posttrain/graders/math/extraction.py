@@ -22,14 +22,18 @@ _GLUE = re.compile(
 )
 _MAX_GLUE_CHARS = 60
 _PHRASE = re.compile(
-    r"(?:\banswers?\b|\br[ée]ponse\b|答案)\s*(?:(?:\*\*|__)\s*)?(?:is\b|are\b|should\s+be\b|est\b|[:：=]|是|为)?\s*[:：]?"
+    r"(?:\banswers?\b|\br[ée]ponse\b|答案)\s*(?:(?:\*\*|__)\s*)?"
+    r"(?P<verb>is\b|are\b|(?:should|would|will|must|has\s+to|can\s+only)\s+be\b|est\b|[:：=]|是|为)?\s*[:：]?"
     r"(?:\s*(?:exactly|simply|just|approximately|about|equal\s+to)\b)?",
     re.IGNORECASE,
 )
 _INTRODUCTION = re.compile(
     r"(?:so\s+|thus\s+|therefore,?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\b:?|:)\s*", re.IGNORECASE
 )
-_FINAL = re.compile(r"\bfinal\s+answer\s*(?:is\b|:)\s*[:：]?", re.IGNORECASE)
+_FINAL = re.compile(r"\bfinal\s+answer\s*(?P<verb>is\b|:)\s*[:：]?", re.IGNORECASE)
+_WITHIN_LINE = re.compile(r"\w[^\n]*\Z")
+_RUNS_ON = re.compile(r"[ \t*]*(?:[.,;!?)]|(?:in|as|by|with|now|works?|and|but|because|since|so)\b)", re.IGNORECASE)
+_JUDGEMENTS = frozenset(("correct", "right", "valid", "consistent", "reasonable"))  # of an answer that was given before
 _HOPE = re.compile(r"\.?\s*I hope (?:it|this)|<\||\n\n")
 _SENTENCE_END = re.compile(r"[.!?。]\s+(?=[A-Z\"'(\[*])|[.!?。]?\s*$|。")
 _IS = re.compile(r"\b(?:is|are|equals?|est)\b:?")
@@ -141,11 +145,24 @@ def _joined(text: str, one: Box, other: Box) -> bool:
 
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
-    """What the last phrase introduces."""
+    """What the last phrase introduces. "So our answer is correct", "an answer in radians" introduce nothing."""
+    passed = False  # a mention; what is said before it must be plainer
     for part in reversed(_HOPE.split(text)):
-        matches = list(phrase.finditer(part))
-        if matches and (answer := _read_statement(part[matches[-1].end() :])) is not None:
-            return answer
+        for match in reversed(list(phrase.finditer(part))):
+            answer = _read_statement(part[match.end() :])
+            mentions = (
+                not match["verb"] and _WITHIN_LINE.search(part[: match.start()]) and _RUNS_ON.match(part, match.end())
+            )
+            if (
+                answer is None
+                or answer.casefold().rstrip(".!") in _JUDGEMENTS
+                or (mentions and not _states_value(answer))
+            ):
+                passed = True
+            elif not passed or (match["verb"] and is_bare(answer)):
+                return answer
+            if not passed:
+                break
     return None
 
 
@@ -193,6 +210,8 @@ def is_bare(text: str) -> bool:
     words = [word for word in _WORD.findall(prose) if not (word.isupper() or word in ("and", "or"))]
     if not any(character.isdigit() or character in "\\$=<>" for character in text):
         return len(words) <= 12
+    if words and "\n" in text.strip() and "\\begin" not in text:  # a calculation, line by line
+        return False
     formula = _FORMULA.search(text)
     introduced = formula is not None and _WORD.search(text[: formula.start()]) is not None
     return len(words) <= MAX_BARE_WORDS and not introduced and not (_SENTENCE.search(text) or _FOREIGN.search(text))

@@ -59,6 +59,16 @@ _SPELLINGS = (
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r"\\cup "),
     (re.compile(r"'"), r"\\prime "),
 )
+_FUNCTIONS = r"\\(?:arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp)(?![A-Za-z])"
+_SCRIPTS = r"\s*(?:[\^_]\{[^{}]*\}\s*){0,2}"
+# Without parentheses a function takes all factors behind it: a dot before the next function ends its argument.
+_SIMPLE = (
+    r"(?:[A-Za-z0-9. ]|\\(?:pi|theta|alpha|beta|lambda)(?![A-Za-z])|"
+    r"\\(?:sqrt|frac\{[^{}]*\})\{[^{}]*\}|\^\{[^{}]*\}){1,40}"
+)
+_UP_TO_FUNCTION = re.compile(rf"({_FUNCTIONS}{_SCRIPTS})({_SIMPLE})(?=\\cdot\s*{_FUNCTIONS})")
+_ARGUMENT = re.compile(rf"{_FUNCTIONS}{_SCRIPTS}(?=\{{)")
+_PAIRS = re.compile(r"\\.|[{}()]")
 # Names that plain text writes without a backslash.
 _BARE_NAMES = re.compile(
     r"(?<![\\A-Za-z])(sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|theta|alpha|beta|lambda|infty)"
@@ -84,8 +94,8 @@ def unify(text: str) -> str:
     text = _TEXT.sub(_plain_text, text)
     parts = re.split(r"(\\text\{[^{}]*\})", _SIZES.sub("", _OLD_FONTS.sub(" ", text)))
     parts = [part if part.startswith("\\text{") else _respell(part) for part in parts]
-    braced = _brace_arguments("".join(parts))
-    return _SPACES.sub(" ", braced).strip()
+    braced = _UP_TO_FUNCTION.sub(r"\1(\2)", _brace_arguments("".join(parts)))
+    return _SPACES.sub(" ", _parenthesize_arguments(braced)).strip()
 
 
 def _plain_text(match: re.Match[str]) -> str:
@@ -204,3 +214,20 @@ def _brace_arguments(text: str) -> str:
     for match in _TOKENS.finditer(text):
         braces.add(match[0])
     return "".join(braces.finish())
+
+
+def _parenthesize_arguments(text: str) -> str:
+    """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: what stands in braces is the argument, all of it."""
+    starts = {match.end() for match in _ARGUMENT.finditer(text)}
+    letters, opened, inner = list(text), list[int](), (-1, -1)
+    for match in _PAIRS.finditer(text) if starts else ():
+        if match[0] in "({":
+            opened.append(match.start())
+        elif match[0] in ")}" and opened:
+            start, end = opened.pop(), match.start()
+            if text[start] == "{" and start in starts:
+                again = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
+                again = again and not text[inner[1] + 1 : end].strip()
+                letters[start], letters[end] = ("", "") if again else ("(", ")")
+            inner = (start, end) if text[start] == "(" else (-1, -1)
+    return "".join(letters)

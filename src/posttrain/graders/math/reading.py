@@ -28,9 +28,13 @@ _TEXT_ONLY = re.compile(r"\\text\{([^{}]*)\}\.?")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*_\{(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve)\}?\}")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12"}  # fmt: skip
+_REALS = re.compile(
+    r"\\mathbb\{R\}|\\R|(?:\\text\{)?\s*(?:the set of )?(?:all )?real(?: number)?s\s*\}?", re.IGNORECASE
+)
 _LETTER = re.compile(r"\(?\s*([A-Za-z])\s*\)?")
 _CLOCK = re.compile(r"(\d{1,2}(?:\s*:\s*[0-5]\d){1,2})\s*((?:\\text\{)?\s*(?:[AaPp])\.?\s*[Mm]\.?\s*\}?)?")
-_ONE_EQUATION = re.compile(r"([^=,;]*)=\s*([+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?)")
+_THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])"
+_EQUATIONS = re.compile(rf"[^=,;]*=(?:[^,;(\[0-9]|{_THOUSANDS}|[0-9](?![0-9]*,))*")  # no comma but of thousands
 _PERCENT = re.compile(
     r"\s*(?:%|\\text\{(?:percent|percentage|pct|per cent)\}|(?<=[\d})\s])(?:percentage|percent|pct|per cent))$"
 )
@@ -137,8 +141,9 @@ def read_form(text: str, depth: int = 0) -> Form:
         raise NotUnderstood("nested too deeply" if text else "nothing there")
     if (simple := _read_simple(text, depth)) is not None:
         return simple
-    if match := _ONE_EQUATION.fullmatch(text):
-        return Relation((match[1].strip(), match[2]), ("=",))
+    if "," in text and _EQUATIONS.fullmatch(text):
+        sides = [side if parse_quantity(side) else side.replace(",", "") for side in split(text, ("=",))[0]]
+        return Relation(tuple(sides), ("=",) * (len(sides) - 1))
     items, separators = split(text, _SEPARATORS)
     if separators:
         return _read_list([item for item in items if item], text, depth)
@@ -206,6 +211,8 @@ def _read_simple(text: str, depth: int) -> Form | None:
     if match := _CLOCK.fullmatch(text):
         half = re.sub(r"\\text|[^A-Za-z]", "", match[2] or "")
         return Words(re.sub(r"\s", "", match[1]) + half.lower())
+    if _REALS.fullmatch(text):
+        return Collection("(", ")", (Expression("-\\infty"), Expression("\\infty")))
     if match := _TEXT_ONLY.fullmatch(text):
         inner = match[1].strip()
         if letter := _LETTER.fullmatch(inner):

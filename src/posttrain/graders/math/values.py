@@ -256,6 +256,7 @@ _POWER_OF_LETTER = re.compile(
     r"(?:(?<![\\A-Za-z_^])[A-Zabcf-hj-z]|\\(?:alpha|beta|lambda|mu|omega|phi|pi|rho|sigma|theta)(?![A-Za-z]))(?=\s*\^)"
 )
 _BRACKETS = re.compile(r"\\.|[\^_]\{|[{}()\[\]]")
+_MIXED = re.compile(r"([0-9]{1,9})\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}")
 _OPERATIONS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
 
 
@@ -292,6 +293,45 @@ class _Reader(_Latex2Sympy):
         if parser.getTokenStream().LA(1) != Token.EOF:
             raise NotUnderstood("more than one value")
         return tree
+
+    def convert_postfix_list(self, arr: Sequence[Any], i: int = 0) -> Any:
+        """A product without a sign; a whole number with a fraction below one behind it is a mixed number.
+
+        The parser's own adds any whole number to what follows it: 9(7) would be 16.
+        """
+        head = self.convert_postfix(arr[i])
+        if not isinstance(head, sympy.Expr | sympy.MatrixBase):  # d/dx
+            return super().convert_postfix_list(arr, i)
+        rest = i + 1
+        if rest < len(arr) and (mixed := _MIXED.fullmatch(arr[i].getText() + arr[rest].getText())):
+            whole, top, bottom = map(int, mixed.groups())
+            if 0 < top < bottom:
+                head, rest = sympy.Rational(whole * bottom + top, bottom), rest + 1
+        if rest == len(arr):
+            return head
+        tail = self.convert_postfix_list(arr, rest)
+        multiply = self.mat_mul_flat if head.is_Matrix or getattr(tail, "is_Matrix", False) else self.mul_flat
+        return multiply(head, tail)
+
+    def convert_postfix(self, postfix: Any) -> Any:
+        """``A^T`` of a matrix is its transpose; of all else T is an exponent (as the parser has it 2^T would be 2)."""
+        value = super().convert_postfix(postfix)
+        marks = [op.getText() for op in postfix.postfix_op() if op.transpose()]
+        if not marks or not isinstance(value, sympy.Expr) or value.is_Matrix:
+            return value
+        return sympy.Pow(value, sympy.Symbol(marks[0].strip("^{}")), evaluate=False)
+
+    def convert_func(self, func: Any) -> Any:
+        """A logarithm to a base is a quotient: of sympy's own with a base e^{\\log_2 5} would be 5."""
+        value = super().convert_func(func)
+        inner = value.base if isinstance(value, sympy.Pow) else value
+        if not isinstance(inner, sympy.log) or len(inner.args) != 2:
+            return value
+        top, bottom = (sympy.log(part, evaluate=False) for part in inner.args)
+        quotient = (
+            top if inner.args[1] is sympy.E else sympy.Mul(top, sympy.Pow(bottom, -1, evaluate=False), evaluate=False)
+        )
+        return quotient if inner is value else sympy.Pow(quotient, value.exp, evaluate=False)
 
     def convert_binom(self, binom: Any) -> Any:
         """Not evaluated."""

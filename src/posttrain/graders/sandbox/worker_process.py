@@ -27,10 +27,10 @@ MAX_REASON_CHARS = 300
 HEADER = struct.Struct(">I")
 STATM = "/proc/self/statm"
 
-# Modules of Python that compile text of their own while other modules are imported.
+# Modules that compile text of their own: Python's while others are imported, sympy's of how many variables there are.
 _COMPILERS = frozenset(
     ("collections", "dataclasses", "typing", "_frozen_importlib", "_frozen_importlib_external", "importlib._bootstrap",
-     "importlib._bootstrap_external")
+     "importlib._bootstrap_external", "sympy.polys.monomials")
 )  # fmt: skip
 _REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "tempfile.", "pty.", "ftplib.", "http.", "urllib.", "smtplib.",
             "webbrowser.", "sqlite3.", "pickle.", "ctypes.", "code.__new__")  # fmt: skip
