@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76420
+MAX_PACKAGE_LINES = 76870
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
@@ -29,16 +29,16 @@ ROOMS: dict[str, int] = {
     "tasks": 5620,
     "environments": 1760,
     "store": 2630,
-    "models": 4660,
+    "models": 4670,
     "engines": 8700,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7730,
+    "train": 8120,
     "interpret": 7300,
     "runs": 3680,
     "sweeps": 3330,
     "reports": 3140,
-    "commands": 9030,
+    "commands": 9090,
 }
 
 

@@ -18,8 +18,8 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.ledger import Ledger, count, standing
-from posttrain.train.memory import counted, memory_of, weights_of
 from posttrain.store.rollouts import RolloutStore
+from posttrain.train.memory import counted, memory_of, weights_of
 from posttrain.train.planning.decoding import Decoder
 from posttrain.train.planning.gpus import GPUS, read_gpus
 from posttrain.train.planning.lengths import alike, batch_of, lognormal, recorded
@@ -200,7 +200,7 @@ def test_the_lengths_of_a_run_stay_together_by_prompt(tmp_path: Path) -> None:
     seen = {tuple(sorted(recorded(tmp_path)(chance, 2))) for _ in range(200)}
     assert seen == {(3, 4), (3, 5), (4, 5), (30, 40), (1, 7)}
     assert {len(recorded(tmp_path)(chance, 5)) for _ in range(9)} == {5}
-    with pytest.raises(UsageError, match="--answers-of: .*nowhere holds no rollouts of training"):
+    with pytest.raises(UsageError, match=r"--answers-of: .*nowhere holds no rollouts of training"):
         recorded(tmp_path / "nowhere")
 
 
@@ -239,9 +239,9 @@ def test_the_schedule_on_a_virtual_clock(
     }
 
 
-# One prompt with answers of 2 and 6 tokens, 1 s a token step, an update of 1 s, S = 2 and n = 2. Version 0 writes batch 0
-# (until 6) and two tokens of batches 1 and 2 (until 10); version 1, there since 7, batch 1 (until 14), then 2 tokens of
-# batches 2 and 3 at a time (until 16); version 2 the last 2 of batch 2 (until 18), then of 3 and 4, and so on.
+# One prompt with answers of 2 and 6 tokens, 1 s a token step, an update of 1 s, S = 2 and n = 2. Version 0 writes
+# batch 0 (until 6) and two tokens of batches 1 and 2 (until 10); version 1, there since 7, batch 1 (until 14), then 2
+# tokens of batches 2 and 3 at a time (until 16); version 2 the last 2 of batch 2 (until 18), then of 3 and 4, and on.
 PARTIAL = [7.0, 8.0, 4.0, 4.0, 4.0, 4.0]
 
 
@@ -265,14 +265,17 @@ def test_answers_that_go_on_across_updates_on_a_virtual_clock(tmp_path: Path) ->
 
 def test_long_answers_show_what_going_on_gains(folder: str) -> None:
     _, gpu = read_gpus("H100")
-    keys = {"max_tokens": 4096, "staleness": 3, "prompts": 128}
+    keys = {"max_tokens": 4096, "staleness": 3, "prompts": 16}
     recipe = recipe_of(folder, model__dtype="bfloat16", **{f"rollout__{key}": value for key, value in keys.items()})
-    even, tailed = (plan_for(recipe, 8, gpu, lengths) for lengths in (alike(800), lognormal(800, 2400)))
+    even, tailed = (plan_for(recipe, 1, gpu, lengths) for lengths in (alike(800), lognormal(800, 2400)))
     assert tailed.seconds.generate > 2 * even.seconds.generate, "the longest answer is waited for"
     assert tailed.seconds.update == pytest.approx(even.seconds.update, rel=0.1)
     assert tailed.partial[3] < 0.8 * tailed.ahead[3]
     assert list(tailed.ahead) == [0, 1, 3]
     assert list(tailed.partial) == [1, 3]
+    eight = plan_for(recipe, 8, gpu, lognormal(800, 2400))
+    assert eight.ahead[3] < 0.9 * tailed.ahead[3]
+    assert eight.partial[3] == pytest.approx(tailed.partial[3], rel=0.15), "one GPU samples, however many train"
 
 
 # verl, docs/advance/fully_async.md (Qwen2.5-Math-7B, DAPO, H20): seconds of a step, of generation, of old
@@ -349,7 +352,9 @@ def test_the_command_says_it_and_how_it_ends(folder: str, capsys: pytest.Capture
     assert "does not fit" in capsys.readouterr().out
     tailed = ["--answer-tokens", "20", "--answer-p95", "40"]
     assert main(["plan", "tiny/grpo", "--gpus", "H100", *tailed]) == 0
-    assert re.search(r"\d with rollout\.staleness 1 and rollout\.partial, likewise\n", capsys.readouterr().out)
+    assert re.search(
+        r"\d with rollout\.staleness 1 and rollout\.partial, where one GPU more samples\n", capsys.readouterr().out
+    )
     for words, message in (
         (tailed[2:], "--answer-p95: give their mean, too, with --answer-tokens"),
         ([*tailed[:2], "--answers-of", "it"], "leave --answer-tokens and --answer-p95 out"),

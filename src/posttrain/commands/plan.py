@@ -115,9 +115,11 @@ def _print_seconds(plan: Plan, steps: int | None) -> None:
     print(f"  {'in turns':<10}{plan.seconds.total:10.3g}")
     for staleness, seconds in plan.ahead.items():
         if staleness:
-            print(f"  {seconds:.3g} with rollout.staleness {staleness}, where as many GPUs again do nothing but sample")
+            servers = ", as vLLM servers" if plan.count > 1 else ""
+            apart = f"where as many GPUs again do nothing but sample{servers}"
+            print(f"  {seconds:.3g} with rollout.staleness {staleness}, {apart}")
     for staleness, seconds in plan.partial.items():
-        print(f"  {seconds:.3g} with rollout.staleness {staleness} and rollout.partial, likewise")
+        print(f"  {seconds:.3g} with rollout.staleness {staleness} and rollout.partial, where one GPU more samples")
     if steps is not None:
         whole = show_duration(steps / plan.updates * plan.seconds.total)
         print(f"  {steps} steps: {whole} in turns, without evaluations")

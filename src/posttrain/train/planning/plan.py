@@ -72,8 +72,8 @@ class Plan:
 
     ``memory``: of one GPU, by sharding. ``fits``: the shardings that fit. ``micro``: what the activations are of.
     ``changes``: keys that make it fit, each list of them by itself; empty where it fits or nothing helps.
-    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness; ``partial``: and answers go
-    on across updates.
+    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness; ``partial``: where it has one
+    (the engines that go on with answers sample in one process), and answers go on across updates.
     """
 
     count: int
@@ -252,7 +252,7 @@ def _batch_seconds(recipe: Recipe, staleness: int, work: _Work, *, partial: bool
     alone = work.each.score + work.each.update + work.each.sync
     num = len(work.generate)
     if partial:
-        lengths, generate = work.lengths.__getitem__, work.decoder.seconds
+        lengths, generate = work.lengths.__getitem__, replace(work.decoder, gpus=1).seconds
         each = simulate_partial(stale, num, lengths=lengths, generate=generate, update=lambda batch: alone)
     else:
         each = simulate(stale, num, generate=work.generate.__getitem__, update=lambda batch: alone)
