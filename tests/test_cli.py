@@ -166,6 +166,32 @@ def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.
     assert again.splitlines()[0].endswith(text.splitlines()[0].rpartition(" ")[2])  # the same fingerprint
 
 
+def test_dry_run_says_which_models_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be made before the recipe is trained, as the shipped ones say; of what a sweep makes nothing is said."""
+    monkeypatch.chdir(tmp_path)
+
+    def said(*words: str) -> list[str]:
+        assert main([*words, "--dry-run"]) == 0
+        printed = capsys.readouterr()
+        assert yaml.safe_load(printed.out)
+        return [line.removeprefix("note: ") for line in printed.err.splitlines()]
+
+    behind = "; to be made before this is trained"
+    missing = f"model.name: there is no folder runs/mine{behind}"
+    assert said("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
+    assert said("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
+    assert said("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
+    assert said("train", "tiny/grpo", "--model.name", "~nobody-by-this-name/it")[0].startswith("model.name: ")
+    assert said("train", "grpo-gsm8k") == said("pipeline", "tiny") == [], "a model of the hub, and what is made"
+    sweep = tmp_path / "mine.yaml"
+    sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nmethods: {grpo: rl/grpo}\nseeds: 2\n")
+    assert said("compare", "mine.yaml") == [missing]
+    Path("runs/mine").mkdir(parents=True)
+    assert said("train", "tiny/grpo", "--model.name", "runs/mine") == []
+
+
 def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out

@@ -19,7 +19,7 @@ import torch
 
 from inline_sampling import Killed, sample_inline
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.errors import EngineMismatch, RecipeError, RewardFailure, UsageError
+from posttrain.errors import EngineMismatch, RecipeError, RewardFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent, count, standing
 from posttrain.store.metrics import MetricsLog
@@ -364,10 +364,3 @@ def test_the_ledger_counts_what_counts(tmp_path: Path) -> None:
     for wrong in (of("issued", 2), of("consumed", 2), of("consumed", 0), of("done", 5)):
         with pytest.raises(ValueError, match=r"is .* where it was"):
             standing([*again.read(), wrong])
-
-
-def test_several_processes_do_not_sample_ahead() -> None:
-    world = World()
-    world.size = 2
-    with pytest.raises(UsageError, match=r"rollout\.staleness: 1 samples .* and 2 processes train here; leave it out"):
-        prepare(stale_recipe(1), world=world)

@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fake_follower import FakeFollower
+from inline_sampling import sample_inline
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
+from posttrain.store.ledger import Ledger, count, standing
 from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.train.checkpoint import JoinedRows, load_checkpoint
 from posttrain.train.checks import words_of
@@ -129,6 +131,9 @@ def tokens_of(folder: Path, step: int | None = None) -> list[tuple[int, ...]]:
 
 def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded: bool = False) -> None:
     """Loss, norm, weights and rollouts of two runs, to the precision that their type allows.
+
+    In float32 one process with smaller micro-batches is as far from itself: where a gradient cancels to less than
+    Adam's epsilon, a difference of 1e-9 moves the first step by a tenth of the rate.
 
     ``rounded``: in float32 the loss may be what is left of terms of order 1 that cancel one another, so that rounding
     is small beside them and not beside it; and Adam divides a gradient that is all but 0 by its own size, so that
@@ -475,6 +480,53 @@ def test_moments_in_parts_are_offloaded_and_come_back(
     monkeypatch.undo()
     _, events = train_case(ONE, recipe_of(case, "float32", train={"steps": 3}), tmp_path / "offloaded", resume=True)
     assert not events.of("step"), "it is finished, and its checkpoint is as any other"
+
+
+ACROSS_UPDATES = {"staleness": 2, "partial": True, "partial_tokens": 3}
+
+
+@pytest.mark.parametrize(("rollout", "scale"), [({"staleness": 1}, {}), (ACROSS_UPDATES, SHARDED)])
+def test_several_processes_sample_ahead_as_one(
+    rollout: dict[str, Any],
+    scale: dict[str, Any],
+    several: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has it done, for all; stopped, the run goes on in as many processes to the bit, and in one."""
+    sample_inline(monkeypatch)
+    about: dict[str, Any] = {"rollout": {**SHORT, **rollout}, "train": {"steps": 4, "lr": 1e-3}}
+    plain, shared = recipe_of("grpo", "float64", **about), recipe_of("grpo", "float64", **about, **scale)
+    train_case(ONE, plain, tmp_path / "alone")
+    train_case(several, shared, tmp_path / "together")
+    check_same(tmp_path / "alone", tmp_path / "together", "float64", steps=4)
+    own, theirs = (Ledger(tmp_path / name / "ledger.jsonl").read() for name in ("alone", "together"))
+    assert own == theirs
+    assert count(theirs) == {"consumed": 4 * SHORT["prompts"]}
+    versions = {(batch, event.version) for (batch, _, _), event in standing(theirs).items()}
+    assert versions == {(batch, max(0, batch - rollout["staleness"])) for batch in range(4)}
+    train_case(several, shared, tmp_path / "stopped", stop_after=2)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "in one")
+    train_case(several, shared, tmp_path / "stopped", resume=True)
+    assert same_bits(saved_tensors(tmp_path / "together", 4), saved_tensors(tmp_path / "stopped", 4))
+    train_case(ONE, plain, tmp_path / "in one", resume=True)
+    check_same(tmp_path / "alone", tmp_path / "in one", "float64", steps=4)
+
+
+def test_weights_in_parts_go_to_a_server_ahead(several: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process has a whole model: all give their parts when rank 0 hands a version to the process that samples."""
+    sample_inline(monkeypatch)
+    tiny = load_model(ModelSection(dtype="float64"), seed=0)
+    for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
+        with FakeFollower(tiny.model, tiny.tokenizer) as server:
+            rollout = {**SHORT, "staleness": 1, "engine": {"name": "vllm", "url": server.url}}
+            about: dict[str, Any] = {"rollout": rollout, "train": {"steps": 3, "lr": 1e-3}, "eval": {"every": 0}}
+            recipe = recipe_of("grpo", "float64", **about, **scale)
+            train_case(world, recipe, tmp_path / name)
+            assert server.label.endswith(":1"), "the last batch is of the weights one batch ago"
+            shapes, _ = shard_case(world, recipe)
+    check_same(tmp_path / "alone", tmp_path / "parted", "float64", steps=3)
+    assert [kept[0] for *_, kept in shapes] == [-(-whole[0] // several.size) for whole, *_ in shapes]
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ That the memory model itself is within 15 % of what small models really hold is 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,10 +18,14 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.ledger import Ledger, count, standing
+from posttrain.store.rollouts import RolloutStore
 from posttrain.train.memory import counted, memory_of, weights_of
+from posttrain.train.planning.decoding import Decoder
 from posttrain.train.planning.gpus import GPUS, read_gpus
+from posttrain.train.planning.lengths import alike, batch_of, lognormal, recorded
 from posttrain.train.planning.plan import memory_per_gpu, most, plan_for, room
-from posttrain.train.planning.virtual import simulate
+from posttrain.train.planning.virtual import simulate, simulate_partial
+from posttrain.types import Completion, Example, Message, Rollout
 
 SIZES = {
     "hidden_size": 2048,
@@ -142,6 +148,67 @@ def test_what_would_make_it_fit_does(
     assert all(len(keys) >= 1 for keys in hopeless.changes)
 
 
+def test_rows_of_many_lengths_share_the_slots() -> None:
+    """By hand, two slots, a prompt of 10 tokens: rows of 2 and 4 tokens, then one of 3 beside the second."""
+    decoder = Decoder(gpus=1, slots=2, group=3, prompt=10, weights=5.0, cache=0.5, row=0.25, least=1.0)
+    first = 2 * (5 + 0.5 * (20 + 2))  # two steps of two rows, of 20 tokens at first and 24 behind
+    second = 2 * (5 + 0.5 * (12 + 10 + 2))  # two more, of the rows of 12 tokens and of the prompt of the third
+    third = 5 + 0.5 * (12 + 0.5)  # its last token, alone
+    assert decoder.seconds([[(0, 2), (0, 4), (0, 3)]]) == pytest.approx(10 * 0.25 + first + second + third)
+    assert decoder.seconds([[(2, 4)]]) == pytest.approx(12 * 0.25 + 2 * (5 + 0.5 * (12 + 1))), "read anew"
+    least = Decoder(gpus=2, slots=2, group=1, prompt=0, weights=0.0, cache=0.0, row=0.0, least=1.0)
+    assert least.seconds([[(0, 7)], [(0, 3)], [(0, 2)], [(0, 4)]]) == 7, "of two GPUs the slower one"
+    assert least.seconds([]) == 0
+
+
+def test_answers_that_are_alike_take_what_they_took(folder: str) -> None:
+    _, gpu = read_gpus("H100")
+    told, longest = (plan_for(recipe_of(folder), 1, gpu, lengths) for lengths in (alike(512), None))
+    assert told.seconds == longest.seconds
+    assert longest.partial == {}, "nothing is said of what cannot help"
+    # by hand: 8 times 64 slots, in float32, where computing 64 rows takes longer than reading; each prompt once
+    products = 24 * (2048 * (2048 + 2 * 1024 + 2048) + 3 * 2048 * 6144) + 2048 * 151_936
+    token = (2 * products + 2 * 24 * 2048 * 768) / (0.4 * 67e12)
+    cache = 2 * 24 * 8 * 128 * 4
+    assert (4 * products + 64 * cache * 512) / (0.6 * 3350e9) < 64 * token
+    assert longest.seconds.generate == pytest.approx(8 * 512 * 64 * token + 64 * 256 * token)
+
+
+def test_lengths_are_drawn_as_they_were_described() -> None:
+    chance = Random(0)
+    drawn = lognormal(400, 1200)(chance, 50_000)
+    assert sum(drawn) / len(drawn) == pytest.approx(400, rel=0.02)
+    assert sum(tokens <= 1200 for tokens in drawn) / len(drawn) == pytest.approx(0.95, abs=0.003)
+    assert lognormal(400, 401)(chance, 5) == pytest.approx([400] * 5, abs=3)
+    for p95, most_p95 in ((400, 1547), (1548, 1547)):
+        with pytest.raises(UsageError, match=f"--answer-p95: {p95}, with a mean of 400: .* from 401 to {most_p95};"):
+            lognormal(400, p95)
+    batch = batch_of(lognormal(400, 1200), 3, prompts=20, group=4, longest=500)
+    assert batch == batch_of(lognormal(400, 1200), 3, prompts=20, group=4, longest=500)
+    assert batch != batch_of(lognormal(400, 1200), 4, prompts=20, group=4, longest=500)
+    assert [len(group) for group in batch] == [4] * 20
+    assert max(max(group) for group in batch) == 500
+
+
+def test_the_lengths_of_a_run_stay_together_by_prompt(tmp_path: Path) -> None:
+    told = {(1, 0): [3, 4, 5], (1, 1): [30, 40], (2, 0): [7, 0]}
+    with RolloutStore(tmp_path / "rollouts.db") as store:
+        for (step, prompt), lengths in told.items():
+            example = Example(str(prompt), (Message("user", "?"),))
+            store.record([_rollout_of(example, num, step, prompt, i) for i, num in enumerate(lengths)])
+    chance = Random(0)
+    seen = {tuple(sorted(recorded(tmp_path)(chance, 2))) for _ in range(200)}
+    assert seen == {(3, 4), (3, 5), (4, 5), (30, 40), (1, 7)}
+    assert {len(recorded(tmp_path)(chance, 5)) for _ in range(9)} == {5}
+    with pytest.raises(UsageError, match=r"--answers-of: .*nowhere holds no rollouts of training"):
+        recorded(tmp_path / "nowhere")
+
+
+def _rollout_of(example: Example, num: int, step: int, prompt: int, place: int) -> Rollout:
+    said = Completion((5,) * num, (0.0,) * num, "stop")
+    return Rollout(example, (1,), said, "", {}, 0.0, step, 0, prompt, place)
+
+
 GENERATE_BOUND = ([10.0] * 8, [4.0] * 8)
 UPDATE_BOUND = ([4.0] * 8, [10.0] * 8)
 IN_TURN = ([2.0, 18.0] * 4, [10.0] * 8)
@@ -170,6 +237,45 @@ def test_the_schedule_on_a_virtual_clock(
     assert {(batch, event.version) for (batch, _, _), event in groups.items()} == {
         (batch, max(0, batch - staleness)) for batch in range(8)
     }
+
+
+# One prompt with answers of 2 and 6 tokens, 1 s a token step, an update of 1 s, S = 2 and n = 2. Version 0 writes
+# batch 0 (until 6) and two tokens of batches 1 and 2 (until 10); version 1, there since 7, batch 1 (until 14), then 2
+# tokens of batches 2 and 3 at a time (until 16); version 2 the last 2 of batch 2 (until 18), then of 3 and 4, and on.
+PARTIAL = [7.0, 8.0, 4.0, 4.0, 4.0, 4.0]
+
+
+def test_answers_that_go_on_across_updates_on_a_virtual_clock(tmp_path: Path) -> None:
+    keys = {"staleness": 2, "partial": "true", "partial_tokens": 2, "prompts": 1, "group": 2}
+    recipe = load_recipe("tiny/grpo", [(f"rollout.{key}", str(value)) for key, value in keys.items()]).resolve()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    asked: list[list[tuple[int, int]]] = []
+
+    def generate(spans: Any) -> float:
+        asked.append([span for of_prompt in spans for span in of_prompt])
+        return float(max(end - begun for begun, end in asked[-1]))
+
+    told: dict[str, Any] = {"lengths": lambda batch: [[2, 6]], "update": lambda batch: 1.0}
+    assert simulate_partial(recipe, 6, generate=generate, ledger=ledger, **told) == PARTIAL
+    assert asked[:5] == [[(0, 2), (0, 6)], [(0, 2)] * 2, [(0, 2)] * 2, [(2, 6)], [(2, 4), (0, 2), (0, 2)]]
+    assert count(ledger.read()) == {"consumed": 6}
+    whole = simulate(recipe, 6, generate=lambda batch: 6.0, update=lambda batch: 1.0)
+    assert whole == [7.0] + [6.0] * 5, "long answers keep the next batch waiting"
+
+
+def test_long_answers_show_what_going_on_gains(folder: str) -> None:
+    _, gpu = read_gpus("H100")
+    keys = {"max_tokens": 4096, "staleness": 3, "prompts": 16}
+    recipe = recipe_of(folder, model__dtype="bfloat16", **{f"rollout__{key}": value for key, value in keys.items()})
+    even, tailed = (plan_for(recipe, 1, gpu, lengths) for lengths in (alike(800), lognormal(800, 2400)))
+    assert tailed.seconds.generate > 2 * even.seconds.generate, "the longest answer is waited for"
+    assert tailed.seconds.update == pytest.approx(even.seconds.update, rel=0.1)
+    assert tailed.partial[3] < 0.8 * tailed.ahead[3]
+    assert list(tailed.ahead) == [0, 1, 3]
+    assert list(tailed.partial) == [1, 3]
+    eight = plan_for(recipe, 8, gpu, lognormal(800, 2400))
+    assert eight.ahead[3] < 0.9 * tailed.ahead[3]
+    assert eight.partial[3] == pytest.approx(tailed.partial[3], rel=0.15), "one GPU samples, however many train"
 
 
 # verl, docs/advance/fully_async.md (Qwen2.5-Math-7B, DAPO, H20): seconds of a step, of generation, of old
@@ -244,6 +350,20 @@ def test_the_command_says_it_and_how_it_ends(folder: str, capsys: pytest.Capture
     options = ["--model.name", folder, "--prompt.max_prompt_tokens", "256", "--rollout.max_tokens", "512"]
     assert main(["plan", "tiny/grpo", "--gpus", "T4", *options]) == 1
     assert "does not fit" in capsys.readouterr().out
+    tailed = ["--answer-tokens", "20", "--answer-p95", "40"]
+    assert main(["plan", "tiny/grpo", "--gpus", "H100", *tailed]) == 0
+    assert re.search(
+        r"\d with rollout\.staleness 1 and rollout\.partial, where one GPU more samples\n", capsys.readouterr().out
+    )
+    for words, message in (
+        (tailed[2:], "--answer-p95: give their mean, too, with --answer-tokens"),
+        ([*tailed[:2], "--answers-of", "it"], "leave --answer-tokens and --answer-p95 out"),
+        (["--answers-of", "it"], "--answers-of: it holds no rollouts"),
+    ):
+        assert main(["plan", "tiny/grpo", "--gpus", "H100", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plan", "dpo-preferences", "--gpus", "H100", "--answers-of", "it"]) == 2
+    assert "--answers-of: answers are sampled by recipes with 'rollout'" in capsys.readouterr().err
     assert main(["plan", "tiny/grpo", "--gpus", "4xH10"]) == 2
     assert "Did you mean 'H100'" in capsys.readouterr().err
     assert main(["plan", "tiny/grpo", "--gpus", "H100", "--model.name", "nobody/there"]) == 2

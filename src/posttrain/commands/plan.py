@@ -10,11 +10,13 @@ from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.options.argument_types import positive
 from posttrain.commands.progress import show_duration
 from posttrain.commands.runs.show import show_bytes
+from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.recipes.document import recipe_names
-from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:  # takes transformers, and a wrong name is refused without it
+    from posttrain.train.planning.lengths import Draw
     from posttrain.train.planning.plan import Plan
 
 EPILOG = """\
@@ -32,6 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-tokens", type=positive, metavar="N", help="mean length of answers (default: the longest allowed)"
     )
+    long = "95 %% of the answers have at most so many tokens: lengths are then lognormal, with the mean --answer-tokens"
+    parser.add_argument("--answer-p95", type=positive, metavar="N", help=long)
+    parser.add_argument("--answers-of", metavar="RUN", help="lengths as this run has recorded them in training")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -40,9 +45,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     count, gpu = read_gpus(arguments.gpus)
     recipe = load_recipe(_recipe_of(arguments.recipe, arguments.runs_dir), arguments.overrides).resolve()
+    lengths = _lengths_of(arguments, recipe)
     from posttrain.train.planning.plan import plan_for
 
-    plan = plan_for(recipe, count, gpu, arguments.answer_tokens)
+    plan = plan_for(recipe, count, gpu, lengths)
     _print_memory(plan)
     _print_seconds(plan, recipe.train.steps)
     if plan.fits:
@@ -53,6 +59,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if not plan.changes:
         print("No change that is known here makes it fit. Larger GPUs do, or more of them with sharding.")
     return 1
+
+
+def _lengths_of(arguments: argparse.Namespace, recipe: Recipe) -> Draw | None:
+    """How long the answers are, by the options; None: as long as they may be."""
+    from posttrain.train.planning.lengths import alike, lognormal, recorded
+
+    mean, p95, run = arguments.answer_tokens, arguments.answer_p95, arguments.answers_of
+    for option in ("--answer-p95", "--answers-of"):
+        if recipe.rollout is None and getattr(arguments, option[2:].replace("-", "_")) is not None:
+            raise UsageError(f"{option}: answers are sampled by recipes with 'rollout'; leave it out")
+    if run is not None:
+        if mean is not None or p95 is not None:
+            raise UsageError("--answers-of: the run says how long they are; leave --answer-tokens and --answer-p95 out")
+        folders = [Path(run), Path(arguments.runs_dir) / run]
+        return recorded(next((f for f in folders if kind_of_file(f / "rollouts.db") == "file"), folders[0]))
+    if p95 is not None:
+        if mean is None:
+            raise UsageError("--answer-p95: give their mean, too, with --answer-tokens")
+        return lognormal(mean, p95)
+    return None if mean is None else alike(mean)
 
 
 def _recipe_of(name: str, runs_dir: str) -> str:
@@ -89,7 +115,11 @@ def _print_seconds(plan: Plan, steps: int | None) -> None:
     print(f"  {'in turns':<10}{plan.seconds.total:10.3g}")
     for staleness, seconds in plan.ahead.items():
         if staleness:
-            print(f"  {seconds:.3g} with rollout.staleness {staleness}, where as many GPUs again do nothing but sample")
+            servers = ", as vLLM servers" if plan.count > 1 else ""
+            apart = f"where as many GPUs again do nothing but sample{servers}"
+            print(f"  {seconds:.3g} with rollout.staleness {staleness}, {apart}")
+    for staleness, seconds in plan.partial.items():
+        print(f"  {seconds:.3g} with rollout.staleness {staleness} and rollout.partial, where one GPU more samples")
     if steps is not None:
         whole = show_duration(steps / plan.updates * plan.seconds.total)
         print(f"  {steps} steps: {whole} in turns, without evaluations")

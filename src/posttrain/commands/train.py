@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from posttrain.commands.progress import Progress, choose_progress, show_duration
 from posttrain.errors import INTERRUPTED, UsageError
+from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import task_words
 from posttrain.registry import find
@@ -42,6 +44,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
+        tell_missing([recipe])
         if arguments.memory:
             _print_memory(recipe)
         return 0
@@ -82,6 +85,30 @@ def refuse_tasks(recipe: Recipe) -> None:
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)
+
+
+def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
+    """Say on stderr which models and runs are not there: what is only printed may be made before it is trained.
+
+    ``made``: a folder in which these recipes' runs come to be.
+    """
+    missing = {name: key for recipe in recipes for key, name in _places_of(recipe) if is_missing(name)}
+    for name, key in missing.items():
+        if made is None or not Path(name).absolute().is_relative_to(made.absolute()):
+            print(
+                harmless(f"note: {key}: there is no folder {name}; to be made before this is trained"), file=sys.stderr
+            )
+
+
+def _places_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, name) of the models and runs that a recipe begins with."""
+    if recipe.model.init is None:
+        yield "model.name", recipe.model.name
+    if recipe.teacher is not None:
+        yield "teacher.name", recipe.teacher.name
+    for number, reward in enumerate(recipe.rewards):
+        if isinstance(run := reward.options.get("run"), str):
+            yield f"rewards.{number}.run", run
 
 
 def _print_memory(recipe: Recipe) -> None:

@@ -69,6 +69,14 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
 
 
+def is_missing(name: str) -> bool:
+    """Whether a name can only be that of a folder, and there is none: of a run that was not made yet, perhaps."""
+    try:
+        return looks_local(name) and kind_of_file(Path(name).expanduser()) == "nothing"
+    except RuntimeError:  # the home of a user that there is not
+        return True
+
+
 def refuse_out_of_reach(
     name: str,
     what: str = "run or folder",

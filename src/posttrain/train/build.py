@@ -31,7 +31,7 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
-from posttrain.train.checks import OWN_TEACHER, Words, one_process, words_of
+from posttrain.train.checks import OWN_TEACHER, Words, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER, EngineSite
 from posttrain.train.optimizer import build_optimizer
@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.train.evaluating.beside import Beside
     from posttrain.train.evaluating.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
+    from posttrain.train.sources.ahead_of_all import AheadOfAll
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.mixed_order import Curriculum
     from posttrain.train.sources.rollouts import RolloutSource
@@ -456,16 +457,12 @@ def _build_curriculum(words: Words) -> Curriculum | None:
     )
 
 
-def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
-    """Who draws the rollouts of a run that samples ahead.
-
-    Raises:
-        UsageError: several processes train.
-    """
+def _build_ahead(
+    recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World
+) -> Ahead | AheadOfAll | None:
+    """Who draws the rollouts of a run that samples ahead."""
     if recipe.rollout is None or not recipe.rollout.staleness:
         return None
-    if world.size > 1:  # torchrun's, of which the recipe need not know
-        raise UsageError(f"rollout.staleness{one_process(recipe.rollout.staleness, world.size)}")
     from posttrain.store.ledger import Ledger
     from posttrain.train.sources.ahead import Ahead
 
@@ -474,8 +471,13 @@ def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path
         from posttrain.train.sources.partial import PartialAhead
 
         kind = PartialAhead
-    ledger = Ledger(folder / LEDGER) if folder is not None else None
-    return kind(source, recipe, model, ledger, starts_servers=world.starts_servers)
+    ledger = Ledger(folder / LEDGER) if folder is not None and world.is_main else None
+    ahead = kind(source, recipe, model, ledger, world=world)
+    if world.size == 1:
+        return ahead
+    from posttrain.train.sources.ahead_of_all import AheadOfAll
+
+    return AheadOfAll(ahead, world)
 
 
 def _build_credit(words: Words) -> Credit:

@@ -345,14 +345,6 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
     choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
 
 
-def one_process(staleness: int, num_processes: int) -> str:
-    """Why several processes do not sample ahead."""
-    return (
-        f": {staleness} samples in a process beside training, and {num_processes} processes train here; leave it out, "
-        "or train in one process (scale.processes: 1)"
-    )
-
-
 def _of_colocation(w: Words) -> Iterator[Rule]:
     """An engine in the process that trains (``colocate``): that process alone has it, and one of them."""
     r, evaluating = w.recipe, w.recipe.eval.engine
@@ -371,9 +363,6 @@ def _of_colocation(w: Words) -> Iterator[Rule]:
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
-    processes, rollout = w.recipe.scale.processes, w.recipe.rollout
-    staleness = rollout.staleness if rollout is not None else 0
-    yield staleness and processes > 1, "rollout.staleness", one_process(staleness, processes)
     if w.recipe.scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
         yield w.recipe.scale.checkpoint == "sharded", "scale.checkpoint", alike

@@ -86,8 +86,12 @@ def receive(pipe: IO[bytes]) -> dict[str, Any] | None:
 
 def weight_sums(model: Any) -> list[float]:
     """The sum of every parameter, trained or not: what tells one version of a model from another."""
-    with torch.no_grad():
-        return [float(with_float64(p.detach()).sum(dtype=torch.float64)) for p in model.parameters()]
+    return [sum_of(p.detach()) for p in model.parameters()]
+
+
+def sum_of(tensor: Tensor) -> float:
+    """Of all its numbers, in float64."""
+    return float(with_float64(tensor).sum(dtype=torch.float64))
 
 
 class BesideProcess:

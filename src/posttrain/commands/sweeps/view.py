@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posttrain.commands.console import Text, full_width, leaves_out_tables, open_console, plain_table, say
 from posttrain.commands.progress import show_duration
+from posttrain.commands.train import tell_missing
 from posttrain.errors import INTERRUPTED, RunFailure
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison import Comparison
@@ -31,6 +32,7 @@ def run_sweep_command(arguments: argparse.Namespace, plan: Plan, about: list[str
         for line in about:
             say(console, f"# {line}")
         print(plan.to_yaml().rstrip())
+        tell_missing((part.recipe for part in plan.parts if isinstance(part, Training)), plan.folder)
         return 0
     view = SweepProgress(console, arguments.quiet, plan.parts_are)
     outcome = run_sweep(plan, jobs=arguments.jobs, observer=view)

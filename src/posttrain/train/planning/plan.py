@@ -9,9 +9,9 @@ Seconds are rates of the data sheet times the shares of them that are assumed (`
 matrix weights, answers of the longest kind unless told otherwise, and for each token:
 
 generate
-    decoding, step by step with all slots of a GPU: the larger of reading weights and cache and of 2n operations a row,
+    decoding, step by step (``decoding``): the larger of reading weights and cache and of 2n operations a row,
     but not less than ``SECONDS_PER_LAYER`` for each layer, for the host issues the operations one by one; and 2n for
-    each prompt token once.
+    each prompt token once. With answers of many lengths, the mean over ``2 * WARM_UP`` batches.
 score
     2n for each model that scores: a reference, the trainer's own log-probabilities, a critic, a teacher of that size.
 update
@@ -27,15 +27,18 @@ checkpoints, stragglers among GPUs, and links between nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
 from typing import Any
 
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection
 from posttrain.train.checks import Words, words_of
 from posttrain.train.memory import Memory, bytes_of, counted, longest_row, memory_of, weights_of
+from posttrain.train.planning.decoding import Decoder
 from posttrain.train.planning.gpus import Gpu
-from posttrain.train.planning.virtual import simulate
+from posttrain.train.planning.lengths import Draw, alike, batch_of
+from posttrain.train.planning.virtual import simulate, simulate_partial
 
 MFU = 0.4  # of the peak rate, in training and where whole rows are read
 BANDWIDTH_SHARE = 0.6  # of the memory's bandwidth, in decoding
@@ -69,7 +72,8 @@ class Plan:
 
     ``memory``: of one GPU, by sharding. ``fits``: the shardings that fit. ``micro``: what the activations are of.
     ``changes``: keys that make it fit, each list of them by itself; empty where it fits or nothing helps.
-    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness.
+    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness; ``partial``: where it has one
+    (the engines that go on with answers sample in one process), and answers go on across updates.
     """
 
     count: int
@@ -79,6 +83,7 @@ class Plan:
     updates: int
     changes: list[list[str]]
     ahead: dict[int, float]
+    partial: dict[int, float]
 
     @property
     def fits(self) -> list[str]:
@@ -91,11 +96,11 @@ class Plan:
         return self.memory["none"].weights + self.memory["none"].reference
 
 
-def plan_for(recipe: Recipe, count: int, gpu: Gpu, answer_tokens: int | None = None) -> Plan:
+def plan_for(recipe: Recipe, count: int, gpu: Gpu, lengths: Draw | None = None) -> Plan:
     """Memory, seconds and schedule of a resolved recipe on ``count`` GPUs.
 
     Args:
-        answer_tokens: the mean length of answers, in tokens; by default the longest.
+        lengths: of answers, or of rows of data; by default all are the longest.
 
     Raises:
         UsageError: the model's configuration is not at hand, or of an architecture that was not worked out.
@@ -103,12 +108,15 @@ def plan_for(recipe: Recipe, count: int, gpu: Gpu, answer_tokens: int | None = N
     """
     recipe, config = counted(recipe)
     memory = {name: memory_per_gpu(recipe, config, count, name, gpu) for name in SHARDINGS[: 1 if count == 1 else 2]}
-    seconds = _seconds(recipe, config, count, gpu, answer_tokens)
-    plan = Plan(count, gpu, memory, seconds, recipe.train.epochs * recipe.train.minibatches, [], {})
+    work = _work(recipe, config, count, gpu, lengths)
+    plan = Plan(count, gpu, memory, work.mean(), recipe.train.epochs * recipe.train.minibatches, [], {}, {})
     if not plan.fits:
         plan.changes.extend(_changes(recipe, config, count, gpu))
-    if recipe.rollout is not None:
-        plan.ahead.update({s: _batch_seconds(recipe, s, seconds) for s in sorted({0, 1, recipe.rollout.staleness})})
+    if (rollout := recipe.rollout) is not None:
+        ahead = sorted({1, rollout.staleness} - {0})
+        plan.ahead.update({s: _batch_seconds(recipe, s, work, partial=False) for s in (0, *ahead)})
+        if rollout.partial or (lengths is not None and _may_go_on(recipe)):
+            plan.partial.update({s: _batch_seconds(recipe, s, work, partial=True) for s in ahead})
     return plan
 
 
@@ -150,21 +158,40 @@ def _share_of(recipe: Recipe, count: int) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"batch": -(-recipe.data.batch // count)})})
 
 
-def _seconds(recipe: Recipe, config: Any, count: int, gpu: Gpu, answer_tokens: int | None) -> Seconds:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What rollout batches take. ``each``: seconds without those of sampling; ``lengths``: of the answers by batch and
+    prompt, and ``generate``: the seconds of sampling each batch, in ``2 * WARM_UP`` of them; none where rows are data.
+    """
+
+    each: Seconds
+    decoder: Decoder | None = None
+    lengths: tuple[list[list[int]], ...] = ()
+    generate: tuple[float, ...] = ()
+
+    def mean(self) -> Seconds:
+        """Of a batch, in the mean."""
+        return replace(self.each, generate=fmean(self.generate)) if self.generate else self.each
+
+
+def _work(recipe: Recipe, config: Any, count: int, gpu: Gpu, lengths: Draw | None) -> _Work:
     words, text = words_of(recipe), config.get_text_config()
     size = bytes_of(recipe)
     peak = {2: gpu.bf16, 4: gpu.fp32, 8: gpu.fp32 / 2}[size] * 1e12
     tensors = weights_of(text)
     n = sum(w.numel for w in tensors if w.linear is not None) + text.hidden_size * text.vocab_size
     rollout, data = recipe.rollout, recipe.data
+    batches: tuple[list[list[int]], ...]
     if rollout is not None:
         prompt, longest = longest_row(recipe, rollout)
-        answer = min(answer_tokens or longest, longest)
-        rows = rollout.prompts * rollout.group / count
+        of_group, num_prompts = rollout.group, rollout.prompts
     else:
         assert data is not None, "a recipe has 'rollout' or 'data'"
-        prompt, answer = 0, min(answer_tokens or data.max_tokens, data.max_tokens)
-        rows = data.batch * (2 if words.level == "pair" else 1) / count
+        prompt, longest = 0, data.max_tokens
+        of_group, num_prompts = (2 if words.level == "pair" else 1), data.batch
+    rows, draw = num_prompts * of_group / count, lengths or alike(longest)
+    batches = tuple(batch_of(draw, batch, num_prompts, of_group, longest) for batch in range(2 * WARM_UP))
+    answer = fmean(tokens for batch in batches for group in batch for tokens in group)
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     per_token = 2 * n + 4 * text.num_hidden_layers * width * (prompt + answer) / 2
     # a prompt that a group shares is computed once, where the rows are packed
@@ -172,25 +199,25 @@ def _seconds(recipe: Recipe, config: Any, count: int, gpu: Gpu, answer_tokens: i
     passes = (2 if recipe.model.adapter is not None else 3) + recipe.train.gradient_checkpointing
     update = recipe.train.epochs * passes * per_token * tokens / (MFU * peak)
     score = _num_scorers(recipe, words) * per_token * tokens / (MFU * peak)
-    generate = 0.0
-    if rollout is not None:
-        prefill = rows / rollout.group * prompt * per_token / (MFU * peak)
-        generate = prefill + _decoding(recipe, text, gpu, rows, prompt, answer, n * size, per_token / (MFU * peak))
-    return Seconds(generate, score, update, _sync(recipe, config, count, gpu))
+    each = Seconds(0.0, score, update, _sync(recipe, config, count, gpu))
+    if rollout is None:
+        return _Work(each)
+    decoder = _decoder(recipe, text, gpu, count, prompt, n * size, per_token / (MFU * peak))
+    generate = tuple(decoder.seconds([[(0, end) for end in group] for group in batch]) for batch in batches)
+    return _Work(each, decoder, batches, generate)
 
 
-def _decoding(
-    recipe: Recipe, text: Any, gpu: Gpu, rows: float, prompt: int, answer: int, weight_bytes: int, row_seconds: float
-) -> float:
-    """Of a GPU's rows: as many token steps as the slots need to draw them all."""
+def _decoder(
+    recipe: Recipe, text: Any, gpu: Gpu, count: int, prompt: int, weight_bytes: int, row_seconds: float
+) -> Decoder:
     assert recipe.rollout is not None
-    slots = min(rows, int(recipe.rollout.engine.options.get("slots", 64)))
+    slots = int(recipe.rollout.engine.options.get("slots", 64))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = bytes_of(recipe)
-    read = weight_bytes + slots * 2 * text.num_hidden_layers * heads * head_dim * size * (prompt + answer / 2)
-    step = max(read / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9), slots * row_seconds)
-    return rows * answer / slots * max(step, SECONDS_PER_LAYER * text.num_hidden_layers)
+    rate = BANDWIDTH_SHARE * gpu.bandwidth * 1e9
+    cache = 2 * text.num_hidden_layers * heads * head_dim * bytes_of(recipe) / rate
+    least = SECONDS_PER_LAYER * text.num_hidden_layers
+    return Decoder(count, slots, recipe.rollout.group, prompt, weight_bytes / rate, cache, row_seconds, least)
 
 
 def _num_scorers(recipe: Recipe, words: Words) -> int:
@@ -209,17 +236,27 @@ def _sync(recipe: Recipe, config: Any, count: int, gpu: Gpu) -> float:
     return between + (whole.gradients / PIPE_BYTES if ahead else 0.0)  # gradients: 4 bytes for each trained number
 
 
-def _batch_seconds(recipe: Recipe, staleness: int, seconds: Seconds) -> float:
+def _may_go_on(recipe: Recipe) -> bool:
+    """Whether ``rollout.partial`` is for such a recipe (``train/checks``)."""
+    words = words_of(recipe)
+    return bool(words.engine.traits.get("goes_on")) and recipe.environment is None and not recipe.tools
+
+
+def _batch_seconds(recipe: Recipe, staleness: int, work: _Work, *, partial: bool) -> float:
     """Of one batch by the schedule, where sampling has GPUs of its own."""
     assert recipe.rollout is not None
-    stale = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"staleness": staleness})})
-    each = simulate(
-        stale,
-        2 * WARM_UP,
-        generate=lambda batch: seconds.generate,
-        update=lambda batch: seconds.score + seconds.update + seconds.sync,
-    )
-    return sum(each[WARM_UP:]) / WARM_UP
+    assert work.decoder is not None
+    same = recipe.rollout.partial_tokens if staleness == recipe.rollout.staleness else None
+    rollout = {"staleness": staleness, "partial": partial, "partial_tokens": same}
+    stale = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=rollout)})
+    alone = work.each.score + work.each.update + work.each.sync
+    num = len(work.generate)
+    if partial:
+        lengths, generate = work.lengths.__getitem__, replace(work.decoder, gpus=1).seconds
+        each = simulate_partial(stale, num, lengths=lengths, generate=generate, update=lambda batch: alone)
+    else:
+        each = simulate(stale, num, generate=work.generate.__getitem__, update=lambda batch: alone)
+    return fmean(each[WARM_UP:])
 
 
 def _changes(recipe: Recipe, config: Any, count: int, gpu: Gpu) -> list[list[str]]:

@@ -24,11 +24,13 @@ from torch import Tensor
 from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent
-from posttrain.train.process import Weights, weight_sums
+from posttrain.train.process import Weights, sum_of
 from posttrain.train.sources.messages import check_written, read_drawn, write_drawn
 from posttrain.train.sources.rollouts import START_AGAIN, Drawn, RolloutSource
 from posttrain.train.sources.sampling_process import SamplingProcess
+from posttrain.world import ONE, World, whole
 
+GATHERED = "weights"  # told by rank 0 where all are to give their parts of them
 HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
 NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
 
@@ -47,7 +49,7 @@ class Ahead:
     Args:
         model: what is trained; its weights are copied when a batch is given away.
         ledger: where it is noted what becomes of each group; None for a source that belongs to no run.
-        starts_servers: see ``World``.
+        world: of the processes that train; this is rank 0's, or draws nothing (``ahead_of_all``).
         process, courier: what draws, and whose thread waits for it, if others than a process beside this one.
     """
 
@@ -58,12 +60,12 @@ class Ahead:
         model: Any,
         ledger: Ledger | None,
         *,
-        starts_servers: bool = False,
+        world: World = ONE,
         process: Any = None,
         courier: Any = None,
     ) -> None:
         assert recipe.rollout is not None
-        self.source, self.model, self.ledger = source, model, ledger
+        self.source, self.model, self.ledger, self.world = source, model, ledger, world
         self.staleness = recipe.rollout.staleness
         steps = recipe.train.steps
         if steps is None:
@@ -71,7 +73,7 @@ class Ahead:
             steps, _ = source.length_of(recipe.train.passes)
         self.num_batches = -(-steps // source.updates)
         folder = None if ledger is None else ledger.path.parent
-        self._process = process or SamplingProcess(recipe, folder, starts_servers)
+        self._process = process or SamplingProcess(recipe, folder, world.starts_servers)
         self._courier = courier
         self._waiting: dict[int, Future[Ready]] = {}  # given away, and not behind the last update yet
         self._next = 0  # the first batch that was not given away
@@ -187,9 +189,18 @@ class Ahead:
     def _copied(self, cycle: int) -> Weights:
         """The weights as they are, for the courier to carry."""
         self._courier = self._courier or ThreadPoolExecutor(1, "courier")
-        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        copies = {name: p.detach().to("cpu", copy=True) for name, p in trained}
-        return Weights(cycle, copies, weight_sums(self.model))
+        self.world.tell(GATHERED, "the batch that was sampled ahead")
+        return Weights(cycle, *self.gather())
+
+    def gather(self) -> tuple[dict[str, Tensor], list[float]]:
+        """The trained weights, copied, and what all add up to; of a model in parts all processes are to come here."""
+        copies, sums = {}, []
+        for name, parameter in self.model.named_parameters():
+            tensor = whole(parameter.detach())
+            sums.append(sum_of(tensor))
+            if parameter.requires_grad and self.world.is_main:
+                copies[name] = tensor.to("cpu", copy=True)
+        return copies, sums
 
     def _carry(self, batch: int, weights: Weights) -> Ready:
         """In the courier's thread: have the batch drawn, and note what becomes of its groups."""
