@@ -225,6 +225,8 @@ def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixtu
     for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl", "regularize")):
         assert main(["explain", name]) == 0
         assert capsys.readouterr().out.startswith(f"{section}  section of a recipe")
+    assert main(["explain", "preferences"]) == 0  # a default that is a line's end is one word of the table
+    assert "step_separator    str                              \"\\n\"" in capsys.readouterr().out
     assert main(["explain", "rewards"]) == 0
     assert "xml_format" in capsys.readouterr().out
     assert main(["explain"]) == 0

@@ -97,9 +97,13 @@ def declared_code() -> dict[str, list[str]]:
     return {name: list(folders) for name, folders in _FOLDERS.items()}
 
 
-def consent_options() -> list[str]:
-    """The options that allow a command of ours, started by this one, the same."""
-    options = [f"{name}@{folder}" for name, folders in imported_code().items() for folder in folders]
+def consent_options(near: str | None = None) -> list[str]:
+    """The options that allow a command of ours, started by this one, the same.
+
+    ``near``: a folder that goes without saying, for whoever types the command there.
+    """
+    places = [(name, folder) for name, folders in imported_code().items() for folder in folders]
+    options = [name if folder == near else f"{name}@{folder}" for name, folder in places]
     words = [word for option in options for word in (ALLOW_CODE, option)]
     return [*words, TRUST_REMOTE_CODE] if _REMOTE_CODE[0] else words
 

@@ -120,7 +120,7 @@ def test_an_evaluation_without_gold_answers_is_told_by_what_is_optimized() -> No
         "held-out hh/test after 20 steps: reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"
     )
     line = show_evaluation({"step": 20, "name": "hh/test", "headline": None, "results": {"num_tokens": 9.0}})
-    assert line == "held-out hh/test after 20 steps: · length 9"
+    assert line == "held-out hh/test after 20 steps: length 9"
     both = {"accuracy": 0.5, "loss": 1.25}
     line = show_evaluation({"step": 1, "name": "sums/test", "headline": ACCURACY, "results": both})
     assert line == "held-out sums/test after 1 steps: 50.0% right · loss 1.250"
@@ -200,4 +200,4 @@ def test_the_parts_of_a_mixture_stand_in_the_lines() -> None:
     assert show_parts(metrics | {"easy:prompts": 3.0, "reward/mine:accuracy": 0.1}) == "easy 75%, hard 25%"
     assert show_parts({"accuracy": 0.5}) == ""
     told = show_evaluation({"name": "mixture/test", "step": 2, "results": metrics | {"n": 9.0}, "headline": None})
-    assert told.endswith("· by part: easy 75%, hard 25% (n = 9)")
+    assert told.endswith("steps: by part: easy 75%, hard 25% (n = 9)")

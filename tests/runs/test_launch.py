@@ -6,17 +6,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain import __version__
+from posttrain.consent import declare_code, prepare_import
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
-from posttrain.runs.launch import launch, stop_on_signals
+from posttrain.runs.launch import launch, resume_command, stop_on_signals
 from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
 from posttrain.world import ONE, World
@@ -131,6 +132,34 @@ def test_an_existing_run_of_the_same_recipe_is_refused_without_resume(tmp_path: 
     assert "--resume" in message
     assert "--run NAME" in message
     assert everything(tmp_path) == before
+
+
+def test_a_killed_run_is_not_called_running(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    launch(make_recipe(), root=tmp_path, name="tiny-grpo", train=FakeLoop(stop_after=4))
+    directory = RunDirectory(tmp_path / "tiny-grpo")
+    status = directory.read_status()
+    assert status is not None
+    directory.write_status(replace(status, state="running"))
+    with pytest.raises(RunConflict, match=r"step 4 of 10 \(killed\)\. Nothing was changed"):
+        launch(make_recipe(), root=tmp_path, name="tiny-grpo", train=FakeLoop())
+    notes = Notes()
+    launch(make_recipe(), root=tmp_path, recipe_name="tiny/grpo", observer=notes, train=FakeLoop())
+    assert "is there already, killed at step 4 of 10" in notes[0]
+
+
+def test_the_command_to_go_on_allows_the_code_that_the_run_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    declare_code(["mine:short", "theirs:long"], tmp_path)
+    declare_code("theirs:long", tmp_path / "elsewhere")
+    for name in ("mine:short", "theirs:long"):
+        prepare_import(name, "reward ")
+    assert resume_command(Path("runs/a")) == (
+        "posttrain runs resume a --allow-code mine:short --allow-code theirs:long "
+        f"--allow-code theirs:long@{tmp_path / 'elsewhere'}"
+    )
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -94,7 +94,8 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "2"}, "the key 'prompt' is missing"),
+        ({"answer": "2"}, "the key 'prompt' is missing. There are: answer. Name the right one as task.prompt_key"),
+        ({"promt": "q", "answer": "2"}, "the key 'prompt' is missing. Did you mean 'promt'"),
         ({"prompt": " ", "answer": "2"}, "'prompt' is empty"),
         ({"prompt": ["x"], "answer": "2"}, "'prompt' must be text"),
         ({"prompt": "q"}, "the key 'answer' is missing. There are: prompt.*task.answer_key, or set it to \"\""),

@@ -14,7 +14,7 @@ import torch
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.store.headline import ACCURACY, REWARD
+from posttrain.store.headline import ACCURACY, REWARD, choose_headline
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from posttrain.train.evaluating import held_out
@@ -97,6 +97,25 @@ def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: 
     assert best_of(tmp_path / "run") == f"step-{lowest:06d}"
     rows = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert not any(key.endswith("/accuracy") for row in rows for key in row.metrics)
+
+
+@pytest.mark.parametrize("form", ["response", "messages"])
+def test_a_file_of_prompts_and_responses_is_told_by_its_loss(form: str, tmp_path: Path) -> None:
+    """Rows with a whole response and no gold answer are demonstrations like any other."""
+    path = tmp_path / "rows.jsonl"
+    asked = [f"Tell me of the number {i}." for i in range(12)]
+    rows: list[dict[str, Any]] = [{"prompt": text, "response": RESPONSE} for text in asked]
+    if form == "messages":
+        turns = [(("user", text), ("assistant", RESPONSE)) for text in asked]
+        rows = [{"messages": [{"role": role, "content": said} for role, said in both]} for both in turns]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = {"name": "jsonl", "path": str(path), "validation_share": 0.5}
+    evaluator = prepare(validate_recipe(imitation(path).dump() | {"task": task}).resolve()).evaluator
+    assert evaluator is not None
+    (evaluation,) = evaluator(0)
+    assert evaluation.results["loss_rows"] == evaluation.results["n"] > 0
+    headline = choose_headline({"jsonl/validation": evaluation.results}, named=None, samples=False)
+    assert headline is not None and headline.metric == "loss"
 
 
 def test_lower_is_better_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Everything is read off the code: docstrings, signatures, the shipped recipes.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -88,7 +89,8 @@ def show_default(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return str(list(value))
-    return repr(value) if value == "" else str(value)
+    is_odd = isinstance(value, str) and not (value.strip() and value.isprintable())
+    return json.dumps(value) if is_odd else str(value)
 
 
 def word_options(entry: Entry) -> list[Option]:

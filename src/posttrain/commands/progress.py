@@ -100,18 +100,16 @@ def show_parts(metrics: Mapping[str, float]) -> str:
 def show_evaluation(payload: dict[str, Any]) -> str:
     """One line for an evaluation: the run's headline with its 95 % interval, format, length."""
     results, headline = payload["results"], payload["headline"]
-    parts = [f"held-out {payload['name']} after {payload['step']} steps:"]
-    parts += [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
+    parts = [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
     further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
     further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
     for key, label, form in further:
         if results.get(key) is not None:
-            parts.append(f"· {label} {results[key]:{form}}")
+            parts.append(f"{label} {results[key]:{form}}")
     if of_parts := show_parts(results):
-        parts.append(f"· by part: {of_parts}")
-    if "n" in results:
-        parts.append(f"(n = {results['n']:.0f})")
-    return " ".join(parts)
+        parts.append(f"by part: {of_parts}")
+    of = f" (n = {results['n']:.0f})" if "n" in results else ""
+    return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
 
 
 class History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.progress import show_duration
+from posttrain.consent import consent_options
 from posttrain.recipes.recipe import Recipe
 from posttrain.render.template import build_template
 from posttrain.reports.charts.curves import choose_panels, draw_curves
@@ -61,14 +63,17 @@ def write_summary(folder: str | Path) -> Path:
 
 
 def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
-    """What to type next; a reward model cannot be asked."""
-    recipe_path = shlex.quote(str(run.recipe_path))
-    again = ("train it again", f"posttrain train {recipe_path} --run {shlex.quote(run.folder.name + '-again')}")
+    """What to type next, with leave for the code that the recipe names; a reward model cannot be asked."""
+
+    def typed(*words: str) -> str:
+        return shlex.join(["posttrain", *words, *consent_options(os.getcwd())])
+
+    folder = str(run.folder)
+    again = ("train it again", typed("train", str(run.recipe_path), "--run", f"{run.folder.name}-again"))
+    measured = ("measure it again", typed("evaluate", folder))
     if recipe.trains_scorer:
-        return [again]
-    folder = shlex.quote(str(run.folder))
-    asked = ("ask the trained model", f"posttrain generate {folder}")
-    return [asked, ("measure it again", f"posttrain evaluate {folder}"), again]
+        return [measured, again]
+    return [("ask the trained model", shlex.join(["posttrain", "generate", folder])), measured, again]
 
 
 def write_results(

@@ -16,7 +16,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from posttrain.consent import declare_code, declare_from_command_line, declared_code, trusts_remote_code
+from posttrain.consent import (
+    consent_options,
+    declare_code,
+    declare_from_command_line,
+    declared_code,
+    trusts_remote_code,
+)
 from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
@@ -315,10 +321,15 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
 
 
 def resume_command(folder: Path) -> str:
-    """What to type to go on with a run."""
-    words = ["posttrain", "runs", "resume", folder.name]
-    root = str(folder.parent)
-    return shlex.join(words if root == DEFAULT_ROOT else [*words, "--runs-dir", root])
+    """What to type to go on with a run, here, where the code that it named was allowed to run."""
+    words, root = ["posttrain", "runs", "resume", folder.name], str(folder.parent)
+    words += [] if root == DEFAULT_ROOT else ["--runs-dir", root]
+    return shlex.join([*words, *consent_options(os.getcwd())])
+
+
+def _left(status: RunStatus) -> str:
+    """The state of a run in which no process works: "running" is what a killed one has left."""
+    return "killed" if status.state == "running" else status.state
 
 
 def _new_folder(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
@@ -355,8 +366,10 @@ def _name_notices(folder: Path, base: str) -> list[str]:
         status = RunDirectory(newest).read_status()
     except DataError:
         status = None
-    state = f"{status.state} at step {status.step} of {status.steps}" if status else "without a status"
-    if is_live(newest):
+    works = is_live(newest)
+    left = status and (status.state if works else _left(status))
+    state = f"{left} at step {status.step} of {status.steps}" if status else "without a status"
+    if works:
         then = "a process works in it"
     elif status is not None and status.state == "finished":
         then = "--run NAME gives a name of your own"
@@ -387,7 +400,7 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -
             "wait for it, stop it, or choose another name with --run NAME"
         )
     status = directory.read_status()
-    where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({status.state})"
+    where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({_left(status)})"
     changed = directory.changed_keys(recipe)
     if changed:
         from posttrain.runs.resuming import describe_changes, hard_changes

@@ -191,6 +191,7 @@ def read_example(
     elif messages_key in row.data:
         messages = row.messages(messages_key)
     else:
+        _require(row, prompt_key, f"task.prompt_key (a conversation: task.messages_key, now {messages_key!r})")
         messages = (Message("user", row.text(prompt_key)),)
     solution = row.text(solution_key) if row.has(solution_key) else None
     parts = {} if solution is None else {repr(solution_key): solution}
@@ -206,14 +207,19 @@ def read_example(
     demonstration = next((text for text in parts.values() if text is not solution), None)
     answer = None
     if answer_key and (demonstration is None or row.has(answer_key)):
-        if answer_key not in row.data:
-            raise row.fail(
-                f"the key {answer_key!r} is missing. There are: {', '.join(row.data)}. Name the right one as "
-                'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
-            )
+        otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+        _require(row, answer_key, otherwise)
         answer = row.answer(answer_key)
     example_id = f"jsonl/{split}/{row.line}"
     return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration, turns=turns)
+
+
+def _require(row: Row, key: str, option: str) -> None:
+    """Refuse a row without ``key``, which ``option`` can name."""
+    if key not in row.data:
+        there = ", ".join(row.data) or "no keys"
+        guess = suggest(key, row.data)
+        raise row.fail(f"the key {key!r} is missing.{guess} There are: {there}. Name the right one as {option}")
 
 
 def _without_thinking(example: Example, strip_thinking: bool) -> Example:

@@ -424,8 +424,9 @@ def read_pair_judge(path: str, folder: Path | None = None) -> PairJudge:
         UsageError: no file, a key or value that is none, or a judge that cannot be asked.
     """
     place, text = recipe_text(path)
-    asked = find("reward", "judge").options(parse_yaml(text, place)[0], place)
+    where = f"{place}: judge"
+    asked = find("reward", "judge").options(parse_yaml(text, place)[0], where)
     who = {name: value for name, value in asked.items() if name not in _HOW}
-    judge = build_judge(**who, where=place)
+    judge = build_judge(**who, where=where)
     judge.check()
     return PairJudge(Opinions(judge, folder), asked["rubric"], asked["max_failures"])

@@ -145,7 +145,8 @@ def is_read(task: Task, n: int) -> bool:
 
 def _is_shown(example: Example) -> bool:
     """Whether there is an answer that can be imitated."""
-    return example.answer is not None or example.solution is not None or bool(example.responses)
+    said = (example.answer, example.solution, example.demonstration)
+    return said != (None, None, None) or bool(example.responses or example.turns)
 
 
 @torch.no_grad()
