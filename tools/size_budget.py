@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76420
+MAX_PACKAGE_LINES = 76510
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
@@ -26,19 +26,19 @@ ROOMS: dict[str, int] = {
     "graders": 6570,
     "rewards": 430,
     "render": 1360,
-    "tasks": 5620,
+    "tasks": 5630,
     "environments": 1760,
     "store": 2630,
     "models": 4660,
     "engines": 8700,
-    "evals": 3010,
+    "evals": 3020,
     "reward_models": 1620,
     "train": 7730,
-    "interpret": 7300,
-    "runs": 3680,
+    "interpret": 7340,
+    "runs": 3690,
     "sweeps": 3330,
-    "reports": 3140,
-    "commands": 9030,
+    "reports": 3150,
+    "commands": 9040,
 }
 
 
