@@ -226,7 +226,7 @@ def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixtu
         assert main(["explain", name]) == 0
         assert capsys.readouterr().out.startswith(f"{section}  section of a recipe")
     assert main(["explain", "preferences"]) == 0  # a default that is a line's end is one word of the table
-    assert "step_separator    str                              \"\\n\"" in capsys.readouterr().out
+    assert 'step_separator    str                              "\\n"' in capsys.readouterr().out
     assert main(["explain", "rewards"]) == 0
     assert "xml_format" in capsys.readouterr().out
     assert main(["explain"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.options.words import words_of
 from posttrain.errors import UsageError
-from posttrain.evals.plan import Drawing, Plan, make_plan, slug
+from posttrain.evals.files import Finished
+from posttrain.evals.plan import Drawing, Plan, make_plan, notes_of, slug
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
@@ -194,3 +196,14 @@ def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:
         marks.append(found.settings(found.cells[0])["data"])
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
+
+
+def test_figures_say_which_problems_they_are_of_where_a_seed_draws_them(tmp_path: Path) -> None:
+    results = {"n": 2.0, "accuracy": 0.5, "truncated": 0.0}
+
+    def done(**task: Any) -> Finished:
+        return Finished(tmp_path, f"{task['name']}/test", results, {"task": task}, {}, {})
+
+    drawn = done(name="stories", seed=2, size=8192)
+    read = [done(name="jsonl", seed=0, size=None), done(name="svamp")]
+    assert notes_of([drawn, drawn, *read]) == ["stories/test: the problems are those of task.seed 2 and task.size 8192"]

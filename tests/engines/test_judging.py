@@ -474,7 +474,8 @@ def test_two_models_are_set_against_one_another_by_a_judge(
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
     Path("judge.yaml").write_text("rubrik: x\n")
     assert main([*contest, "--out", "again"]) == 2
-    assert "judge.yaml: judge.rubrik: reward 'judge' has no key 'rubrik'. Did you mean 'rubric'?" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "judge.yaml: judge.rubrik: reward 'judge' has no key 'rubrik'. Did you mean 'rubric'?" in told
 
 
 def test_a_judge_that_fails_too_often_ends_a_contest(

@@ -176,7 +176,8 @@ def test_the_page_shows_what_was_measured() -> None:
     assert ["better / equally good / worse", "100.0% / 0.0% / 0.0%", "–"] in table.lines
     assert ["KL(mine ‖ theirs), nats per answer", "1.5", "1.5 – 1.5"] in table.lines
     assert not any("lengths alike" in line[0] or "right" in line[0] for line in table.lines)
-    found.items[0]["question"] = "What is it?"
+    found.items[0] |= {"question": "What is it?", "answer": "2"}
     page = write_contest_page(table, ["no KL the other way"], {"seed": 0}, found.items)
     assert "- no KL the other way\n" in page
+    assert "What is it?\n```\n\ngold answer: `2`\n" in page
     assert "A: wrong, score 2\n\n````\n2 ``` x\n````" in page  # a fence in the text does not end its block

@@ -122,7 +122,8 @@ def answered(index: int, own: float | None, start: float, text: str = "yes") -> 
     def answer(score: float | None, text: str) -> dict[str, Any]:
         return {"text": text, "score": score, "scores": {"p": None if score is None else 2 * score}}
 
-    return {"index": index, "question": f"q{index}", "a": [answer(own, text)], "b": [answer(start, "no")]}
+    asked = {"index": index, "question": f"q{index}", "answer": f"gold {index}"}
+    return asked | {"a": [answer(own, text)], "b": [answer(start, "no")]}
 
 
 def test_reward_is_counted_in_deviations_of_the_starts_scores_and_unscored_prompts_are_left_out() -> None:
@@ -181,6 +182,7 @@ def test_samples_are_the_first_prompts_of_the_lowest_seed_with_everybodys_answer
     share = Estimate(0.5, 0.4, 0.6, 1)
     shown = choose_samples([meeting(name, seed, share, share, [1.0] * 6) for seed in (1, 0) for name in "ab"])
     assert [sample.question for sample in shown] == ["q0", "q1", "q2", "q3"]
+    assert [sample.gold for sample in shown] == ["gold 0", "gold 1", "gold 2", "gold 3"]
     assert [(answer.who, answer.text) for answer in shown[0].answers] == [("start", "no"), ("a", "a"), ("b", "b")]
 
 
@@ -210,6 +212,9 @@ def test_a_contest_that_none_has_written_is_one_message(tmp_path: Path) -> None:
     good = answered(0, 3.0, 0.0)
     whole = read_written(tmp_path, WRITTEN, good)
     assert whole.items == [good]
+    older = {key: value for key, value in good.items() if key != "answer"}
+    assert read_written(tmp_path, WRITTEN, older).items == [good | {"answer": None}]
+    read_written(tmp_path, WRITTEN, good)
     assert whole.measures["length_ratio"].mean == pytest.approx(100 / 90)
     changes: list[Any] = [b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]
     numbers = ("win_rate", "kl_ab_high", "characters_a")

@@ -115,7 +115,8 @@ def test_a_file_of_prompts_and_responses_is_told_by_its_loss(form: str, tmp_path
     (evaluation,) = evaluator(0)
     assert evaluation.results["loss_rows"] == evaluation.results["n"] > 0
     headline = choose_headline({"jsonl/validation": evaluation.results}, named=None, samples=False)
-    assert headline is not None and headline.metric == "loss"
+    assert headline is not None
+    assert headline.metric == "loss"
 
 
 def test_lower_is_better_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

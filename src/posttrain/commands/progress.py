@@ -193,6 +193,11 @@ class Progress:
         if event == "notice":
             print(f"note: {payload['message']}", file=sys.stderr)
 
+    def end_line(self, payload: dict[str, Any]) -> str:
+        """``finished after step 40, 1m 49s; steps: generate 43% · score 4% · update 53%``."""
+        spent = f"; steps: {phases}" if (phases := self.history.phases()) else ""
+        return f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}{spent}"
+
     def close(self) -> None:
         """Nothing to put away."""
 
@@ -231,7 +236,7 @@ class PlainProgress(Progress):
         elif event == "notice":
             self._print(f"note: {payload['message']}")
         elif event == "finish":
-            self._print(f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}")
+            self._print(self.end_line(payload))
 
     def _step_line(self, payload: dict[str, Any]) -> str:
         metrics = payload["metrics"]
@@ -273,6 +278,7 @@ class LiveProgress(Progress):
             self._console.print(Text(f"note: {payload['message']}", style="yellow"))
         elif event == "finish":
             self.close()
+            self._console.print(Text(self.end_line(payload), style="dim"))
         if self._open:
             self._live.refresh()
 

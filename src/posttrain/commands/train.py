@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.commands.progress import Progress, choose_progress, show_duration
+from posttrain.commands.progress import choose_progress
 from posttrain.errors import INTERRUPTED, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe, load_recipe
@@ -65,8 +65,6 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     from posttrain.commands.summary import write_summary
 
     report = write_summary(result.folder)
-    if not arguments.quiet:
-        _print_end(progress, result.step)
     print(f"run:    {result.folder}")
     if not arguments.quiet:
         print(f"report: {report}")
@@ -124,7 +122,3 @@ def _print_memory(recipe: Recipe) -> None:
     for name, num_bytes in stated.rows():
         if num_bytes:
             print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)
-
-
-def _print_end(progress: Progress, step: int) -> None:
-    print(f"{step} steps, {show_duration(progress.history.elapsed())}; time: {progress.history.phases() or 'none'}")

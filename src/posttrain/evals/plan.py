@@ -411,7 +411,15 @@ def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
 
 def notes_of(finished: Sequence[Finished]) -> list[str]:
     """What must be known beside the table of some evaluations."""
-    return list(notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished}))
+    drawn = {text: None for one in finished if (text := _drawn(one.evaluation, one.settings.get("task")))}
+    return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
+
+
+def _drawn(evaluation: str, task: Any) -> str:
+    """Which problems a figure is of, where a seed draws them; the same task with another seed asks others."""
+    options = task if isinstance(task, Mapping) else {}
+    told = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
+    return f"{evaluation}: the problems are those of {' and '.join(told)}" if len(told) == 2 else ""
 
 
 def _key(task: Word) -> str:

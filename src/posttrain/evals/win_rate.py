@@ -320,7 +320,8 @@ def run_contest(
     if win_rate.results["unscored"]:
         notes.append(f"{win_rate.results['unscored']:.1%} of the answers could not be scored by the judge; they lose")
     for item, contest in zip(win_rate.items, contests, strict=True):
-        item["question"] = prompt_text(contest.a[0].example)
+        example = contest.a[0].example
+        item |= {"question": prompt_text(example), "answer": example.answer}
     _add_accuracies(win_rate.results, evaluations)
     reason = why_no_kl(models[0], models[1], plan.drawing, contests)
     if reason is None:

@@ -125,8 +125,8 @@ def render_history(
     """
     if not tokenizer.chat_template:
         raise UsageError(
-            "the tokenizer has no chat template. Choose a prompt.template that needs none (r1_zero, plain, "
-            "boxed, or xml_reasoning with `chat: false`), or a model that has one"
+            "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
+            "dialogue for several turns, or xml_reasoning with `chat: false`), or a model that has one"
         )
     conversation = [{"role": role, "content": content} for role, content in turns]
     try:

@@ -172,6 +172,8 @@ def write_contest_page(
 
 def _shown_contest(item: Mapping[str, Any]) -> tuple[str, str]:
     parts = [f"{quoted(item['question'])}\n"]
+    if item["answer"] is not None:
+        parts.append(f"gold answer: {code(item['answer'])}\n")
     for side in ("a", "b"):
         answer = item[side][0]
         score = "" if answer["score"] is None else f", score {answer['score']:.3g}"

@@ -95,17 +95,24 @@ PARTS: Mapping[str, Sequence[Part]] = {
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "right: the chosen answer has the higher score, ties one half. The longer one: what always taking the "
+    "pairs": "right: the chosen answer has the higher score; a tie counts half. The longer one: what always taking the "
     "longer text would get; points over length: against the better of the longer and the shorter. Score ~ length: the "
-    "correlation of score and length within pairs; chosen ~: that of being the chosen answer, which people share. "
-    "Answers that say nothing (--probes): the end alone, a sentence again and again, the question, flattery, generic "
-    "sentences, the answer to another question.",
+    "correlation of score and length within pairs; chosen ~: that of length and being chosen, which is people's own.",
     "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
     "problem is right; beside it any one of them, the majority of the final answers, the majority weighted by score, "
     "and the best there is (some answer is right).",
     "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
     "neither. F1: the harmonic mean of that over solutions with an error and without.",
 }
+_PROBED = (
+    " Answers that say nothing: the end alone, a sentence again and again, the question, flattery, generic sentences, "
+    "the answer to another question."
+)
+
+
+def note_on(view: str, results: Mapping[str, float]) -> str:
+    """What the numbers mean, of those that there are."""
+    return NOTES[view] + (_PROBED if any(key in results for _, key, _ in _PROBES) else "")
 
 
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
@@ -210,7 +217,7 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
     ]
     parts = [
         f"# {plain(evaluation.name)}: {plain(label)}\n",
-        f"{NOTES[evaluation.view]}\n",
+        f"{note_on(evaluation.view, evaluation.results)}\n",
         *(to_markdown(table) for table in tables),
     ]
     if picture is not None:

@@ -70,6 +70,7 @@ class _Answer(_Written):
 class _Item(_Written):
     index: int
     question: str
+    answer: str | None = None
     a: list[_Answer] = Field(min_length=1)
     b: list[_Answer] = Field(min_length=1)
 
@@ -291,7 +292,7 @@ def choose_samples(meetings: Sequence[Meeting]) -> list[Answers]:
         for meeting in own:
             same = next((one for one in meeting.items if one["index"] == item["index"]), None)
             answers += [_answer(meeting.method, same["a"][0])] if same is not None else []
-        shown.append(Answers(item["question"], answers))
+        shown.append(Answers(item["question"], answers, item["answer"]))
     return shown
 
 

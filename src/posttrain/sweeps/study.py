@@ -304,10 +304,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """A prompt with the answers of several models."""
+    """A prompt with the answers of several models; ``gold``: the right one, where there is one."""
 
     question: str
     answers: list[Answer]
+    gold: str | None = None
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,9 @@ def read_example(
     demonstration = next((text for text in parts.values() if text is not solution), None)
     answer = None
     if answer_key and (demonstration is None or row.has(answer_key)):
-        otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+        otherwise = (
+            'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+        )
         _require(row, answer_key, otherwise)
         answer = row.answer(answer_key)
     example_id = f"jsonl/{split}/{row.line}"

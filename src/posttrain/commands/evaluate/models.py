@@ -35,7 +35,7 @@ from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
 from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
-from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, ways_table, write_score_page
+from posttrain.reports.reward_model import difference_tables, note_on, score_tables, ways_table, write_score_page
 from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
@@ -297,7 +297,7 @@ def show_scores(console: Console, done: Sequence[Scored]) -> None:
         if one.dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items())
             say(console, f"{one.name} · {label}: not measured: {reasons}", "dim")
-    for view in dict.fromkeys(one.view for _, one in rows):
-        console.print(Text(NOTES[view], style="dim"))
+    for note in dict.fromkeys(note_on(one.view, one.results) for _, one in rows):
+        console.print(Text(note, style="dim"))
     for scored in done:
         say(console, f"summary, results and every score: {scored.folder}")

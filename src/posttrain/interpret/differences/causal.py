@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.evals.statistics import summarize_seeds
@@ -39,18 +39,45 @@ from posttrain.types import Completion, Example, Rollout
 # [rows, d] to be added to the writer's activations, given the writer's and the donor's at the same tokens.
 Added = Callable[[Tensor, Tensor], Tensor]
 COMPACT_EVERY = 4  # tokens between looks at which rows have ended
+ROOM = 32  # tokens for which a cache takes memory ahead
+
+
+class _Growing(DynamicLayer):
+    """Keys and values that are written in place, into memory taken ahead, and not copied for every token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = _appended(self.keys, key_states), _appended(self.values, value_states)
+        return self.keys, self.values
+
+
+def _appended(seen: Tensor, new: Tensor) -> Tensor:
+    """``seen`` [R, heads, T, d] with ``new`` behind it; a view of memory with room for more."""
+    have = seen.shape[-2] if seen.dim() == new.dim() else 0
+    need, room = have + new.shape[-2], seen._base
+    if room is None or room.shape[-2] < need or room.shape[0] != new.shape[0]:
+        room = new.new_empty((*new.shape[:-2], need + ROOM, new.shape[-1]))
+        if have:
+            room[..., :have, :] = seen
+    room[..., have:need, :] = new
+    return room[..., :need, :]
+
+
+def _caches() -> dict[str, Any]:
+    return {name: Cache(layer_class_to_replicate=_Growing) for name in ("writer", "donor")}
 
 
 @dataclass
 class _Rows:
-    """What is being decoded: one row for each treatment and prompt; ended rows leave the batch."""
+    """What is being decoded: one row for each treatment and prompt, in that order; ended rows leave the batch."""
 
     treatment: Tensor  # int64 [R]
     number: Tensor  # int64 [R], the place of the row among all
     tokens: Tensor  # int64 [R, T] to be read next
     mask: Tensor  # int64 [R, so far], 0 where a prompt was padded on the left
     ended: Tensor  # bool [R]
-    caches: dict[str, Any] = field(default_factory=lambda: {"writer": DynamicCache(), "donor": DynamicCache()})
+    caches: dict[str, Any] = field(default_factory=_caches)
 
     def keep(self, rows: Tensor) -> None:
         self.treatment, self.number, self.tokens = self.treatment[rows], self.number[rows], self.tokens[rows]
@@ -58,11 +85,16 @@ class _Rows:
         for cache in self.caches.values():
             cache.batch_select_indices(rows)
 
+    def slices(self, num_treatments: int) -> list[slice]:
+        """Where the rows of each treatment stand."""
+        ends = torch.bincount(self.treatment, minlength=num_treatments).cumsum(0).tolist()
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
 
 @torch.no_grad()
 def write_with(
     writer: Any,
-    donor: Any,
+    donor: Any | None,
     site: str,
     prompts: Sequence[Sequence[int]],
     treatments: Sequence[Added],
@@ -74,7 +106,7 @@ def write_with(
 
     Args:
         writer: the causal LM that writes, in eval mode.
-        donor: a causal LM over the same tokens, whose activations the treatments see.
+        donor: a causal LM over the same tokens, whose activations the treatments see; None: they see the writer's own.
         site: where something is added, such as ``resid.2``.
         prompts: token ids, none empty.
         treatments: what is added, one for each group of rows.
@@ -84,8 +116,9 @@ def write_with(
     device = next(writer.parameters()).device
     rows = _start(prompts, len(treatments), device)
     written: list[list[int]] = [[] for _ in range(len(treatments) * len(prompts))]
-    # the donor need not go further than the site; its residual stream is what a truncated backbone gives
-    short = truncate(donor, read_site(site).layer) if read_site(site).place == "resid" else backbone_of(donor)
+    short = None
+    if donor is not None:  # it need not go further than the site; a truncated backbone gives its residual stream
+        short = truncate(donor, read_site(site).layer) if read_site(site).place == "resid" else backbone_of(donor)
     for step in range(max_tokens):
         chosen = _advance(writer, short, site, rows, treatments)
         for number, token, ended in zip(rows.number.tolist(), chosen.tolist(), rows.ended.tolist(), strict=True):
@@ -120,11 +153,34 @@ def _start(prompts: Sequence[Sequence[int]], num_treatments: int, device: Any) -
     )
 
 
-def _advance(writer: Any, donor: Any, site: str, rows: _Rows, treatments: Sequence[Added]) -> Tensor:
+def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments: Sequence[Added]) -> Tensor:
     """Read ``rows.tokens`` with both models; the likeliest next token of each row, int64 [R]."""
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()
-    common = {"attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
+    read = {"input_ids": rows.tokens, "attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
+    donated = None if donor is None else _donated(donor, site, read, rows.caches["donor"], len(treatments))
+
+    def change(x: Tensor) -> Tensor:
+        added = torch.zeros_like(x, dtype=torch.float32)
+        for treatment, own in zip(treatments, rows.slices(len(treatments)), strict=True):
+            if own.start < own.stop:
+                here, where = x[own].float(), real[own]
+                seen = here[where]
+                added[own][where] = treatment(seen, seen if donated is None else donated[own][where])
+        return (x.float() + added).to(x.dtype)
+
+    with replaced(writer, site, change):
+        output = writer(**read, past_key_values=rows.caches["writer"], logits_to_keep=1)
+    likeliest: Tensor = output.logits[:, -1].argmax(-1)
+    return likeliest
+
+
+def _donated(donor: Any, site: str, read: dict[str, Any], cache: Any, num_treatments: int) -> Tensor:
+    """The donor's activations [R, tokens, d], float32. Prompts, the same under every treatment, are read once."""
+    is_first = not len(cache.layers)
+    size = len(read["input_ids"]) // num_treatments
+    if is_first:
+        read = {name: value[:size] if isinstance(value, Tensor) else value for name, value in read.items()}
     seen: list[Tensor] = []
 
     def look(x: Tensor) -> Tensor:
@@ -132,25 +188,14 @@ def _advance(writer: Any, donor: Any, site: str, rows: _Rows, treatments: Sequen
         return x
 
     if read_site(site).place == "resid":
-        read = donor(input_ids=rows.tokens, past_key_values=rows.caches["donor"], **common)
-        seen.append(read.last_hidden_state)
+        seen.append(donor(**read, past_key_values=cache).last_hidden_state)
     else:
         with replaced(donor, site, look):
-            donor(input_ids=rows.tokens, past_key_values=rows.caches["donor"], **common)
-    donated = seen[0].float()
-
-    def change(x: Tensor) -> Tensor:
-        added = torch.zeros_like(x, dtype=torch.float32)
-        for index, treatment in enumerate(treatments):
-            where = real & (rows.treatment == index)[:, None]
-            if bool(where.any()):
-                added[where] = treatment(x[where].float(), donated[where])
-        return (x.float() + added).to(x.dtype)
-
-    with replaced(writer, site, change):
-        output = writer(input_ids=rows.tokens, past_key_values=rows.caches["writer"], **common, logits_to_keep=1)
-    likeliest: Tensor = output.logits[:, -1].argmax(-1)
-    return likeliest
+            donor(**read, past_key_values=cache)
+    if not is_first:
+        return seen[0].float()
+    cache.batch_select_indices(torch.arange(size, device=seen[0].device).repeat(num_treatments))
+    return seen[0].float().repeat(num_treatments, 1, 1)
 
 
 Measure = Literal["reward", "accuracy"]
@@ -222,10 +267,10 @@ def replace_all(x: Tensor, donor: Tensor) -> Tensor:
 
 
 class Trial:
-    """A writer, a donor that reads along, fixed examples: what greedy answers earn under treatments."""
+    """A writer, a donor that reads along (or none), fixed examples: what greedy answers earn under treatments."""
 
     def __init__(
-        self, writer: Subject, donor: Subject, site: str, examples: Sequence[Example], measure: Measure
+        self, writer: Subject, donor: Subject | None, site: str, examples: Sequence[Example], measure: Measure
     ) -> None:
         self.writer, self.donor, self.site, self.examples, self.measure = writer, donor, site, examples, measure
         template = writer.grader.template
@@ -235,7 +280,7 @@ class Trial:
         """For each treatment the mean reward, or the share of right answers."""
         written = write_with(
             self.writer.model,
-            self.donor.model,
+            None if self.donor is None else self.donor.model,
             self.site,
             self.prompts,
             treatments,
@@ -321,12 +366,13 @@ def measure_causes(
     """
     settings = changes.causal
     assert settings is not None
-    pairs = {"base": ("base", "post"), "post": ("post", "base")}
+    pairs = {"given": ("base", "post"), "returned": ("post", "base"), "scaled": ("post", None)}
     trials = {
-        name: Trial(subjects[writer], subjects[donor], site, examples, settings.measure)
-        for name, (writer, donor) in pairs.items()
+        test: Trial(subjects[writer], subjects[donor] if donor else None, site, examples, settings.measure)
+        for test, (writer, donor) in pairs.items()
     }
-    both = {name: trial.outcomes([leave, replace_all]) for name, trial in trials.items()}
+    writers = {"base": "given", "post": "returned"}
+    both = {name: trials[test].outcomes([leave, replace_all]) for name, test in writers.items()}
     facts: dict[str, Any] = {
         "measure": settings.measure,
         "prompts": len(examples),
@@ -340,9 +386,8 @@ def measure_causes(
         ranked = view.changes.ranking()[:most].tolist()
         matched = [random_features(view, ranked, changes.seed + seed, 1 + draw) for draw in range(settings.draws)]
         for test in TESTS:
-            trial = trials["base" if test == "given" else "post"]
             treat = partial(_scale if test == "scaled" else move_features, dictionary, limit=limit)
-            facts[test].append(try_doses(trial, treat, ranked, matched, plan_of(test, settings)))
+            facts[test].append(try_doses(trials[test], treat, ranked, matched, plan_of(test, settings)))
         point = next(p for p in facts["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
         observe(
             f"causal test, seed {seed}: {settings.measure} of the base {facts['unchanged']['base']:.3f}, given "
