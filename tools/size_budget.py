@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76420
+MAX_PACKAGE_LINES = 76390
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
@@ -28,14 +28,14 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5620,
     "environments": 1760,
-    "store": 2630,
+    "store": 2650,
     "models": 4660,
     "engines": 8700,
     "evals": 3010,
     "reward_models": 1620,
     "train": 7730,
     "interpret": 7300,
-    "runs": 3680,
+    "runs": 3640,
     "sweeps": 3330,
     "reports": 3140,
     "commands": 9030,
