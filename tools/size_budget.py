@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76390
+MAX_PACKAGE_LINES = 76300
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
@@ -36,7 +36,7 @@ ROOMS: dict[str, int] = {
     "train": 7730,
     "interpret": 7300,
     "runs": 3640,
-    "sweeps": 3330,
+    "sweeps": 3240,
     "reports": 3140,
     "commands": 9030,
 }
