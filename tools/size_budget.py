@@ -17,14 +17,14 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76300
+MAX_PACKAGE_LINES = 76270
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
     "recipes": 1280,
-    "algorithms": 2060,
+    "algorithms": 2050,
     "graders": 6570,
-    "rewards": 430,
+    "rewards": 420,
     "render": 1360,
     "tasks": 5620,
     "environments": 1760,
