@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76270
+MAX_PACKAGE_LINES = 76260
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2590,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 8700,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7730,
+    "train": 7720,
     "interpret": 7300,
     "runs": 3640,
     "sweeps": 3240,
