@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76260
+MAX_PACKAGE_LINES = 76160
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2590,
+    "ground": 2570,
     "recipes": 1280,
     "algorithms": 2050,
     "graders": 6570,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3640,
     "sweeps": 3240,
     "reports": 3140,
-    "commands": 9030,
+    "commands": 8950,
 }
 
 
