@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76160
+MAX_PACKAGE_LINES = 76060
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2570,
+    "ground": 2580,
     "recipes": 1280,
     "algorithms": 2050,
     "graders": 6570,
@@ -28,13 +28,13 @@ ROOMS: dict[str, int] = {
     "render": 1360,
     "tasks": 5620,
     "environments": 1760,
-    "store": 2650,
-    "models": 4660,
-    "engines": 8700,
+    "store": 2660,
+    "models": 4650,
+    "engines": 8600,
     "evals": 3010,
     "reward_models": 1620,
-    "train": 7720,
-    "interpret": 7300,
+    "train": 7710,
+    "interpret": 7280,
     "runs": 3640,
     "sweeps": 3240,
     "reports": 3140,
