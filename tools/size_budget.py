@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76060
+MAX_PACKAGE_LINES = 76030
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2580,
@@ -34,11 +34,11 @@ ROOMS: dict[str, int] = {
     "evals": 3010,
     "reward_models": 1620,
     "train": 7710,
-    "interpret": 7280,
+    "interpret": 7260,
     "runs": 3640,
     "sweeps": 3240,
     "reports": 3140,
-    "commands": 8950,
+    "commands": 8940,
 }
 
 
